@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import compile_hook, hardware, keras_api, layer_call
+from keras_mp import compile_hook, hardware, keras_api, layer_call, saved_files
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp._version import __version__
 from keras_mp.grappler import passes
@@ -107,6 +107,7 @@ class Policy(keras_api.BasePolicy):
             hardware.warn_if_slow(_MIXED[self.name])
         if self.low_precision_dtype is not None:
             layer_call.install(Policy)
+            saved_files.install(Policy)
 
     @property
     def loss_scale(self) -> loss_scale_lib.LossScale | None:

@@ -99,6 +99,13 @@ class KerasApi(Protocol):
         """
         ...
 
+    def enter_while_saving(self, around: Callable[[Any], AbstractContextManager[None]]) -> None:
+        """Lets Keras enter a context manager while it writes files of models in h5py's format.
+
+        Args:
+            around: takes the model and returns the context manager.
+        """
+
     def get_global_policy(self) -> tf.keras.mixed_precision.Policy:
         """Returns `tf.keras`'s global policy."""
 

@@ -35,6 +35,7 @@ LAYERS_INSIDE = keras2_names.LAYERS_INSIDE
 LOSSES = keras2_names.LOSSES
 
 optimizer_adapter = keras2_adapters.optimizer_adapter
+enter_while_saving = keras2_saving.enter_while_saving
 deserialize_optimizer = keras2_saving.deserialize_optimizer
 
 PreprocessingLayer = keras2_raw_inputs.PreprocessingLayer

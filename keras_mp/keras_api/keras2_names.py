@@ -13,6 +13,14 @@ saving_options = Name("tf_keras.src.saving.legacy.saved_model.utils.keras_option
 convert_to_legacy = Name("tf_keras.__internal__.optimizers.convert_to_legacy_optimizer")
 track_variable = Name("tf_keras.src.backend.track_variable")
 
+# All that write files in h5py's format. Keras calls them in their modules.
+WRITERS = (
+    Name("tf_keras.src.saving.saving_lib.save_model"),
+    Name("tf_keras.src.saving.saving_lib.save_weights_only"),
+    Name("tf_keras.src.saving.legacy.hdf5_format.save_model_to_hdf5"),
+    Name("tf_keras.src.saving.legacy.hdf5_format.save_weights_to_hdf5_group"),
+)
+
 seeds = Name("tf_keras.src.backend._SEED_GENERATOR")
 RandomGenerator = Name("tf_keras.src.backend.RandomGenerator")
 
@@ -163,6 +171,7 @@ FEATURES = (
         "`compile` ends with an error where Keras would scale the loss, too.",
         (optimizer_of_model,),
     ),
+    Feature("files with weights in bfloat16", "They cannot be loaded.", WRITERS),
     Feature("optimizers in files", "Some are not found by their names.", (saving_options,)),
     Feature(
         "variables in graphs of TensorFlow 1",

@@ -1,5 +1,8 @@
 """How Keras 2 saves and loads."""
 
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -27,3 +30,26 @@ def deserialize_optimizer(
             if not isinstance(found, str):  # the name of a class that is not in its table
                 return found
         return keras.utils.deserialize_keras_object(config, custom_objects=custom_objects)
+
+
+def enter_while_saving(around: Callable[[Any], AbstractContextManager[None]]) -> None:
+    """Enters a context manager while Keras writes files: see the interface."""
+    for name in keras2_names.WRITERS:
+        if name.is_there():
+            name.set(_around(name.get(), around))
+
+
+def _around(
+    write: Callable[..., Any], around: Callable[[Any], AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    @functools.wraps(write)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        # One of these functions takes the model as its second argument.
+        values = (*args, *kwargs.values())
+        model = next((each for each in values if isinstance(each, keras.Model)), None)
+        if model is None:
+            return write(*args, **kwargs)
+        with around(model):
+            return write(*args, **kwargs)
+
+    return wrapped

@@ -45,6 +45,7 @@ APPLY_TAKES_SCALED_GRADIENTS = True
 patch_fit = keras3_workers.patch_fit
 optimizer_adapter = keras3_adapter.optimizer_adapter
 name_functions = keras3_lambdas.name_functions
+enter_while_saving = keras3_saving.enter_while_saving
 deserialize_optimizer = keras3_saving.deserialize_optimizer
 
 PreprocessingLayer = keras3_raw_inputs.PreprocessingLayer

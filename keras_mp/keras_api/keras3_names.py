@@ -8,6 +8,7 @@ get_attribute = Name("keras.src.backend.common.global_state.get_global_attribute
 set_attribute = Name("keras.src.backend.common.global_state.set_global_attribute")
 AutocastScope = Name("keras.src.backend.AutocastScope")
 in_symbolic_scope = Name("keras.src.backend.common.symbolic_scope.in_symbolic_scope")
+write_h5 = Name("keras.src.legacy.saving.legacy_h5_format.save_model_to_hdf5")
 SafeModeScope = Name("keras.src.saving.serialization_lib.SafeModeScope")
 
 convert_inputs_of_model = Name("keras.src.models.functional.Functional._convert_inputs_to_tensors")
@@ -97,6 +98,7 @@ ACCUMULATION = Feature(
     "Steps with `gradient_accumulation_steps` end with an error.",
     (iterations, trained, accumulated),
 )
+FILES = Feature("`.h5` files with weights in bfloat16", "They cannot be loaded.", (write_h5,))
 WORKERS = Feature(
     "`fit` on several workers",
     "It works as far as Keras's own does, and each worker writes the files of callbacks.",
@@ -105,5 +107,5 @@ WORKERS = Feature(
 
 FEATURES = (
     *(THREADS, SHAPES, TRUST, RAW_INPUTS, LAYER_INPUTS, LAYERS_INSIDE, LAMBDAS, OUTPUTS, LOSSES),
-    *(METRICS, IMAGES, REPLICAS, ACCUMULATION, WORKERS),
+    *(METRICS, IMAGES, REPLICAS, ACCUMULATION, FILES, WORKERS),
 )

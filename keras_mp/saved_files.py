@@ -1,0 +1,72 @@
+"""Files in the format of h5py, which knows no bfloat16.
+
+h5py writes what NumPy knows by another library only, such as bfloat16, as bytes without a meaning,
+which nobody can load. So while Keras saves a model of ours, what has 16 bits or fewer and is no
+float16 is written as float32. It holds each of these numbers, and Keras casts it back on loading.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp import keras_api
+from keras_mp.support import wrapped
+from keras_mp.support.once import once
+
+
+@once
+def install(policy_class: type) -> None:
+    """Lets Keras save models that have layers with a policy of ours, once in a process.
+
+    Args:
+        policy_class: the class of these policies.
+    """
+
+    def saving(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
+        layers = keras_api.flatten_layers(model)
+        is_ours = any(isinstance(layer.dtype_policy, policy_class) for layer in layers)
+        return _readable() if is_ours else contextlib.nullcontext()
+
+    keras_api.enter_while_saving(saving)
+
+
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    """Context manager in which this thread writes only what h5py can read."""
+    import h5py  # which Keras 2 can do without
+
+    class Readable(h5py.Dataset):
+        """A dataset of float32 to which values of another dtype are assigned."""
+
+        def __setitem__(self, selection: Any, value: Any) -> None:
+            super().__setitem__(selection, np.asarray(value, np.float32))
+
+    def wrap(create_dataset: Callable[..., Any]) -> Callable[..., Any]:
+        def create(
+            group: Any,
+            name: Any,
+            shape: Any = None,
+            dtype: Any = None,
+            data: Any = None,
+            **kwargs: Any,
+        ) -> Any:
+            if not _is_unreadable(dtype or getattr(data, "dtype", None)):
+                return create_dataset(group, name, shape, dtype, data, **kwargs)
+            if data is not None:
+                data = np.asarray(data, np.float32)
+            return Readable(create_dataset(group, name, shape, np.float32, data, **kwargs).id)
+
+        return create
+
+    with wrapped.here(h5py.Group, "create_dataset", wrap):
+        yield
+
+
+def _is_unreadable(dtype: Any) -> bool:
+    """Whether h5py takes a dtype for bytes, and it is none of bytes."""
+    if not isinstance(dtype, np.dtype):
+        return False
+    return dtype.kind == "V" and dtype.type is not np.void
