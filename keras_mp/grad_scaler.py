@@ -15,7 +15,8 @@ from keras_mp.compat import v1
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
 from keras_mp.step import gradients, optimizer_adapter, replicas, state_rollback
 from keras_mp.step.calls import Calls
-from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
+from keras_mp.step.dynamic_loss_scale import DynamicLossScale
+from keras_mp.step.loss_scales import FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.scaler import Scaler, ScalerProperties
 from keras_mp.step.scaler_calls import ScalerCalls, UnscaledCalls

@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.loss_scales import (
     CLASSES,
     LARGEST,
-    DynamicLossScale,
     FixedLossScale,
     LossScale,
 )

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.grad_scaler import GradScaler
 from keras_mp.step import finiteness, gradients, replicas
-from keras_mp.step.loss_scales import DynamicLossScale
+from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.schedule import MIN_LOSS_SCALE
 from keras_mp.support import validation
 from keras_mp.support.autograph import do_not_convert

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp.step import skip_messages
-from keras_mp.step.loss_scales import DynamicLossScale, LossScale, state_variable
+from keras_mp.step.dynamic_loss_scale import DynamicLossScale
+from keras_mp.step.loss_scales import LossScale, state_variable
 from keras_mp.step.overflow_report import Overflow
 from keras_mp.step.overflows import HALF, Overflows, SkippedStep
 from keras_mp.step.schedule import LossScaleState, bad_steps_after

@@ -1,0 +1,336 @@
+"""The loss scale that moves: `DynamicLossScale`.
+
+RFC 293, "The new LossScale class". This module needs TensorFlow only. `schedule` has the
+arithmetic, and `scaled_step` looks at the gradients.
+"""
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.step.loss_scales import LARGEST, SMALLEST, LossScale, state_variable
+from keras_mp.step.schedule import (
+    INITIAL_LOSS_SCALE,
+    MIN_LOSS_SCALE,
+    History,
+    LossScaleState,
+    Schedule,
+    next_state,
+)
+from keras_mp.support import validation
+
+
+class DynamicLossScale(LossScale):
+    """A loss scale that stays just below the one at which gradients overflow.
+
+    It doubles after 2,000 steps with finite gradients and halves at a step with a non-finite one,
+    which is skipped. It goes below 1 only if the loss is known to be finite, which it is where one
+    function, or eager code, scales it and applies the gradients (no scale mends a loss of NaN), and
+    only if such steps are frequent; it comes back soon. The object holds the state;
+    `LossScaleOptimizer` moves it. The exact rules are the pure function
+    `keras_mp.loss_scale.next_state`. The state may be assigned: `scale.loss_scale.assign(256.)`.
+
+    Args:
+        initial_loss_scale: int or float. Where the scale starts. Too high is put right within a
+            few steps, too low takes thousands. Defaults to `2**15`.
+        increment_period: int, at least 1. Finite steps after which the scale grows. Defaults to
+            2000.
+        multiplier: float above 1. The factor by which the scale grows. Powers of two cost no
+            precision. Defaults to 2.
+        backoff_multiplier: float between 0 and 1. The factor at a non-finite step. Defaults to
+            `1 / multiplier`.
+        hysteresis: int, at least 1. How many non-finite steps in a row it takes before the scale
+            backs off (each of them is skipped in any case). Defaults to 1.
+        min_loss_scale: float of at least `2**-126`. The floor. 1 is that of the RFC, and of files
+            that were saved with an older keras_mp. Defaults to `2**-24`.
+        max_loss_scale: float, at most `2**126`. The ceiling, at which the scale and its reciprocal
+            are still normal numbers. Defaults to `2**126`.
+        tolerance: float from 0, less than 1. The share of the steps since the scale last moved that
+            may be non-finite before it backs off: 0.05 for data in which one step in 20 has a
+            gradient that no scale makes finite. They are skipped in any case. Defaults to 0.
+
+    Raises:
+        TypeError: an argument is not a number.
+        ValueError: an argument is outside its range.
+
+    Example:
+
+    >>> scale = keras_mp.DynamicLossScale(initial_loss_scale=1024)
+    >>> _ = scale.loss_scale.assign(256.0)
+    >>> scale()
+    <tf.Tensor: shape=(), dtype=float32, numpy=256.0>
+    >>> int(scale.num_good_steps)
+    0
+
+    Source: RFC 293, "The new LossScale class".
+    """
+
+    moves = True
+
+    def __init__(
+        self,
+        initial_loss_scale: float = INITIAL_LOSS_SCALE,
+        increment_period: int = 2000,
+        multiplier: float = 2.0,
+        *,
+        backoff_multiplier: float | None = None,
+        hysteresis: int = 1,
+        min_loss_scale: float = MIN_LOSS_SCALE,
+        max_loss_scale: float = LARGEST,
+        tolerance: float = 0.0,
+    ) -> None:
+        super().__init__(name="dynamic_loss_scale")
+        multiplier = validation.number("multiplier", multiplier, above=1)
+        if backoff_multiplier is None:
+            backoff_multiplier = 1 / multiplier
+        min_loss_scale = validation.number("min_loss_scale", min_loss_scale, at_least=SMALLEST)
+        max_loss_scale = validation.number(
+            "max_loss_scale", max_loss_scale, at_least=min_loss_scale, at_most=LARGEST
+        )
+        self._initial_loss_scale = validation.number(
+            "initial_loss_scale",
+            initial_loss_scale,
+            at_least=min_loss_scale,
+            at_most=max_loss_scale,
+        )
+        # A partial, since TensorFlow would make a dict part of the checkpoint.
+        self._next_state = functools.partial(
+            next_state,
+            increment_period=validation.integer("increment_period", increment_period),
+            multiplier=multiplier,
+            backoff_multiplier=validation.number(
+                "backoff_multiplier", backoff_multiplier, above=0, below=1
+            ),
+            hysteresis=validation.integer("hysteresis", hysteresis),
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+        )
+        tolerance = validation.number("tolerance", tolerance, at_least=0, below=1)
+        if tolerance:
+            # An older keras_mp reads the other configs.
+            self._next_state = functools.partial(self._next_state, tolerance=tolerance)
+        with tf.init_scope():
+            # The attribute names are the checkpoint's keys, and those are the ones that
+            # TensorFlow's own loss scales have written since 2.2.
+            self.current_loss_scale = state_variable(
+                self._initial_loss_scale, tf.float32, "current_loss_scale"
+            )
+            self.good_steps = state_variable(0, tf.int64, "good_steps")
+            self.bad_steps = state_variable(0, tf.int64, "bad_steps")
+            # No part of checkpoints: what it is about shows itself again within a few steps.
+            self._history = _HiddenVariable(
+                state_variable([float(x) for x in History()], tf.float32, "history")
+            )
+
+    @property
+    def initial_loss_scale(self) -> float:
+        """Where the scale started."""
+        return self._initial_loss_scale
+
+    @property
+    def increment_period(self) -> int:
+        """Finite steps after which the scale grows.
+
+        A `tf.function` that was traced before it was set keeps the old number.
+        """
+        return self._next_state.keywords["increment_period"]
+
+    @increment_period.setter
+    def increment_period(self, value: int) -> None:
+        period = validation.integer("increment_period", value)
+        self._next_state = functools.partial(self._next_state, increment_period=period)
+
+    @property
+    def multiplier(self) -> float:
+        """The factor by which the scale grows."""
+        return self._next_state.keywords["multiplier"]
+
+    @property
+    def backoff_multiplier(self) -> float:
+        """The factor by which the scale backs off."""
+        return self._next_state.keywords["backoff_multiplier"]
+
+    @property
+    def hysteresis(self) -> int:
+        """Consecutive non-finite steps before the scale backs off."""
+        return self._next_state.keywords["hysteresis"]
+
+    @property
+    def min_loss_scale(self) -> float:
+        """The floor."""
+        return self._next_state.keywords["min_loss_scale"]
+
+    @property
+    def max_loss_scale(self) -> float:
+        """The ceiling."""
+        return self._next_state.keywords["max_loss_scale"]
+
+    @property
+    def tolerance(self) -> float:
+        """The share of steps that may be non-finite before the scale backs off."""
+        return self._next_state.keywords.get("tolerance", 0.0)
+
+    @property
+    def loss_scale(self) -> tf.Variable:
+        """The scale, a float32 variable."""
+        return self.current_loss_scale
+
+    @property
+    def num_good_steps(self) -> tf.Variable:
+        """Finite steps since the scale last moved, an int64 variable."""
+        return self.good_steps
+
+    @property
+    def num_bad_steps(self) -> tf.Variable:
+        """Non-finite steps in a row, an int64 variable."""
+        return self.bad_steps
+
+    def __call__(self) -> tf.Tensor:
+        """Returns the current scale, a float32 scalar tensor."""
+        return tf.convert_to_tensor(self.current_loss_scale)
+
+    def next_state(
+        self,
+        loss_scale: tf.Tensor,
+        finite: bool | tf.Tensor,
+        loss_is_finite: bool | tf.Tensor = False,
+    ) -> LossScaleState:
+        """Returns the state after a step, which the caller then assigns with `assign`.
+
+        Args:
+            loss_scale: float32 scalar tensor, the scale that the step was made with.
+            finite: bool, or bool scalar tensor. Whether all gradients were finite.
+            loss_is_finite: bool, or bool scalar tensor. Whether the loss is known to be finite.
+                Defaults to False.
+
+        Returns:
+            LossScaleState of tensors.
+        """
+        return self.after(loss_scale, finite, loss_is_finite)[0]
+
+    def after(
+        self,
+        loss_scale: tf.Tensor,
+        finite: bool | tf.Tensor,
+        loss_is_finite: bool | tf.Tensor = False,
+    ) -> tuple[LossScaleState, History | None]:
+        """Returns the state and the `History` after a step, as `Schedule.after` does."""
+        before = LossScaleState(loss_scale, self.good_steps, self.bad_steps)
+        schedule = Schedule(**self._next_state.keywords)
+        return schedule.after(before, self.history, finite, loss_is_finite)
+
+    def history(self) -> History:
+        """Returns the `History` of the schedule, of float32 scalar tensors."""
+        return History(*tf.unstack(tf.convert_to_tensor(self._history.variable)))
+
+    def assign(self, state: LossScaleState) -> list[Any]:
+        """Assigns the state.
+
+        Args:
+            state: LossScaleState of scalars.
+
+        Returns:
+            The list of the three assignments (operations, where there is a graph).
+        """
+        return [
+            self.current_loss_scale.assign(state.loss_scale, read_value=False),
+            self.good_steps.assign(state.num_good_steps, read_value=False),
+            self.bad_steps.assign(state.num_bad_steps, read_value=False),
+        ]
+
+    def move(
+        self,
+        finite: bool | tf.Tensor,
+        loss_is_finite: bool | tf.Tensor = False,
+        when: bool | tf.Tensor = True,
+    ) -> tuple[list[Any], tf.Tensor]:
+        """Moves the scale as a step moves it.
+
+        Args:
+            finite: as of `next_state`.
+            loss_is_finite: as of `next_state`.
+            when: bool, or bool scalar tensor. If it is False, the state stays as it is. Defaults to
+                True.
+
+        Returns:
+            tuple of the list of assignments and of how many steps were skipped in a row, an int64
+            scalar tensor.
+        """
+        before = LossScaleState(self(), self.good_steps, self.bad_steps)
+        after, history = self.after(before.loss_scale, finite, loss_is_finite)
+        if when is not True:
+            after = LossScaleState(*(tf.where(when, *pair) for pair in zip(after, before)))
+        operations = self.assign(after)
+        if history is not None:
+            numbers = tf.stack(history)
+            if when is not True:
+                numbers = tf.where(when, numbers, self._history.variable)
+            operations.append(self._history.variable.assign(numbers, read_value=False))
+        return operations, after.num_bad_steps
+
+    def fall_to(self, loss_scale: tf.Tensor) -> None:
+        """Moves the scale to one at which the gradients of a step became finite.
+
+        Args:
+            loss_scale: float32 scalar tensor, below the scale.
+        """
+        zero = tf.constant(0, tf.int64)
+        _, history = self.after(self(), False, True)
+        assert history is not None
+        history = history._replace(good_steps=0.0, bad_steps=0.0, fallen_to=loss_scale)
+        self.assign(LossScaleState(loss_scale, zero, zero))
+        self._history.variable.assign(tf.stack(history), read_value=False)
+
+    def hidden_variables(self) -> dict[str, tf.Variable]:
+        """Returns the variables that are not part of checkpoints, by name."""
+        return {"history": self._history.variable}
+
+    def to_compat_v1(self) -> Any:
+        """Makes a `tf.compat.v1.mixed_precision.DynamicLossScale` with these arguments.
+
+        It starts afresh, does not fall below 1, and has no ceiling but the largest float32.
+
+        Raises:
+            ValueError: `initial_loss_scale` is below 1, or `backoff_multiplier`, `hysteresis`,
+                `min_loss_scale` or `max_loss_scale` is not one that TensorFlow's class has.
+        """
+        arguments = {
+            name: getattr(self, name)
+            for name in ("initial_loss_scale", "increment_period", "multiplier")
+        }
+        validation.number("initial_loss_scale", self.initial_loss_scale, at_least=1)
+        default = DynamicLossScale(**arguments).get_config()
+        strangers = {
+            k: v
+            for k, v in self.get_config().items()
+            if v != default.get(k) and (k, v) != ("min_loss_scale", 1)
+        }
+        if strangers:
+            expected = {name: default[name] for name in strangers if name in default}
+            raise ValueError(
+                "A tf.compat.v1.mixed_precision.DynamicLossScale cannot move like this one. "
+                f"Expected {expected or 'no other arguments'}. Received: {strangers}"
+            )
+        return tf.compat.v1.mixed_precision.DynamicLossScale(**arguments)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the constructor's arguments; the state is not among them."""
+        return {"initial_loss_scale": self._initial_loss_scale, **self._next_state.keywords}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DynamicLossScale":
+        # New variables rather than copied ones: only they belong to the strategy in whose scope the
+        # copy is made. A graph has no values to copy yet, so there a copy starts afresh.
+        copied: Any = type(self).from_config(self.get_config())
+        memo[id(self)] = copied
+        if tf.executing_eagerly():
+            copied.assign(LossScaleState(self.current_loss_scale, self.good_steps, self.bad_steps))
+            copied._history.variable.assign(self._history.variable)
+        return copied
+
+
+class _HiddenVariable:
+    """Holds a variable where TensorFlow does not find it as a part of a checkpoint."""
+
+    def __init__(self, variable: tf.Variable) -> None:
+        self.variable = variable
