@@ -20,7 +20,6 @@ REFUSED = {
     "TFOptimizer._all_reduce_sum_gradients": {"two replicas"},
     "Graph._create_op_internal": {"fit with XLA"},
     "handle_data_util.get_handle_data": {"fit with XLA"},
-    "Model._get_optimizer": {"fit in mixed_float16", "fit with XLA", "saving", "two replicas"},
 }
 
 

@@ -109,8 +109,14 @@ def compile_without_wrapping(
     def get_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         return tf.nest.map_structure(keras.optimizers.get, optimizer)
 
-    # Without it, Keras would scale the loss as well, or refuse the optimizer.
-    keras2_names.optimizer_of_model.get()
+    if not keras2_names.optimizer_of_model.is_there():
+        optimizers = tf.nest.flatten(call.arguments.get("optimizer"))
+        scaling = keras.mixed_precision.LossScaleOptimizer
+        may_wrap = call.args[0].dtype_policy.name == "mixed_float16"
+        if not may_wrap or all(isinstance(each, scaling) for each in optimizers):
+            return keras_compile(*call.args, **call.kwargs)
+        # Keras would scale the loss as well, or refuse the optimizer.
+        keras2_names.optimizer_of_model.get()
     with replaced(call.args[0], "_get_optimizer", get_optimizer):
         return keras_compile(*call.args, **call.kwargs)
 
