@@ -30,7 +30,11 @@ def install(policy_class: type) -> None:
         is_ours = any(isinstance(layer.dtype_policy, policy_class) for layer in layers)
         return _readable() if is_ours else contextlib.nullcontext()
 
+    def is_ours(model: tf.keras.Model) -> bool:
+        return isinstance(model.dtype_policy, policy_class)
+
     keras_api.enter_while_saving(saving)
+    keras_api.export_with_float32_inputs(is_ours)
 
 
 @contextlib.contextmanager

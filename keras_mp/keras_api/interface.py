@@ -271,6 +271,13 @@ class KerasApi(Protocol):
         """Returns a context manager in which layers are made of configs that hold code, too."""
         ...
 
+    def export_with_float32_inputs(self, is_ours: Callable[[Any], bool]) -> None:
+        """Lets signatures of subclassed models take float32, where Keras notes their 16 bits.
+
+        Args:
+            is_ours: tells whether these are to be those of a model.
+        """
+
     def widen_predictions(self, model: tf.keras.Model) -> None:
         """Lets the metrics of a compiled model see predictions in float32.
 

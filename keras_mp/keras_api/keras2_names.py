@@ -12,6 +12,8 @@ SafeModeScope = Name("tf_keras.src.saving.serialization_lib.SafeModeScope")
 saving_options = Name("tf_keras.src.saving.legacy.saved_model.utils.keras_option_scope")
 convert_to_legacy = Name("tf_keras.__internal__.optimizers.convert_to_legacy_optimizer")
 track_variable = Name("tf_keras.src.backend.track_variable")
+save_spec = Name("tf_keras.src.engine.base_layer.Layer._get_save_spec")
+functions_of_layer = Name("tf_keras.src.saving.legacy.saved_model.save_impl.wrap_layer_functions")
 
 # All that write files in h5py's format. Keras calls them in their modules.
 WRITERS = (
@@ -170,6 +172,11 @@ FEATURES = (
         "the optimizer of a compiled model, which Keras would wrap",
         "`compile` ends with an error where Keras would scale the loss, too.",
         (optimizer_of_model,),
+    ),
+    Feature(
+        "exported subclassed models that take float32",
+        "Their signatures take 16 bits.",
+        (save_spec, functions_of_layer),
     ),
     Feature("files with weights in bfloat16", "They cannot be loaded.", WRITERS),
     Feature("optimizers in files", "Some are not found by their names.", (saving_options,)),

@@ -1,6 +1,7 @@
 """How Keras 2 saves and loads."""
 
 import functools
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.keras_api import keras2_names
+from keras_mp.support.attributes import replaced
+from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import saving
 
 keras = tf.keras
@@ -53,3 +56,44 @@ def _around(
             return write(*args, **kwargs)
 
     return wrapped
+
+
+class _Thread(threading.local):
+    """Whether Keras traces, in this thread, what one layer calls of another in a SavedModel."""
+
+    traces_layers = False
+
+
+_thread = _Thread()
+
+
+def export_with_float32_inputs(is_ours: Callable[[Any], bool]) -> None:
+    """Widens the signatures of subclassed models: see the interface."""
+    names = keras2_names.save_spec, keras2_names.functions_of_layer
+    if not all(name.is_there() for name in names):
+        return
+    save_spec, functions_of_layer = (name.get() for name in names)
+
+    @functools.wraps(save_spec)
+    def get_save_spec(self: Any, *args: Any, **kwargs: Any) -> Any:
+        specs = save_spec(self, *args, **kwargs)
+        # Inputs of functional models have the dtypes that the program has given them.
+        is_subclassed = isinstance(self, keras.Model) and not self.inputs
+        if _thread.traces_layers or not is_subclassed or not is_ours(self):
+            return specs
+        return tf.nest.map_structure(_widened, specs)
+
+    @functools.wraps(functions_of_layer)
+    def wrap_layer_functions(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        # Loaded layers call these with inputs that they have cast.
+        with replaced(_thread, "traces_layers", True):
+            return functions_of_layer(layer, *args, **kwargs)
+
+    keras2_names.save_spec.set(get_save_spec)
+    keras2_names.functions_of_layer.set(wrap_layer_functions)
+
+
+def _widened(spec: Any) -> Any:
+    if isinstance(spec, tf.TensorSpec) and spec.dtype in LOW_PRECISION:
+        return tf.TensorSpec(spec.shape, tf.float32, spec.name)
+    return spec

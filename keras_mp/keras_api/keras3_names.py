@@ -9,6 +9,8 @@ set_attribute = Name("keras.src.backend.common.global_state.set_global_attribute
 AutocastScope = Name("keras.src.backend.AutocastScope")
 in_symbolic_scope = Name("keras.src.backend.common.symbolic_scope.in_symbolic_scope")
 write_h5 = Name("keras.src.legacy.saving.legacy_h5_format.save_model_to_hdf5")
+exported_signature = Name("keras.src.export.export_utils._infer_input_signature_from_model")
+saved_signature = Name("keras.src.backend.tensorflow.layer.TFLayer._default_save_signature")
 SafeModeScope = Name("keras.src.saving.serialization_lib.SafeModeScope")
 
 convert_inputs_of_model = Name("keras.src.models.functional.Functional._convert_inputs_to_tensors")
@@ -99,6 +101,11 @@ ACCUMULATION = Feature(
     (iterations, trained, accumulated),
 )
 FILES = Feature("`.h5` files with weights in bfloat16", "They cannot be loaded.", (write_h5,))
+EXPORT = Feature(
+    "exported subclassed models that take float32",
+    "Their signatures take 16 bits.",
+    (exported_signature, saved_signature),
+)
 WORKERS = Feature(
     "`fit` on several workers",
     "It works as far as Keras's own does, and each worker writes the files of callbacks.",
@@ -107,5 +114,5 @@ WORKERS = Feature(
 
 FEATURES = (
     *(THREADS, SHAPES, TRUST, RAW_INPUTS, LAYER_INPUTS, LAYERS_INSIDE, LAMBDAS, OUTPUTS, LOSSES),
-    *(METRICS, IMAGES, REPLICAS, ACCUMULATION, FILES, WORKERS),
+    *(METRICS, IMAGES, REPLICAS, ACCUMULATION, FILES, EXPORT, WORKERS),
 )

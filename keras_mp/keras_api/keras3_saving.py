@@ -8,6 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.keras_api import keras3_names
+from keras_mp.support import wrapped
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 keras = tf.keras
 
@@ -36,3 +38,32 @@ def enter_while_saving(around: Callable[[Any], AbstractContextManager[None]]) ->
             return write(model, *args, **kwargs)
 
     keras3_names.write_h5.set(wrapped)
+
+
+def export_with_float32_inputs(is_ours: Callable[[Any], bool]) -> None:
+    """Widens the signatures of subclassed models: see the interface."""
+    owner = next(cls for cls in keras.Layer.__mro__ if "input_dtype" in vars(cls))
+
+    def around(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(own)
+        def call(model: Any) -> Any:
+            if not is_ours(model):
+                return own(model)
+            # Keras notes the shapes of inputs, and takes this dtype for all of them.
+            with wrapped.here(owner, "input_dtype", _widened):
+                return own(model)
+
+        return call
+
+    if keras3_names.exported_signature.is_there():
+        keras3_names.exported_signature.set(around(keras3_names.exported_signature.get()))
+    if keras3_names.saved_signature.is_there():
+        keras3_names.saved_signature.set(property(around(keras3_names.saved_signature.get().fget)))
+
+
+def _widened(input_dtype: Callable[[Any], str]) -> Callable[[Any], str]:
+    def widened(layer: Any) -> str:
+        dtype = input_dtype(layer)
+        return "float32" if dtype in LOW_PRECISION_NAMES else dtype
+
+    return widened
