@@ -18,7 +18,7 @@ from keras_mp.step.schedule import (
     Schedule,
     next_state,
 )
-from keras_mp.support import validation
+from keras_mp.support import host, validation
 
 
 class DynamicLossScale(LossScale):
@@ -118,10 +118,12 @@ class DynamicLossScale(LossScale):
             )
             self.good_steps = state_variable(0, tf.int64, "good_steps")
             self.bad_steps = state_variable(0, tf.int64, "bad_steps")
-            # No part of checkpoints: what it is about shows itself again within a few steps.
-            self._history = _HiddenVariable(
-                state_variable([float(x) for x in History()], tf.float32, "history")
-            )
+            # No part of checkpoints: what it is about shows itself again within a few steps. A
+            # `Saver` of TensorFlow 1 saves all variables, and loads files that have all of them.
+            self._history: _HiddenVariable | None = None
+            if tolerance or not host.in_v1_graph():
+                start = [float(number) for number in History()]
+                self._history = _HiddenVariable(state_variable(start, tf.float32, "history"))
 
     @property
     def initial_loss_scale(self) -> float:
@@ -222,6 +224,8 @@ class DynamicLossScale(LossScale):
 
     def history(self) -> History:
         """Returns the `History` of the schedule, of float32 scalar tensors."""
+        if self._history is None:
+            return History()
         return History(*tf.unstack(tf.convert_to_tensor(self._history.variable)))
 
     def assign(self, state: LossScaleState) -> list[Any]:
@@ -262,7 +266,7 @@ class DynamicLossScale(LossScale):
         if when is not True:
             after = LossScaleState(*(tf.where(when, *pair) for pair in zip(after, before)))
         operations = self.assign(after)
-        if history is not None:
+        if history is not None and self._history is not None:
             numbers = tf.stack(history)
             if when is not True:
                 numbers = tf.where(when, numbers, self._history.variable)
@@ -280,11 +284,12 @@ class DynamicLossScale(LossScale):
         assert history is not None
         history = history._replace(good_steps=0.0, bad_steps=0.0, fallen_to=loss_scale)
         self.assign(LossScaleState(loss_scale, zero, zero))
-        self._history.variable.assign(tf.stack(history), read_value=False)
+        if self._history is not None:
+            self._history.variable.assign(tf.stack(history), read_value=False)
 
     def hidden_variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
-        return {"history": self._history.variable}
+        return {} if self._history is None else {"history": self._history.variable}
 
     def to_compat_v1(self) -> Any:
         """Makes a `tf.compat.v1.mixed_precision.DynamicLossScale` with these arguments.
@@ -325,7 +330,7 @@ class DynamicLossScale(LossScale):
         memo[id(self)] = copied
         if tf.executing_eagerly():
             copied.assign(LossScaleState(self.current_loss_scale, self.good_steps, self.bad_steps))
-            copied._history.variable.assign(self._history.variable)
+            copied._history.variable.assign(tf.stack(self.history()))
         return copied
 
 

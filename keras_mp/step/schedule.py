@@ -55,10 +55,10 @@ class History(NamedTuple):
     """
 
     evidence: Any = _AT_1[0]
-    loss_scale: Any = 2.0**127
+    loss_scale: Any = 2.0**126
     good_steps: Any = 0.0
     bad_steps: Any = 0.0
-    fallen_to: Any = 2.0**127
+    fallen_to: Any = 2.0**126
     wait: Any = _FIRST_WAIT
     lone_back_offs: Any = 0.0
 
@@ -196,7 +196,9 @@ class Schedule(NamedTuple):
 
     def _wait_after_growth(self, scale: tf.Tensor, history: History) -> tf.Tensor:
         # After a second growth the first one has not failed.
-        return tf.where(scale > history.fallen_to * self.multiplier, _FIRST_WAIT, history.wait)
+        # Divided, since the product may be infinite. It may be off by a rounding.
+        has_grown_twice = scale / self.multiplier > 1.001 * history.fallen_to
+        return tf.where(has_grown_twice, _FIRST_WAIT, history.wait)
 
     def bad(
         self, state: LossScaleState, history: History, loss_is_finite: tf.Tensor
