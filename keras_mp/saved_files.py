@@ -1,4 +1,4 @@
-"""Files in the format of h5py, which knows no bfloat16.
+"""Files of models with a 16-bit policy of ours, and the bfloat16 that h5py does not know.
 
 h5py writes what NumPy knows by another library only, such as bfloat16, as bytes without a meaning,
 which nobody can load. So while Keras saves a model of ours, what has 16 bits or fewer and is no
@@ -19,19 +19,21 @@ from keras_mp.support.once import once
 
 @once
 def install(policy_class: type) -> None:
-    """Lets Keras save models that have layers with a policy of ours, once in a process.
+    """Lets Keras save models that have layers with a 16-bit policy of ours, once in a process.
 
     Args:
         policy_class: the class of these policies.
     """
 
-    def saving(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
-        layers = keras_api.flatten_layers(model)
-        is_ours = any(isinstance(layer.dtype_policy, policy_class) for layer in layers)
-        return _readable() if is_ours else contextlib.nullcontext()
-
     def is_ours(model: tf.keras.Model) -> bool:
-        return isinstance(model.dtype_policy, policy_class)
+        policies: list[Any] = [layer.dtype_policy for layer in keras_api.flatten_layers(model)]
+        return any(
+            isinstance(policy, policy_class) and policy.low_precision_dtype is not None
+            for policy in policies
+        )
+
+    def saving(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
+        return _readable() if is_ours(model) else contextlib.nullcontext()
 
     keras_api.enter_while_saving(saving)
     keras_api.export_with_float32_inputs(is_ours)

@@ -15,6 +15,11 @@ track_variable = Name("tf_keras.src.backend.track_variable")
 save_spec = Name("tf_keras.src.engine.base_layer.Layer._get_save_spec")
 functions_of_layer = Name("tf_keras.src.saving.legacy.saved_model.save_impl.wrap_layer_functions")
 
+layer_calls = Name("tf_keras.src.saving.legacy.saved_model.save_impl.LayerCallCollection")
+outputs_only = Name("tf_keras.src.saving.legacy.saved_model.save_impl._extract_outputs_from_fn")
+tracing_scope = Name("tf_keras.src.saving.legacy.saved_model.save_impl.tracing_scope")
+CALLS_OF_MODELS = (layer_calls, outputs_only, tracing_scope)
+
 # All that write files in h5py's format. Keras calls them in their modules.
 WRITERS = (
     Name("tf_keras.src.saving.saving_lib.save_model"),
@@ -177,6 +182,11 @@ FEATURES = (
         "exported subclassed models that take float32",
         "Their signatures take 16 bits.",
         (save_spec, functions_of_layer),
+    ),
+    Feature(
+        "loaded SavedModels that are called",
+        "They return 16 bits; their signatures return float32.",
+        (functions_of_layer, *CALLS_OF_MODELS),
     ),
     Feature("files with weights in bfloat16", "They cannot be loaded.", WRITERS),
     Feature("optimizers in files", "Some are not found by their names.", (saving_options,)),

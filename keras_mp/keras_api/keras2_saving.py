@@ -87,10 +87,34 @@ def export_with_float32_inputs(is_ours: Callable[[Any], bool]) -> None:
     def wrap_layer_functions(layer: Any, *args: Any, **kwargs: Any) -> Any:
         # Loaded layers call these with inputs that they have cast.
         with replaced(_thread, "traces_layers", True):
-            return functions_of_layer(layer, *args, **kwargs)
+            functions = functions_of_layer(layer, *args, **kwargs)
+        can_be_called = all(name.is_there() for name in keras2_names.CALLS_OF_MODELS)
+        if can_be_called and isinstance(layer, keras.Model) and is_ours(layer):
+            functions["__call__"] = _call_of(layer)
+        return functions
 
     keras2_names.save_spec.set(get_save_spec)
     keras2_names.functions_of_layer.set(wrap_layer_functions)
+
+
+def _call_of(model: keras.Model) -> Any:
+    """Returns what is called where a model is called that a SavedModel has.
+
+    That of Keras is the model's part inside of another one, whose outputs have 16 bits.
+    """
+
+    def outputs_and_losses(*args: Any, **kwargs: Any) -> tuple[Any, list[tf.Tensor]]:
+        return model(*args, **kwargs), []
+
+    functions = keras2_names.layer_calls(model)
+    call = functions.add_function(
+        keras2_names.outputs_only(model, outputs_and_losses),
+        f"{model.name}_call",
+        match_layer_training_arg=False,
+    )
+    with keras2_names.tracing_scope():
+        functions.trace_with_input_signature()
+    return call
 
 
 def _widened(spec: Any) -> Any:

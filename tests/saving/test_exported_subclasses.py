@@ -15,7 +15,9 @@ class Subclass(tf.keras.Model):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.dense = tf.keras.layers.Dense(
-            1, kernel_initializer=tf.keras.initializers.Constant(1000.3)
+            1,
+            dtype=kwargs.get("dtype"),
+            kernel_initializer=tf.keras.initializers.Constant(1000.3),
         )
 
     def call(self, inputs, training=False):
@@ -63,8 +65,9 @@ def test_an_input_for_which_the_program_asks_for_16_bits_keeps_them(save, tmp_pa
 
 
 def test_models_with_keras_s_own_policies_are_exported_as_ever(tmp_path):
-    keras_mp.set_global_policy("mixed_float16")  # installs what there is to install
-    model = Subclass(dtype=tf.keras.mixed_precision.Policy("mixed_float16"))
+    keras_mp.Policy("mixed_float16")  # installs what there is to install
+    policy = tf.keras.mixed_precision.Policy("mixed_float16")
+    model = Subclass(dtype=policy)
     model(X)
     export(model, str(tmp_path / "model"))
     signature = tf.saved_model.load(str(tmp_path / "model")).signatures["serving_default"]

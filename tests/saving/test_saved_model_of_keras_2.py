@@ -33,6 +33,41 @@ def test_a_signature_returns_what_predict_returns(save, policy, tmp_path):
     assert found.dtype == tf.float32
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(model.predict(X, verbose=0), expected)
+    for found in (loaded(X), loaded(X, training=False)):
+        np.testing.assert_array_equal(found, expected)
+    assert loaded(X, training=True).dtype == tf.float32
+    tf.keras.models.save_model(model, str(tmp_path / "model"))
+    with keras_mp.policy_scope("float32"):
+        again = tf.keras.models.load_model(str(tmp_path / "model"))
+    save(again, str(tmp_path / "again"))
+    np.testing.assert_array_equal(tf.saved_model.load(str(tmp_path / "again"))(X), expected)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_loaded_subclassed_model_is_called_with_float32(policy, tmp_path):
+    class Model(tf.keras.Model):
+        def __init__(self):
+            super().__init__()
+            constant = tf.keras.initializers.Constant(1000.3)
+            self.inner = tf.keras.Sequential(
+                [tf.keras.layers.Dense(1, kernel_initializer=constant)]
+            )
+
+        def call(self, inputs):
+            self.add_loss(tf.reduce_sum(inputs["x"]))
+            return {"y": self.inner(inputs["x"])}
+
+    keras_mp.set_global_policy(policy)
+    module = tf.Module()
+    module.model = Model()
+    expected = module.model({"x": X})["y"]
+    assert expected[0, 0] > 65_504
+    tf.saved_model.save(module, str(tmp_path / "model"))
+    found = tf.saved_model.load(str(tmp_path / "model")).model({"x": tf.constant(X)})["y"]
+    assert found.dtype == tf.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    (loss,) = module.model.losses
+    assert np.isfinite(float(loss))
 
 
 @tf.keras.utils.register_keras_serializable(package="tests")
