@@ -30,7 +30,9 @@ _LIKE_TENSORFLOW = (
 )
 # Files and functions that call one of TensorFlow, and do no more unless it has refused.
 _HANDING_ON = {
-    os.path.join("op_autocast", "promotion.py"): ("apply_op_helper", "assign", "make"),
+    os.path.join("op_autocast", "promotion.py"): (
+        *("apply_op_helper", "assign", "make", "cast", "multiply"),
+    ),
     os.path.join("kernels", "backward.py"): ("make",),
 }
 
