@@ -137,7 +137,7 @@ def test_a_model_that_takes_it_loses_nothing():
             break
         advised |= set(advice.policies)
         mixed = keras_mp.convert(mixed, advice.policies)
-    assert advised == {"far", "masked", "weights"}
+    assert advised == {"masked", "weights"}  # -1e9 makes float32 of "far", which loses nothing.
     assert not any(lost.infinite for lost in result[2.0**8].values())
     assert mixed.get_layer("scores").compute_dtype == "float16"
     np.testing.assert_allclose(mixed(x), expected, rtol=1e-2, atol=1e-2)
