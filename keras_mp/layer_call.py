@@ -46,8 +46,13 @@ def install(policy_class: type) -> None:
             keras_call = allow_conversion(converted_call)
         policy: Any = getattr(self, "dtype_policy", None)
         dtype = policy.low_precision_dtype if isinstance(policy, policy_class) else None
+        is_model = isinstance(self, tf.keras.Model)  # whose layers may be ours
+        is_ours = is_model or dtype is not None or reach.current() is not None
+        is_noted = is_ours and not keras_api.is_operation(self)
+        notes = again_in_float32.noted() if is_noted else contextlib.nullcontext()
         try:
-            return call_in(policy, dtype, keras_call, self, args, kwargs)
+            with notes:
+                return call_in(policy, dtype, keras_call, self, args, kwargs)
         except type_errors.ERRORS as error:
             explained = _explained(error, self) if dtype is not None else None
             if explained is None:

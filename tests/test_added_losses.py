@@ -1,5 +1,8 @@
 """Losses that layers add: in float32, from 16-bit activations; told of where these are infinite."""
 
+import contextlib
+import weakref
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -166,3 +169,23 @@ def test_losses_of_other_layers_stay_as_they_are():
         layer = Adds(1.0, dtype=policy)
     layer(X)
     assert layer.losses[0].dtype == tf.bfloat16
+
+
+class Keeps(tf.keras.layers.Layer):
+    """It keeps a tensor, as a tape does, but not the one that this was computed from."""
+
+    def call(self, x):
+        before = x + 1
+        self.before, self.after = weakref.ref(before), tf.nn.relu(before)
+        return tf.identity(x)
+
+
+@pytest.mark.parametrize("kind", ["a layer", "a layer in a region", "no layer"])
+def test_nothing_is_kept_for_losses_after_a_call(kind):
+    is_region = kind != "a layer"
+    layer = Keeps(dtype="float32" if is_region else keras_mp.Policy("mixed_bfloat16"))
+    region = keras_mp.autocast("bfloat16") if is_region else contextlib.nullcontext()
+    with region:
+        x = tf.cast(X, "bfloat16")
+        layer.call(x) if kind == "no layer" else layer(x)
+    assert layer.before() is None

@@ -6,13 +6,16 @@ little work, so they are made again in float32. Activations are what layers are 
 return, and the results of operations that are not in the table below, such as products.
 
 A tensor in a graph knows the operation that made it. An eager one gets a note of its operation, if
-that is in the table and code is in reach. The note is gone when the layer returns.
+that is in the table and a layer is called in reach. A note keeps what the tensor was computed from,
+and a tape may keep the tensor. So all notes are gone when the layer returns.
 
 This module needs TensorFlow only.
 """
 
 import functools
 import inspect
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -59,8 +62,35 @@ class _Made(NamedTuple):
     position: int | None
 
 
+class _Notes(threading.local):
+    """The tensors with notes of the layer that this thread calls; None where it calls none."""
+
+    tensors: "list[weakref.ref[Any]] | None" = None
+
+
+# What runs for each operation reads it.
+notes = _Notes()
+
+
+class noted:
+    """A context manager for the call of a layer, at whose end its notes are gone."""
+
+    # A generator would take several times as long, and each layer enters.
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before, notes.tensors = notes.tensors, []
+
+    def __exit__(self, *error: object) -> None:
+        for reference in notes.tensors or ():
+            tensor = reference()
+            if tensor is not None:
+                vars(tensor).pop("_keras_mp_made_by", None)
+        notes.tensors = self._before
+
+
 def note(results: Any, op: str, args: tuple[Any, ...]) -> None:
-    """Notes how eager tensors were made.
+    """Notes how eager tensors were made, in a layer's call.
 
     Args:
         results: what an operation of `OPS` has returned.
@@ -69,9 +99,15 @@ def note(results: Any, op: str, args: tuple[Any, ...]) -> None:
     """
     if isinstance(results, list):
         for position, result in enumerate(results):
-            result._keras_mp_made_by = _Made(op, args, position)
+            _note(result, _Made(op, args, position))
     else:
-        results._keras_mp_made_by = _Made(op, args, None)
+        _note(results, _Made(op, args, None))
+
+
+def _note(result: Any, made: _Made) -> None:
+    result._keras_mp_made_by = made
+    if notes.tensors is not None:
+        notes.tensors.append(weakref.ref(result))
 
 
 def note_number(number: float, result: tf.Tensor) -> None:

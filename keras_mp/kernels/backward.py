@@ -73,7 +73,7 @@ def _run_in_eager(own: Callable[..., Any]) -> Callable[..., Any]:
             # Generated code then takes its slower way, in which float32 is possible.
             raise operations.TakeSlowerWay.get()
         results = own(context, op, *args, *_MARKS[dtype is tf.bfloat16])
-        if op in again_in_float32.OPS:
+        if again_in_float32.notes.tensors is not None and op in again_in_float32.OPS:
             again_in_float32.note(results, op, args[1:])
         return results
 
