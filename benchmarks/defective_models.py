@@ -107,6 +107,12 @@ def compiled(name: str, replaced: Any = None, policy: Any = "mixed_float16", **k
 # Layers with a defect. Each does what the activation or pooling that it replaces does, and more.
 
 
+def _number(like: Any, value: float) -> Any:
+    """Makes a number in the dtype of a tensor by way of NumPy: it may be infinite there."""
+    with np.errstate(over="ignore"):
+        return like.dtype.as_numpy_dtype(value)
+
+
 class EpsilonInAVariance(L.Layer):
     """An instance normalization: a blank image has no variance."""
 
@@ -197,7 +203,7 @@ class Mask(L.Layer):
     def call(self, x):
         keep = tf.cast(tf.range(x.shape[1]) < x.shape[1] // 2, x.dtype)[:, None, None]
         scores = tf.reduce_mean(x, -1, keepdims=True)
-        scores = scores * keep + (1 - keep) * tf.cast(-1e9, x.dtype)
+        scores = scores * keep + (1 - keep) * _number(x, -1e9)
         return tf.nn.relu(x * tf.nn.softmax(scores, 1))
 
 
@@ -207,7 +213,7 @@ class MaskedRows(L.Layer):
     def call(self, x):
         x = tf.nn.max_pool2d(x, 2, 2, "VALID")
         scores = tf.reduce_mean(x, -1, keepdims=True)
-        scores = tf.where(scores > 0, scores, tf.cast(-1e9, x.dtype) + scores)
+        scores = tf.where(scores > 0, scores, scores + _number(x, -1e9))
         return x * tf.nn.softmax(scores, 1)
 
 
@@ -215,7 +221,7 @@ class LargeConstant(L.Layer):
     """A temperature that float16 does not hold."""
 
     def call(self, x):
-        return tf.nn.relu(x) * tf.cast(1e5, x.dtype) / tf.cast(1e5, x.dtype)
+        return tf.nn.relu(x) * _number(x, 1e5) / _number(x, 1e5)
 
 
 class SmallSteps(L.Layer):

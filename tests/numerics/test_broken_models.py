@@ -31,7 +31,7 @@ class Attention(L.Layer):
         if self.is_cured:
             scores += absent * scores.dtype.min
         else:
-            scores += absent * -1e9
+            scores += absent * scores.dtype.as_numpy_dtype(-1e9)
         return tf.matmul(tf.nn.softmax(scores), self.value(x))
 
 

@@ -31,7 +31,7 @@ class Logarithm(L.Layer):
 
 class Mask(L.Layer):
     def call(self, x):
-        return tf.nn.softmax(x + tf.constant(-1e9, x.dtype) * tf.cast(x < 0, x.dtype))
+        return tf.nn.softmax(x + x.dtype.as_numpy_dtype(-1e9) * tf.cast(x < 0, x.dtype))
 
 
 class NoConfig(L.Layer):
