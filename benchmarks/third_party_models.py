@@ -313,7 +313,7 @@ def _hf_resnet():
 def _hf_t5():
     import transformers
 
-    # In float16 it cannot be trained, whoever scales: its masks are 0 * -1e9, which is NaN there.
+    # Its masks are 0 * -1e9, which is NaN in float16 unless it is computed in float32.
     config = transformers.T5Config(
         vocab_size=VOCABULARY,
         d_model=32,
