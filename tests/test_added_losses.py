@@ -34,8 +34,10 @@ def fit(factor, policy, mode):
 
 @pytest.mark.parametrize("mode", MODES, ids=["eager", "graph", "jit"])
 def test_an_infinite_loss_is_told_of_once(mode):
+    # Older versions of XLA do not round to float16 what is summed.
+    factor = 3e38 if mode.get("jit_compile") else 1.0
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="'adds' adds a loss") as warned:
-        fit(1.0, "mixed_float16", mode)
+        fit(factor, "mixed_float16", mode)
     assert len(ours(warned)) == 1
 
 
@@ -144,8 +146,9 @@ def test_fit_and_evaluate_return_a_float32_loss_of_a_model_that_adds_it(mode):
     model.compile("sgd", **mode)
     loss = model.evaluate(X, verbose=0)
     expected = np.mean((model.inner(X).numpy().astype("float32") - 333.0) ** 2)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    np.testing.assert_allclose(model.fit(X, verbose=0).history["loss"], [expected], rtol=1e-5)
+    # XLA of older versions of TensorFlow does not round `y` to bfloat16.
+    np.testing.assert_allclose(loss, expected, rtol=1e-4)
+    np.testing.assert_allclose(model.fit(X, verbose=0).history["loss"], [expected], rtol=1e-4)
 
 
 @pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 has no symbolic losses.")
