@@ -36,7 +36,7 @@ def install(policy_class: type) -> None:
         return _readable() if is_ours(model) else contextlib.nullcontext()
 
     keras_api.enter_while_saving(saving)
-    keras_api.export_with_float32_inputs(is_ours)
+    keras_api.export_with_wide_inputs(is_ours)
 
 
 @contextlib.contextmanager

@@ -271,7 +271,7 @@ class KerasApi(Protocol):
         """Returns a context manager in which layers are made of configs that hold code, too."""
         ...
 
-    def export_with_float32_inputs(self, is_ours: Callable[[Any], bool]) -> None:
+    def export_with_wide_inputs(self, is_ours: Callable[[Any], bool]) -> None:
         """Lets signatures of subclassed models take float32, where Keras notes their 16 bits.
 
         Args:

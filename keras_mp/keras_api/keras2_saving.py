@@ -67,7 +67,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def export_with_float32_inputs(is_ours: Callable[[Any], bool]) -> None:
+def export_with_wide_inputs(is_ours: Callable[[Any], bool]) -> None:
     """Widens the signatures of subclassed models: see the interface."""
     names = keras2_names.save_spec, keras2_names.functions_of_layer
     if not all(name.is_there() for name in names):

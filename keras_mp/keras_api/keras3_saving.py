@@ -40,7 +40,7 @@ def enter_while_saving(around: Callable[[Any], AbstractContextManager[None]]) ->
     keras3_names.write_h5.set(wrapped)
 
 
-def export_with_float32_inputs(is_ours: Callable[[Any], bool]) -> None:
+def export_with_wide_inputs(is_ours: Callable[[Any], bool]) -> None:
     """Widens the signatures of subclassed models: see the interface."""
     owner = next(cls for cls in keras.Layer.__mro__ if "input_dtype" in vars(cls))
 
