@@ -69,8 +69,9 @@ def test_a_trace_is_found_for_the_same_variable_in_the_same_dtype():
 
     @tf.function
     def double(variable):
-        runs.append(variable.dtype.name)
-        return 2 * tf.convert_to_tensor(variable)
+        value = tf.convert_to_tensor(variable)
+        runs.append(value.dtype.name)
+        return 2 * value
 
     for layer in layers:
         for dtype in ("float32", "bfloat16", "float32"):
