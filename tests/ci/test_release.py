@@ -140,10 +140,11 @@ def test_versions_are_those_on_the_page():
     page = (ROOT / "docs" / "releases.md").read_text()
     setup = (ROOT / "setup.py").read_text()
     for name, major in (("TensorFlow", 2), ("Keras 3", 3)):
-        first, last = re.search(
-            rf"^\| {name} \| {major}\.(\d+)-{major}\.(\d+)", page, re.M
-        ).groups()
-        assert f'">={major}.{first},<{major}.{int(last) + 1}"' in setup
+        row = rf"^\| {name} \| {major}\.(\d+) and later, tested with {major}\.(\d+)-{major}\.(\d+)"
+        oldest, first, last = map(int, re.search(row, page, re.M).groups())
+        assert oldest == first < last
+        assert f'">={major}.{first}"' in setup
+    assert not re.search(r'">=[\d.]+,<', setup)  # no upper bounds
     assert re.search(r"^\| Python \| 3\.10-3\.13", page, re.M)
     assert 'python_requires=">=3.10"' in setup
     assert keras_mp.__version__ in (ROOT / "CHANGELOG.md").read_text()
