@@ -271,7 +271,7 @@ class SkippedSteps:
             (name, weakref.ref(weight.handle), weight.dtype)
             for name, weight in zip(names, seen.weights, strict=True)
         ]
-        is_time = is_stuck = tf.constant(False)
+        is_time = tf.constant(False)
         flags = tf.constant([False] * 4)
         if self.warn_after is not None:
             has_fallen = scales[1] < scales[0]
@@ -285,11 +285,13 @@ class SkippedSteps:
             is_time |= consecutive >= self.raise_after
         if is_first is not None:
             is_time &= is_first
-        zeros = _zeros(seen, is_stuck)
-        numbers = tf.concat([[consecutive, zeros], tf.cast(flags, tf.int64)], 0)
+        unknown = tf.constant([-1], tf.int64)
+        numbers = tf.concat([[consecutive], tf.cast(flags, tf.int64), unknown], 0)
         # What the warning says is read after these operations.
         with _after(noted):
-            self._reports.post(numbers, is_time, leaves=selection.is_selecting())
+            self._reports.post(
+                numbers, is_time, last=seen.count_zeros, leaves=selection.is_selecting()
+            )
         return noted
 
     def last_overflow(self) -> Overflow | None:
@@ -410,23 +412,16 @@ class _Numbers(NamedTuple):
 
     Attributes:
         consecutive: How many steps were skipped in a row.
-        zeros: How many in a thousand gradient values are 0; -1 if that was not counted.
         is_share: Whether half of the last steps were skipped.
         is_stuck: Whether the scale backs off again and again though most steps are good.
         is_start: Whether no step was made yet, and the loss of several was not finite.
         is_floor: Whether the scale has come down to its floor.
+        zeros: How many in a thousand gradient values are 0; -1 if that was not counted.
     """
 
     consecutive: int
-    zeros: int
     is_share: int
     is_stuck: int
     is_start: int
     is_floor: int
-
-
-def _zeros(seen: SkippedStep, is_counted: tf.Tensor) -> tf.Tensor:
-    unknown, count = tf.constant(-1, tf.int64), seen.count_zeros
-    if count is None or selection.is_without_branches():
-        return unknown
-    return tf.cond(is_counted, count, lambda: unknown)
+    zeros: int
