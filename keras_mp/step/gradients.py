@@ -292,11 +292,6 @@ class Sums:
     unpack: Callable[[list[Gradient]], list[Gradient]] | None = None
     count: int | None = None
 
-    @property
-    def are_packed(self) -> bool:
-        """Whether several gradients are one tensor."""
-        return self.unpack is not None
-
     def one_by_one(self) -> list[Gradient]:
         """Returns the single gradients, without marks."""
         return (self.unpack(self.values) if self.unpack else self.values)[: self.count]

@@ -1,8 +1,8 @@
 """One step with scaled gradients: sum them, judge them, unscale them, apply them or skip the step.
 
 RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". Read it downward:
-`ScaledStep.make` sums and judges on each replica, which gives a `JudgedStep`; a `Decision` makes or
-skips the steps of all replicas. An `OutcomeHandler` moves the scale and counts skipped steps.
+`ScaledStep.make` combines the gradients of all replicas, tests them, and lets a `Decision` make or
+skip the steps of all replicas. An `OutcomeHandler` moves the scale and counts skipped steps.
 """
 
 import contextlib
@@ -82,65 +82,59 @@ class ScaledStep:
             the verdict, a bool scalar tensor that is the same on every replica; None where no step
             is skipped.
         """
-        adapter, state = self.adapter, self.state
+        adapter, state, variables = self.adapter, self.state, [v for _, v in pairs]
         for observe in observers_of_this_thread():
             observe(pairs, state.divisor(), state.scaled_by)
-        variables = [v for _, v in pairs]
-        sums, evidence = self._summed(pairs, aggregate)
-        is_compiled = self._is_compiled_with_verdict(sums, variables)
+        step = self._combined(pairs, aggregate)
+        is_compiled = self._is_compiled_with_verdict(step.sums, variables)
+        # Replicas decide outside of the update that XLA compiles.
         update_selects = is_compiled and replicas.are_several()
 
-        def apply(judged: JudgedStep) -> Any:
-            to_apply = list(zip(judged.sums.one_by_one(), variables, strict=True))
-            verdict = judged.finite if update_selects else None
-            return adapter.update(to_apply, name, divisor=judged.sums.divisor, verdict=verdict)
+        def apply(step: ReplicaStep) -> Any:
+            to_apply = list(zip(step.sums.one_by_one(), variables, strict=True))
+            verdict = step.finite if update_selects else None
+            return adapter.update(to_apply, name, divisor=step.sums.divisor, verdict=verdict)
 
-        def decide(evidence: _Evidence) -> tuple[tf.Operation | None, tf.Tensor | None]:
-            judged = self._judge(sums, evidence, variables, aggregate)
+        def finish() -> tuple[tf.Operation | None, tf.Tensor | None]:
+            # Test the gradients, and agree with the other replicas.
+            step.judge(aggregate)
+            # Once for all replicas: update or skip, move the scale, and note what happened.
             operation = replicas.decide_for_all_replicas(
                 lambda *given: Decision(update_selects, *given).carry_out(),
-                (judged.finite, state.is_allowed),
-                judged,
+                (step.finite, state.is_allowed),
+                step,
                 apply,
             )
-            return operation, judged.finite
+            return operation, step.finite
 
         if not is_compiled or update_selects:
-            return decide(evidence)
-        small = dataclasses.replace(evidence, inputs=[_summary(each) for each in evidence.inputs])
-        compute = tf.function(lambda: decide(small)[1], autograph=False, jit_compile=True)
-        return None, compute()
+            return finish()
+        step.inputs = [_summary(each) for each in step.inputs]
+        return None, tf.function(lambda: finish()[1], autograph=False, jit_compile=True)()
 
-    def _summed(self, pairs: Pairs, aggregate: bool) -> tuple[Sums, "_Evidence"]:
-        """Returns the sums of gradients and marks, unscaled unless the update unscales them.
+    def _combined(self, pairs: Pairs, aggregate: bool) -> "ReplicaStep":
+        """Sums the gradients of all replicas, and keeps what a skipped step needs.
 
-        In place of the gradients of variables that are overwritten, they have the new values.
+        The sums are unscaled, unless the update does that. In place of the gradients of variables
+        that are overwritten, they have the new values.
         """
         adapter, variables = self.adapter, [v for _, v in pairs]
         kept = state_rollback.keep(variables if self.handler else ())
         has_examples = state_rollback.has_examples()
-        unclipped = self._unclipped(pairs)
+        unclipped = gradients.changed_since(self.state.unclipped, [g for g, _ in pairs])
+        if self.state.unclipped:
+            self.state.unclipped.clear()
         grads, new_values = self._split(pairs)
         grads = [*adapter.widened(grads), *self._marks(kept, has_examples)]
         sums, sent = self._sum(grads, variables, aggregate)
         is_one_by_one = bool(new_values) or adapter.accumulates()
         # A compiled update unscales in its own pass over the gradients.
-        update_unscales = adapter.jit_compile and not (
-            replicas.are_several() or sums.are_packed or is_one_by_one
-        )
-        if not update_unscales:
+        if replicas.are_several() or is_one_by_one or not adapter.jit_compile:
             sums = sums.unscaled()
         if is_one_by_one:
             sums = Sums([new_values.get(i, g) for i, g in enumerate(sums.one_by_one())])
-        return sums, _Evidence(kept, state_rollback.inputs(), has_examples, unclipped, sent)
-
-    def _unclipped(self, pairs: Pairs) -> list[Gradient]:
-        """Returns the gradients as they were unscaled; none if they were not changed since then."""
-        unclipped: list[Gradient] = []
-        if self.state.unclipped:
-            unclipped = gradients.changed_since(self.state.unclipped, [g for g, _ in pairs])
-            self.state.unclipped.clear()
-        return unclipped
+        inputs = state_rollback.inputs()
+        return ReplicaStep(self, variables, sums, sent, kept, inputs, has_examples, unclipped)
 
     def _split(self, pairs: Pairs) -> tuple[list[Gradient], dict[int, Gradient]]:
         """Splits gradients from new values of variables, which some have in place of a gradient.
@@ -225,85 +219,69 @@ class ScaledStep:
         pairs = list(zip(sums.one_by_one(), variables))
         return adapter.can_compile(pairs, sums.divisor, judged=has_replicas)
 
-    def _judge(
-        self, sums: Sums, evidence: "_Evidence", variables: list[Any], aggregate: bool
-    ) -> "JudgedStep":
-        """Tests whether all gradients and marks are finite, on all replicas."""
-        count = len(variables)
-        if selection.is_without_branches() or (self.handler and not _is_as_finite(sums)):
-            sums = sums.unscaled()
-        to_apply = dataclasses.replace(sums, count=count)
-        if self.handler is None:
-            return JudgedStep(self, evidence, to_apply)
-        tested = sums.values
-        of_variables, totals = variables, None if evidence.sent is None else to_apply
-        if self.adapter.accumulates():
-            pairs = self.adapter.totals(list(zip(tested[:count], variables, strict=True)))
-            of_variables, totals = [v for _, v in pairs], Sums([total for total, _ in pairs])
-            tested = [*totals.values, *tested[count:]]
-        finite: Any = finiteness.all_finite(tested)
-        if not aggregate and replicas.are_several():
-            finite = replicas.agree(finite)
-        return JudgedStep(self, evidence, to_apply, finite, totals, of_variables)
-
 
 @dataclasses.dataclass
-class _Evidence:
-    """What a skipped step needs of what was there before its gradients were summed.
+class ReplicaStep:
+    """The step of a replica after its gradients were combined with those of the others.
 
     Attributes:
-        kept: the values to restore.
+        step: the `ScaledStep`.
+        variables: the variables of the gradients; after the test, of those that were tested.
+        sums: the `Sums` that are applied, and marks.
+        sent: the `Sums` that this replica sent to the others; None if it sent none.
+        kept: the values to restore if the step is skipped.
         inputs: what the model was given, as far as it is known.
         has_examples: bool scalar tensor; None if it is certain, or not known.
         unclipped: the gradients as they were when they were unscaled; empty if they were not
             changed since then.
-        sent: the `Sums` that this replica sent to the others; None if it sent none.
+        finite: bool scalar tensor, the verdict; None if there is none.
+        totals: the `Sums` that were tested; None if these are the gradients of this replica.
     """
 
+    step: ScaledStep
+    variables: Sequence[Any]
+    sums: Sums
+    sent: Sums | None
     kept: state_rollback.Kept
     inputs: list[state_rollback.Input]
     has_examples: tf.Tensor | None
     unclipped: list[Gradient]
-    sent: Sums | None
-
-
-@dataclasses.dataclass
-class JudgedStep:
-    """The step of a replica after its gradients were summed and judged.
-
-    Attributes:
-        step: the `ScaledStep`.
-        evidence: what it needs if it is skipped.
-        sums: the `Sums` that are applied.
-        finite: bool scalar tensor, the verdict; None if no step is ever skipped.
-        totals: the `Sums` that were tested; None if these are the gradients of this replica.
-        variables: the variables of the gradients that were tested.
-    """
-
-    step: ScaledStep
-    evidence: _Evidence
-    sums: Sums
     finite: tf.Tensor | None = None
     totals: Sums | None = None
-    variables: Sequence[Any] = ()
+
+    def judge(self, aggregate: bool) -> None:
+        """Tests whether all gradients and marks are finite, on all replicas."""
+        adapter, tested, count = self.step.adapter, self.sums, len(self.variables)
+        may_skip = self.step.handler is not None
+        if selection.is_without_branches() or (may_skip and not _is_as_finite(tested)):
+            tested = tested.unscaled()
+        self.sums = dataclasses.replace(tested, count=count)
+        if not may_skip:
+            return
+        values = tested.values
+        self.totals = None if self.sent is None else self.sums
+        if adapter.accumulates():
+            pairs = adapter.totals(list(zip(values[:count], self.variables, strict=True)))
+            self.variables, self.totals = [v for _, v in pairs], Sums([total for total, _ in pairs])
+            values = [*self.totals.values, *values[count:]]
+        finite: Any = finiteness.all_finite(values)
+        if not aggregate and replicas.are_several():
+            finite = replicas.agree(finite)
+        self.finite = finite
 
     def release(self) -> None:
         """Releases the values that only a skipped step needs, which take memory in eager."""
-        self.evidence.kept.release()
+        self.kept.release()
         if tf.executing_eagerly():
-            self.evidence.unclipped = []
-            self.evidence.inputs = []
-            self.evidence.sent = self.totals = None
+            self.unclipped, self.inputs = [], []
+            self.sent = self.totals = None
 
     def values(self) -> overflows.ReplicaValues:
         """Returns the values in which a skipped step counts Inf and NaN."""
-        known = self.evidence
         # A branch that unpacks gradients itself has fewer inputs.
-        own = (known.sent or self.sums).one_by_one()
+        own = (self.sent or self.sums).one_by_one()
         losses = self.step.state.losses
-        return overflows.ReplicaValues(
-            losses, known.unclipped, own, known.inputs, known.has_examples
-        )
+        return overflows.ReplicaValues(losses, self.unclipped, own, self.inputs, self.has_examples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,14 +294,14 @@ class Decision:
         update_selects: whether the update takes the verdict, and is called in any case.
         finite: bool scalar tensor, the verdict; None if no step is ever skipped.
         is_allowed: that of the `GradientState`.
-        steps: the `JudgedStep`s of all replicas at hand.
+        steps: the `ReplicaStep`s of all replicas at hand.
         apply: function that lets each replica apply its gradients.
     """
 
     update_selects: bool
     finite: tf.Tensor | None
     is_allowed: tf.Tensor | None
-    steps: Sequence[JudgedStep]
+    steps: Sequence[ReplicaStep]
     apply: Callable[[], Any]
 
     @property
@@ -396,7 +374,7 @@ class Decision:
     def _add(self) -> tf.Operation | None:
         """Lets the optimizer accumulate the gradients, which the complete step tests."""
         operations = [_operation(self.apply())]
-        if any(step.evidence.kept for step in self.steps):
+        if any(step.kept for step in self.steps):
             put_back = tf.cond(
                 self.finite, lambda: _operation([]), lambda: _operation(self._put_back())
             )
@@ -405,7 +383,7 @@ class Decision:
         return _operation([*operations, *(handler.accumulated() if handler else [])])
 
     def _put_back(self) -> list[tf.Operation]:
-        return [operation for step in self.steps for operation in step.evidence.kept.put_back()]
+        return [operation for step in self.steps for operation in step.kept.put_back()]
 
     def _seen(self) -> overflows.SkippedStep | None:
         """Looks for Inf and NaN on all replicas. Called in the branch that skips."""
@@ -415,8 +393,8 @@ class Decision:
         totals = first.totals and first.totals.one_by_one()
         steps_made = self._step.adapter.steps_made()
         counts = overflows.count_not_finite([step.values() for step in self.steps], totals)
-        inputs = [each.name for each in first.evidence.inputs]
-        weights = [weight for step in self.steps for weight in step.evidence.kept.weights]
+        inputs = [each.name for each in first.inputs]
+        weights = [weight for step in self.steps for weight in step.kept.weights]
         return overflows.SkippedStep(
             weights,
             first.variables,
@@ -425,7 +403,7 @@ class Decision:
             has_total=totals is not None,
             steps_made=steps_made,
             names=self._step.names,
-            may_be_empty=first.evidence.has_examples is not None,
+            may_be_empty=first.has_examples is not None,
             count_zeros=lambda: gradients.count_zeros(first.sums.one_by_one()),
         )
 
