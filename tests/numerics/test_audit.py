@@ -545,6 +545,19 @@ def test_updates_that_are_lost():
     assert finding(keras_mp.MasterWeightOptimizer(K.optimizers.SGD(1e-4))) is None
 
 
+@pytest.mark.filterwarnings("ignore:The model .* has 2 layers whose variables are in bfloat16")
+def test_updates_that_are_lost_of_weights_with_the_same_shape():
+    inputs = K.Input([16], dtype="bfloat16")
+    one, two = (L.Dense(16, use_bias=False, dtype="bfloat16") for _ in range(2))
+    hidden = one(inputs)
+    unused = L.Rescaling(0.0, dtype="bfloat16")(two(hidden))
+    model = K.Model(inputs, [hidden, unused])
+    model.compile(K.optimizers.SGD(1e-6), "mse")
+    finding = found(model, (X, [X, X]))["updates that are lost"]
+    # The other kernel has no gradient, nor has what one passes on.
+    assert " of 256 weights" in finding.why
+
+
 def test_a_step_that_cannot_be_skipped():
     with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=2.0**40)):
         model = K.Sequential([K.Input([16]), L.Dense(16), L.Dense(4)])

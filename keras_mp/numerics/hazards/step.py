@@ -233,14 +233,15 @@ def updates_that_are_lost(traced: TracedStep) -> Suspect:
     optimizer = traced.optimizer
     if optimizer is None or low_precision_weights.keeps_digits(optimizer):
         return None
-    of_shapes = {tuple(gradient.shape): gradient for gradient in traced.backward_products}
     measured = []
     for variable in traced.model.trainable_variables:
-        gradient = of_shapes.get(tuple(variable.shape))
         before = _value_before_the_step(traced, variable)
-        if tf.as_dtype(variable.dtype) not in LOW_PRECISION or gradient is None or before is None:
+        if tf.as_dtype(variable.dtype) not in LOW_PRECISION or before is None:
             continue
-        has_gradient = tf.not_equal(gradient, 0)
+        gradients = list(_gradients_of(traced, variable, before.op.inputs[0]))
+        if not gradients:
+            continue
+        has_gradient = tf.reduce_any([tf.not_equal(each, 0) for each in gradients], 0)
         stays = tf.equal(tf.convert_to_tensor(variable), before)
         measured.append(tf.stack([count(has_gradient & stays), count(has_gradient)]))
     if not measured:
@@ -261,6 +262,29 @@ def updates_that_are_lost(traced: TracedStep) -> Suspect:
         "Compile the model with keras_mp.MasterWeightOptimizer(optimizer), or keep variables "
         f'in float32 (the policy "mixed_{dtype}").',
     )
+
+
+def _gradients_of(
+    traced: TracedStep, variable: tf.Variable, handle: tf.Tensor
+) -> Iterator[tf.Tensor]:
+    """Yields the gradients of a weight from each product that it is in."""
+    for gradient in traced.backward_products:
+        if gradient.shape != variable.shape:
+            continue
+        # The gradient of the other factor may have this shape, too: it is a product with the weight.
+        is_in_product = _reads(traced.forward_of(gradient.op), handle)
+        if is_in_product and not _reads(gradient.op, handle):
+            yield gradient
+
+
+def _reads(operation: tf.Operation, handle: tf.Tensor) -> bool:
+    """Whether an operation takes the value of a variable, rounded or not."""
+    for tensor in operation.inputs:
+        while tensor.op.type in ("Cast", "Identity"):
+            tensor = tensor.op.inputs[0]
+        if tensor.op.type == "ReadVariableOp" and tensor.op.inputs[0] is handle:
+            return True
+    return False
 
 
 def _value_before_the_step(traced: TracedStep, variable: tf.Variable) -> tf.Tensor | None:
