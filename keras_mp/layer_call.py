@@ -9,7 +9,7 @@ hook.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -107,6 +107,18 @@ def install(policy_class: type) -> None:
     added_losses.install()
     promotion.install(model_outputs.exact)
     raw_inputs.install(policy_class)
+
+
+@contextlib.contextmanager
+def entered(policy: Any, dtype: tf.DType | None) -> Iterator[None]:
+    """Context manager for what a layer computes, where Keras traces it without calling the layer.
+
+    Args:
+        policy: the policy of the layer.
+        dtype: its DType of 16 bits, if it is a policy of ours that has one.
+    """
+    with reach.entered(dtype), _gradients(policy, dtype):
+        yield
 
 
 def _explained(error: Exception, layer: tf.keras.layers.Layer) -> Exception | None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api
+from keras_mp import keras_api, layer_call, regularizers
 from keras_mp.support import wrapped
 from keras_mp.support.once import once
 
@@ -35,8 +35,13 @@ def install(policy_class: type) -> None:
     def saving(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
         return _readable() if is_ours(model) else contextlib.nullcontext()
 
+    def tracing(layer: tf.keras.layers.Layer) -> contextlib.AbstractContextManager[None]:
+        policy: Any = layer.dtype_policy
+        is_ours = isinstance(policy, policy_class)
+        return layer_call.entered(policy, policy.low_precision_dtype if is_ours else None)
+
     keras_api.enter_while_saving(saving)
-    keras_api.export_with_wide_inputs(is_ours)
+    keras_api.export_as_called(is_ours, tracing, regularizers.is_of_function)
 
 
 @contextlib.contextmanager

@@ -271,11 +271,22 @@ class KerasApi(Protocol):
         """Returns a context manager in which layers are made of configs that hold code, too."""
         ...
 
-    def export_with_wide_inputs(self, is_ours: Callable[[Any], bool]) -> None:
-        """Lets signatures of subclassed models take float32, where Keras notes their 16 bits.
+    def export_as_called(
+        self,
+        is_ours: Callable[[Any], bool],
+        around: Callable[[Any], AbstractContextManager[None]],
+        is_function: Callable[[Any], bool],
+    ) -> None:
+        """Lets what a SavedModel has of a model compute what the model does.
+
+        Signatures of subclassed models take float32, where Keras notes their 16 bits. Keras 2 saves
+        the calls of layers, too.
 
         Args:
-            is_ours: tells whether these are to be those of a model.
+            is_ours: tells whether a model is saved in this way.
+            around: takes a layer and returns the context manager in which its call is traced.
+            is_function: tells whether an activity regularizer is a function of the program, which
+                is saved as its trace.
         """
 
     def widen_predictions(self, model: tf.keras.Model) -> None:

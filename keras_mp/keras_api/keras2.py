@@ -36,7 +36,7 @@ LOSSES = keras2_names.LOSSES
 
 optimizer_adapter = keras2_adapters.optimizer_adapter
 enter_while_saving = keras2_saving.enter_while_saving
-export_with_wide_inputs = keras2_saving.export_with_wide_inputs
+export_as_called = keras2_saving.export_as_called
 deserialize_optimizer = keras2_saving.deserialize_optimizer
 
 PreprocessingLayer = keras2_raw_inputs.PreprocessingLayer

@@ -19,6 +19,11 @@ layer_calls = Name("tf_keras.src.saving.legacy.saved_model.save_impl.LayerCallCo
 outputs_only = Name("tf_keras.src.saving.legacy.saved_model.save_impl._extract_outputs_from_fn")
 tracing_scope = Name("tf_keras.src.saving.legacy.saved_model.save_impl.tracing_scope")
 CALLS_OF_MODELS = (layer_calls, outputs_only, tracing_scope)
+traced_call = Name("tf_keras.src.saving.legacy.saved_model.save_impl.layer_call_wrapper")
+saved_properties = Name(
+    "tf_keras.src.saving.legacy.saved_model.layer_serialization.LayerSavedModelSaver."
+    "_python_properties_internal"
+)
 
 # All that write files in h5py's format. Keras calls them in their modules.
 WRITERS = (
@@ -187,6 +192,17 @@ FEATURES = (
         "loaded SavedModels that are called",
         "They return 16 bits; their signatures return float32.",
         (functions_of_layer, *CALLS_OF_MODELS),
+    ),
+    Feature(
+        "the calls of layers in SavedModels",
+        "Layers that are loaded without their classes compute in 16 bits what others have in "
+        "float32, such as losses that they add.",
+        (traced_call,),
+    ),
+    Feature(
+        "activity regularizers in SavedModels that are functions",
+        "A layer that has one is loaded with its class only.",
+        (saved_properties,),
     ),
     Feature("files with weights in bfloat16", "They cannot be loaded.", WRITERS),
     Feature("optimizers in files", "Some are not found by their names.", (saving_options,)),

@@ -67,8 +67,20 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def export_with_wide_inputs(is_ours: Callable[[Any], bool]) -> None:
-    """Widens the signatures of subclassed models: see the interface."""
+def export_as_called(
+    is_ours: Callable[[Any], bool],
+    around: Callable[[Any], AbstractContextManager[None]],
+    is_function: Callable[[Any], bool],
+) -> None:
+    """Saves models as they are called: see the interface."""
+    if keras2_names.traced_call.is_there():
+        _trace_calls_in(around)
+    if keras2_names.saved_properties.is_there():
+        _leave_out_functions(is_function)
+    _widen_inputs(is_ours)
+
+
+def _widen_inputs(is_ours: Callable[[Any], bool]) -> None:
     names = keras2_names.save_spec, keras2_names.functions_of_layer
     if not all(name.is_there() for name in names):
         return
@@ -95,6 +107,37 @@ def export_with_wide_inputs(is_ours: Callable[[Any], bool]) -> None:
 
     keras2_names.save_spec.set(get_save_spec)
     keras2_names.functions_of_layer.set(wrap_layer_functions)
+
+
+def _trace_calls_in(around: Callable[[Any], AbstractContextManager[None]]) -> None:
+    """Enters a context manager where a SavedModel gets the call of a layer."""
+    traced_call = keras2_names.traced_call.get()
+
+    @functools.wraps(traced_call)
+    def layer_call_wrapper(calls: Any, method: Callable[..., Any], name: str) -> Any:
+        # TensorFlow takes names of arguments from what is wrapped.
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with around(calls.layer):
+                return method(*args, **kwargs)
+
+        return traced_call(calls, call, name)
+
+    keras2_names.traced_call.set(layer_call_wrapper)
+
+
+def _leave_out_functions(is_function: Callable[[Any], bool]) -> None:
+    """Lets SavedModels keep an activity regularizer as its trace if it is a function."""
+    saved_properties = keras2_names.saved_properties.get()
+
+    @functools.wraps(saved_properties)
+    def python_properties(self: Any) -> dict[str, Any]:
+        properties = saved_properties(self)
+        if is_function(self.obj.activity_regularizer):
+            properties.pop("activity_regularizer", None)
+        return properties
+
+    keras2_names.saved_properties.set(python_properties)
 
 
 def _call_of(model: keras.Model) -> Any:

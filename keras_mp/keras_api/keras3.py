@@ -46,7 +46,7 @@ patch_fit = keras3_workers.patch_fit
 optimizer_adapter = keras3_adapter.optimizer_adapter
 name_functions = keras3_lambdas.name_functions
 enter_while_saving = keras3_saving.enter_while_saving
-export_with_wide_inputs = keras3_saving.export_with_wide_inputs
+export_as_called = keras3_saving.export_as_called
 deserialize_optimizer = keras3_saving.deserialize_optimizer
 
 PreprocessingLayer = keras3_raw_inputs.PreprocessingLayer

@@ -40,8 +40,13 @@ def enter_while_saving(around: Callable[[Any], AbstractContextManager[None]]) ->
     keras3_names.write_h5.set(wrapped)
 
 
-def export_with_wide_inputs(is_ours: Callable[[Any], bool]) -> None:
-    """Widens the signatures of subclassed models: see the interface."""
+def export_as_called(
+    is_ours: Callable[[Any], bool],
+    around: Callable[[Any], AbstractContextManager[None]],
+    is_function: Callable[[Any], bool],
+) -> None:
+    """Saves models as they are called: see the interface."""
+    del around, is_function  # Keras calls the model, and keeps no layer apart from its class.
     owner = next(cls for cls in keras.Layer.__mro__ if "input_dtype" in vars(cls))
 
     def around(own: Callable[[Any], Any]) -> Callable[[Any], Any]:

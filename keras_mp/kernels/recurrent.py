@@ -56,6 +56,8 @@ def lstm(
     inside = tf.float32 if products_are_slow else dtype
     with regions.none(), reach.decided(), tf.name_scope("lstm"):
         sequence = tf.reverse(inputs, [1]) if go_backwards else inputs
+        if sequence.shape[-1] is None:  # as in a SavedModel of Keras 2
+            sequence = tf.ensure_shape(sequence, [None, None, kernel.shape[0]])
         results = own_gradient.compute(
             "Lstm",
             _forward,

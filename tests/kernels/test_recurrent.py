@@ -179,14 +179,16 @@ def test_dropout_of_inputs(calls):
     assert np.abs(first - second).max() > 0.01
 
 
-def test_sizes_that_are_not_known(calls):
+@pytest.mark.parametrize("features", [FEATURES, None])
+def test_sizes_that_are_not_known(features, calls):
     layer = layers(keras_mp.Policy("mixed_bfloat16"), return_sequences=True)
-    function = tf.function(layer, input_signature=[tf.TensorSpec([None, None, FEATURES])])
+    layer(data())
+    function = tf.function(layer, input_signature=[tf.TensorSpec([None, None, features])])
     for x in (data(), data()[:2, :3]):
         np.testing.assert_array_equal(
             tf.cast(function(x), tf.float32), tf.cast(layer(x), tf.float32)
         )
-    assert len(calls) == 3
+    assert len(calls) == 4
 
 
 def test_a_model_of_them_learns(calls):

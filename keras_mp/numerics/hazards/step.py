@@ -271,7 +271,7 @@ def _gradients_of(
     for gradient in traced.backward_products:
         if gradient.shape != variable.shape:
             continue
-        # The gradient of the other factor may have this shape, too: it is a product with the weight.
+        # The gradient of the other factor may have this shape, too: a product with the weight.
         is_in_product = _reads(traced.forward_of(gradient.op), handle)
         if is_in_product and not _reads(gradient.op, handle):
             yield gradient
