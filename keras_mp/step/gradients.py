@@ -363,15 +363,11 @@ class ScalingTape(tf.GradientTape):
         return tf.nest.pack_sequence_as(computed, flat)
 
 
-def count_zeros(grads: Sequence[Gradient]) -> tf.Tensor:
-    """Counts in Python how many in a thousand values of gradients are 0, an int64 scalar tensor."""
+def zeros_in_a_thousand(grads: Sequence[Gradient]) -> tf.Tensor:
+    """Returns how many in a thousand values of gradients are 0, an int64 scalar tensor."""
     values = [each for each in map(_values, grads) if each is not None]
-
-    def count(*values: tf.Tensor) -> int:
-        nonzeros = sum(int(tf.math.count_nonzero(each)) for each in values)
-        return round(1000 - 1000 * nonzeros / max(sum(int(tf.size(each)) for each in values), 1))
-
-    # As one operation, since a graph seldom runs it.
-    zeros = tf.py_function(count, values, tf.int64)
-    zeros.set_shape([])
-    return zeros
+    if not values:
+        return tf.zeros([], tf.int64)
+    nonzeros = tf.add_n([tf.math.count_nonzero(each) for each in values])
+    size = tf.maximum(tf.add_n([tf.size(each, tf.int64) for each in values]), 1)
+    return 1000 - tf.cast(tf.round(1000 * nonzeros / size), tf.int64)

@@ -285,13 +285,10 @@ class SkippedSteps:
             is_time |= consecutive >= self.raise_after
         if is_first is not None:
             is_time &= is_first
-        unknown = tf.constant([-1], tf.int64)
-        numbers = tf.concat([[consecutive], tf.cast(flags, tf.int64), unknown], 0)
+        numbers = tf.concat([[consecutive, seen.zeros], tf.cast(flags, tf.int64)], 0)
         # What the warning says is read after these operations.
         with _after(noted):
-            self._reports.post(
-                numbers, is_time, last=seen.count_zeros, leaves=selection.is_selecting()
-            )
+            self._reports.post(numbers, is_time, leaves=selection.is_selecting())
         return noted
 
     def last_overflow(self) -> Overflow | None:
@@ -412,16 +409,16 @@ class _Numbers(NamedTuple):
 
     Attributes:
         consecutive: How many steps were skipped in a row.
+        zeros: How many in a thousand gradient values are 0; -1 if that was not counted.
         is_share: Whether half of the last steps were skipped.
         is_stuck: Whether the scale backs off again and again though most steps are good.
         is_start: Whether no step was made yet, and the loss of several was not finite.
         is_floor: Whether the scale has come down to its floor.
-        zeros: How many in a thousand gradient values are 0; -1 if that was not counted.
     """
 
     consecutive: int
+    zeros: int
     is_share: int
     is_stuck: int
     is_start: int
     is_floor: int
-    zeros: int

@@ -58,23 +58,23 @@ class SkippedStep(NamedTuple):
             the loss, -1 if it is unknown; its third number is 1 where a replica had no examples.
             `finiteness.count_not_finite` defines the numbers of gradients; of an input the third
             is how many values are infinite in the dtype of the model only.
+        zeros: int64 scalar tensor. How many in a thousand values of the gradients are 0, -1 if that
+            was not counted.
         has_total: bool. Whether the gradients that were tested are not those of single replicas.
         steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
         names: takes variables and returns the users' names for them, None for unknown ones.
         may_be_empty: bool. Whether a replica may have had no examples. Defaults to False.
-        count_zeros: function that returns how many in a thousand values of the gradients are 0, an
-            int64 scalar tensor; None (the default) if they are not known.
     """
 
     weights: Sequence[Weight]
     variables: Sequence[Any]
     inputs: Sequence[str]
     counts: tf.Tensor
+    zeros: tf.Tensor
     has_total: bool
     steps_made: tf.Tensor | None
     names: Names | None
     may_be_empty: bool = False
-    count_zeros: Callable[[], tf.Tensor] | None = None
 
     def loss_is_finite(self) -> tf.Tensor:
         """Returns whether the losses of all replicas are known to be finite, a bool scalar."""
@@ -121,8 +121,8 @@ class ReplicaValues(NamedTuple):
 
 def count_not_finite(
     of_replicas: Sequence[ReplicaValues], totals: Sequence[gradients.Gradient] | None
-) -> tf.Tensor:
-    """Counts values that are not finite. Called in the branch that skips.
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Counts values that are not finite, and zeros. Called in the branch that skips.
 
     Args:
         of_replicas: the values of all replicas of this process, or of the one that calls this.
@@ -131,18 +131,20 @@ def count_not_finite(
             `sent` itself was tested. All replicas have the same.
 
     Returns:
-        The `counts` of a `SkippedStep`, the same on every replica.
+        The `counts` of a `SkippedStep`, the same on every replica; and its `zeros`, those of the
+        first replica of this process.
     """
     strategy = tf.distribute.get_strategy()
     count = strategy.num_replicas_in_sync
     row_of = _row_of_replica if selection.is_selecting() else _shared_row_of_replica
-    rows = []
+    rows, zeros = [], []
     for i, each in enumerate(of_replicas):
         more = 0 if totals is None else len(totals) - len(each.sent)
         sent = [*each.sent, *[None] * more]
         device = strategy.extended.worker_devices[i] if len(of_replicas) > 1 else None
         with tf.device(device):
-            row = row_of(list(each.losses), list(each.unclipped), sent)
+            row, of_row = row_of(list(each.losses), list(each.unclipped), sent)
+            zeros.append(of_row)
             of_inputs = [_row_of_input(given) for given in each.inputs]
             if each.has_examples is not None:
                 loss = tf.where(each.has_examples, row[:1], tf.constant([_OF_NO_EXAMPLES], COUNTS))
@@ -154,7 +156,7 @@ def count_not_finite(
     if totals is not None:
         of_total = functools.partial(_row_of_totals, totals, len(of_replicas[0].inputs))
     if len(rows) == count:
-        return tf.stack(rows if of_total is None else [*rows, of_total()])
+        return tf.stack(rows if of_total is None else [*rows, of_total()]), zeros[0]
 
     @do_not_convert
     def gather() -> tf.Tensor:
@@ -170,20 +172,23 @@ def count_not_finite(
         return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
 
     if not tf.distribute.in_cross_replica_context():
-        return gather()
-    return strategy.experimental_local_results(strategy.extended.call_for_each_replica(gather))[0]
+        return gather(), zeros[0]
+    gathered = strategy.extended.call_for_each_replica(gather)
+    return strategy.experimental_local_results(gathered)[0], zeros[0]
 
 
 def _row_of_replica(
     losses: Sequence[tf.Tensor],
     unclipped: Sequence[gradients.Gradient],
     sent: Sequence[gradients.Gradient],
-) -> tf.Tensor:
-    """Counts values that are not finite among those of a replica."""
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Counts values that are not finite among those of a replica, and zeros of what it sent."""
+    is_counted = not selection.is_without_branches()
+    zeros = gradients.zeros_in_a_thousand(sent) if is_counted else tf.constant(-1, tf.int64)
     before = [*unclipped, *[None] * (len(sent) - len(unclipped))] if unclipped else []
     counts = _counts([*losses, *before, *sent])
     if not before and len(losses) == 1 and losses[0].shape.rank == 0:
-        return counts
+        return counts, zeros
     lengths = [len(losses), len(before), len(sent)]
     of_losses, of_before, own = tf.split(counts, lengths)
     if before:
@@ -191,7 +196,7 @@ def _row_of_replica(
     loss = tf.constant([[_UNKNOWN, _UNKNOWN, 0]], COUNTS)
     if losses:
         loss = tf.reduce_sum(of_losses, 0, keepdims=True) * [1, 1, 0]
-    return tf.concat([loss, own], 0)
+    return tf.concat([loss, own], 0), zeros
 
 
 _shared_row_of_replica = host.shared_operation(_row_of_replica)

@@ -195,7 +195,7 @@ def _summed(
 def need_not_meet() -> bool:
     """Whether replicas can reduce without a merge call. One replica alone calls nobody."""
     if not tf.distribute.has_strategy():
-        return False
+        return True
     return features.is_on(WITHOUT_MEETING) and replicas.reduces_alone()
 
 

@@ -392,7 +392,7 @@ class Decision:
         first = self.steps[0]
         totals = first.totals and first.totals.one_by_one()
         steps_made = self._step.adapter.steps_made()
-        counts = overflows.count_not_finite([step.values() for step in self.steps], totals)
+        counts, zeros = overflows.count_not_finite([step.values() for step in self.steps], totals)
         inputs = [each.name for each in first.inputs]
         weights = [weight for step in self.steps for weight in step.kept.weights]
         return overflows.SkippedStep(
@@ -400,11 +400,11 @@ class Decision:
             first.variables,
             inputs,
             counts,
+            zeros,
             has_total=totals is not None,
             steps_made=steps_made,
             names=self._step.names,
             may_be_empty=first.has_examples is not None,
-            count_zeros=lambda: gradients.count_zeros(first.sums.one_by_one()),
         )
 
     def _loss_is_finite(self, seen: overflows.SkippedStep | None) -> tf.Tensor:

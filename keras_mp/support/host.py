@@ -65,32 +65,19 @@ class HostCallback:
         self._together: list[HostCallback] = beside._together if beside is not None else []
         self._together.append(self)
 
-    def post(
-        self,
-        numbers: tf.Tensor,
-        when: tf.Tensor,
-        *,
-        last: Callable[[], tf.Tensor] | None = None,
-        leaves: bool = False,
-    ) -> None:
+    def post(self, numbers: tf.Tensor, when: tf.Tensor, *, leaves: bool = False) -> None:
         """Sends numbers if the event has happened.
 
         Args:
             numbers: int64 tensor of shape [size].
             when: bool scalar tensor. Whether it has happened.
-            last: function that computes what the last number is, an int64 scalar tensor, where
-                Python is called. Defaults to None: it is in `numbers` already.
             leaves: bool. Whether a graph leaves the numbers to `watch`, as one does that XLA
                 compiles. Defaults to False.
         """
-
-        def complete() -> tf.Tensor:
-            return numbers if last is None else tf.concat([numbers[:-1], [last()]], 0)
-
         is_compiled = is_compiled_by_xla() or leaves
         if not is_compiled and (self._foresee is None or tf.executing_eagerly()):
             tf.cond(
-                when, lambda: self._call_with_line(complete(), messages.users_line()), lambda: None
+                when, lambda: self._call_with_line(numbers, messages.users_line()), lambda: None
             )
             return
         # A selection, since XLA would make one of a branch that calls no Python.
@@ -98,8 +85,8 @@ class HostCallback:
         self.buffer.assign(tf.where(when, left, self.buffer), read_value=False)
         if not is_compiled:
             self.is_watched = True
-            line = messages.users_line()
-            _turns_of(self._turns_of_posts).take(lambda: self._look(complete(), line))
+            look = functools.partial(self._look, numbers, messages.users_line())
+            _turns_of(self._turns_of_posts).take(look)
 
     def look_next_time(self) -> None:
         """Lets the next `post` of a graph look, whatever was foreseen."""
@@ -162,11 +149,11 @@ class HostCallback:
         self.buffer.assign(tf.zeros_like(left), read_value=False)
 
         def look(left: tf.Tensor, numbers: tf.Tensor) -> int:
-            assert self._foresee is not None
-            (is_left, *event), latest = left.numpy().tolist(), numbers.numpy().tolist()
+            is_left, *event = left.numpy().tolist()
             if is_left:
-                self._read([*event[:-1], latest[-1]], line)
-            return self._foresee(latest)
+                self._read(event, line)
+            assert self._foresee is not None
+            return self._foresee(numbers.numpy().tolist())
 
         return tf.ensure_shape(tf.py_function(look, [left, numbers], tf.int64), [])
 

@@ -103,3 +103,8 @@ def test_a_replica_that_is_alone_is_so_in_its_thread():
     strategy.run(lambda: v.assign_add(1.0))
     assert [float(each) for each in strategy.experimental_local_results(v)] == [3, 3]
     assert strategy.extended.broadcast_to(tf.constant(1.0), v) is not None
+
+
+def test_without_a_strategy_nobody_is_met():
+    # A merge call would make TensorFlow convert the update of each variable.
+    assert replicas.need_not_meet()
