@@ -76,19 +76,22 @@ def install(policy_class: type) -> None:
             # Of a layer that was made after `compile`.
             if getattr(self, "activity_regularizer", None) is not None:
                 regularizers.wrap_activity_regularizer(self)
-        if is_model and not keras_api.is_in_a_layer(self) and _may_return_16_bits(self, dtype):
-            with reach.entered(dtype), model_outputs.noted():
-                outputs = raw_inputs.call(keras_call, self, dtype, args, kwargs)
-                return model_outputs.widened(
-                    outputs, functools.partial(_is_to_be_float32, _policy_of(self))
-                )
+        is_at_rim = model_outputs.is_last(self)
+        if is_model and not is_at_rim and not keras_api.is_in_a_layer(self):
+            is_symbolic = map(keras_api.is_symbolic_input, tf.nest.flatten((args, kwargs)))
+            is_at_rim = _may_return_16_bits(self, dtype) and not any(is_symbolic)
+        if is_at_rim:
+            outputs = model_outputs.call(keras_call, self, dtype, args, kwargs)
+            if not is_model:
+                again_in_float32.mark_activations(outputs)
+            return outputs
         # In a region all layers are ours.
         if dtype is None and (reach.current() is None or regions.current() is not None):
             return keras_call(self, *args, **kwargs)
         with reach.entered(dtype), _gradients(policy, dtype):
             outputs = raw_inputs.call(keras_call, self, dtype, args, kwargs)
         if dtype is not None and not keras_api.is_operation(self):
-            again_in_float32.end_at(outputs)
+            again_in_float32.mark_activations(outputs)
         if not is_model:
             model_outputs.note_policy(outputs, policy)
         return outputs
@@ -105,7 +108,7 @@ def install(policy_class: type) -> None:
 
     owner.__call__ = call
     added_losses.install()
-    promotion.install(model_outputs.exact)
+    promotion.install()
     raw_inputs.install(policy_class)
 
 
@@ -129,38 +132,6 @@ def _explained(error: Exception, layer: tf.keras.layers.Layer) -> Exception | No
         'make the layer in float32: with dtype="float32", or under '
         '`keras_mp.policy_scope("float32")`',
     )
-
-
-def returns_float32(model: tf.keras.Model, layer_policy: Any) -> bool:
-    """Whether a model returns the 16-bit output of one of its layers as float32.
-
-    Args:
-        model: a model that no other layer calls.
-        layer_policy: the policy of the layer.
-    """
-    return _is_to_be_float32(_policy_of(model), layer_policy)
-
-
-def _is_to_be_float32(model_policy: Any, layer_policy: Any) -> bool:
-    """Whether an output is, given the policies of the model and of the layer that made it."""
-    if getattr(model_policy, "model_outputs", "float32") is None:
-        return False
-    policy = layer_policy or model_policy
-    # Another policy than that of the model, or one of Keras, is there on purpose.
-    is_ours = getattr(policy, "model_outputs", None) is not None
-    return is_ours and (policy == model_policy or policy.compute_dtype != policy.variable_dtype)
-
-
-def _policy_of(model: tf.keras.Model) -> Any:
-    """Returns the policy of a model; one from a file has that of all its 16-bit layers."""
-    policy: Any = getattr(model, "dtype_policy", None)
-    policies = {
-        layer.dtype_policy
-        for layer in keras_api.layers_inside(model)
-        if hasattr(layer.dtype_policy, "model_outputs")  # as policies of keras_mp have
-    }
-    has_one = getattr(policy, "low_precision_dtype", None) is not None
-    return policy if has_one or len(policies) != 1 else policies.pop()
 
 
 def _gradients(policy: Any, dtype: tf.DType | None) -> contextlib.AbstractContextManager[Any]:

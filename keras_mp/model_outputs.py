@@ -1,90 +1,219 @@
 """Outputs of a model in float32, though its layers compute in 16 bits.
 
-A model that no other layer calls returns float32 to the program. A cast would only widen numbers
-that have been rounded. So while such a model runs, the results of matrix products, of softmax and
-of sigmoids, and of what moves or biases them, are noted with the way in which they were made. If
-one of them is an output of the model, it is made again in float32, as by a layer with
-`output_dtype="float32"`. In a graph nothing is left of the one in 16 bits, which nobody uses; in
-eager the last product is computed twice. All other outputs are cast. Gradients with respect to an
-output are those of both (`kernels/returned_outputs.py`).
+A model that no other layer calls returns float32 to the program: it is *at the rim*. A cast would
+only widen numbers that have been rounded. So the layers that make the outputs of a functional or
+Sequential model are called as layers with `output_dtype="float32"` are, and later layers take that
+same tensor. A model among them is at the rim, too. An activation, and what only moves numbers, is
+called so together with the layer before it.
 
-This module needs TensorFlow only.
+Nothing tells before a call which layers make the outputs of a subclassed model. What comes in 16
+bits is made again in float32 (`op_autocast/exact_outputs.py`), or cast. Gradients with respect to
+such an output are those of both (`kernels/returned_outputs.py`).
 """
 
+import collections
 import contextlib
 import functools
-import inspect
+import itertools
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import kernels, raw_inputs
-from keras_mp.kernels import replaced, returned_outputs
+from keras_mp import keras_api, raw_inputs
+from keras_mp.kernels import again_in_float32, returned_outputs
 from keras_mp.kernels import softmax_and_cross_entropy as fusion
+from keras_mp.kernels.again_in_float32 import how_made
 from keras_mp.op_autocast import context_manager
-from keras_mp.support import objects, op_table
-from keras_mp.support.attributes import replaced as with_attribute
-from keras_mp.support.autograph import do_not_convert
+from keras_mp.op_autocast.exact_outputs import ExactOutputs
+from keras_mp.support import objects, reach
+from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
-from keras_mp.support.once import once
 from keras_mp.support.regions import Region
 
-_CAST, _PRODUCT, _MOVE, _ADDITION, _ACTIVATION = "cast", "product", "move", "addition", "activation"
-_OPS = {
-    _CAST: op_table.ops("casts"),
-    _PRODUCT: op_table.ops("matrix products", "convolutions", "transposed convolutions"),
-    _MOVE: op_table.ops("identities", "reshapes", "views", "moves"),
-    _ADDITION: frozenset({"AddV2", "BiasAdd"}),
-    _ACTIVATION: op_table.ops("softmax") | {"Sigmoid"},
-}
-# A separable convolution is two products with nothing between them.
-_FIRST_OF_TWO = op_table.ops("convolutions") & {"DepthwiseConv2dNative"}
+# They have no weights, and return probabilities, or the numbers that they get.
+_PASS_ON = (
+    *("Activation", "Softmax", "Lambda", "Reshape", "Flatten", "Permute", "RepeatVector"),
+    *("Concatenate", "Identity", "Rescaling"),
+    *(f"{kind}{rank}D" for kind in ("Cropping", "ZeroPadding") for rank in (1, 2, 3)),
+)
 
 
-class _Origin(NamedTuple):
-    """How a 16-bit tensor was made.
+class _Rim(threading.local):
+    """What the model at the rim is that this thread calls.
 
     Attributes:
-        kind: a key of `_OPS`.
-        op: str. The operation.
-        function: TensorFlow's function.
-        args: its positional arguments.
-        kwargs: its other arguments.
+        layers: ids of the layers that make its outputs; of those, the one that is called, too.
+        policy: the policy of the outermost model.
     """
 
-    kind: str
-    op: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def arguments(self) -> dict[str, Any]:
-        """Returns all arguments by their names, without that of the operation, which is taken."""
-        call = inspect.signature(self.function).bind(*self.args, **self.kwargs)
-        return {**call.arguments, "name": None}
-
-    def inputs(self) -> list[Any]:
-        """Returns the arguments, and those in lists."""
-        return tf.nest.flatten(self.arguments())
+    layers: frozenset[int] = frozenset()
+    policy: Any = None
 
 
-class _Notes(threading.local):
-    """Whether results are noted in this thread."""
-
-    are_taken = False
+_thread = _Rim()
 
 
-_notes = _Notes()
+def is_last(layer: Any) -> bool:
+    """Whether a layer makes outputs of the model at the rim that is called in this thread."""
+    return id(layer) in _thread.layers
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[None]:
-    """Context manager for the call of a model whose outputs may be computed again."""
-    _install()
-    with with_attribute(_notes, "are_taken", True):
+def as_last(layer: Any) -> Iterator[None]:
+    """Context manager in which a layer is called as one that makes outputs of a model.
+
+    Args:
+        layer: a layer.
+    """
+    policy = getattr(layer, "dtype_policy", None)
+    with (
+        again_in_float32.kept(),
+        replaced(_thread, "layers", frozenset([id(layer)])),
+        replaced(_thread, "policy", policy),
+    ):
         yield
+
+
+def call(
+    keras_call: Callable[..., Any],
+    layer: Any,
+    dtype: tf.DType | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a model at the rim, or a layer that makes its outputs.
+
+    Args:
+        keras_call: `Layer.__call__` of Keras.
+        layer: the layer or model.
+        dtype: the 16-bit DType of its policy; None if it has none.
+        args: its arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        What the layer returns, with float32 in the place of 16 bits.
+    """
+    is_outermost = not is_last(layer)
+    policy = _policy_of(layer) if is_outermost else _thread.policy
+    is_to_be = functools.partial(_is_to_be_float32, policy)
+    last = [each for each in last_layers(layer) if _has_a_part(each, is_to_be)]
+    ids = frozenset(map(id, last if is_outermost else [layer, *last]))
+    is_whole = _computes_itself(layer)
+    region = Region(dtype, gradients_only=True) if is_whole and dtype is not None else None
+    with (
+        reach.entered(dtype),
+        again_in_float32.kept() if is_outermost else contextlib.nullcontext(),
+        contextlib.nullcontext() if region is None else context_manager.entered(region),
+        replaced(_thread, "layers", ids),
+        replaced(_thread, "policy", policy),
+    ):
+        outputs = raw_inputs.call(keras_call, layer, dtype, args, kwargs, is_whole)
+        return widened(outputs, is_to_be)
+
+
+def _computes_itself(layer: Any) -> bool:
+    """Whether a layer has no others inside, or wraps one."""
+    if isinstance(layer, tf.keras.Model):
+        return False
+    inside = keras_api.layers_inside(layer)
+    return not inside or (isinstance(layer, tf.keras.layers.Wrapper) and inside == [layer.layer])
+
+
+def returns_float32(model: tf.keras.Model, layer_policy: Any) -> bool:
+    """Whether a model returns the 16-bit output of one of its layers as float32.
+
+    Args:
+        model: a model that no other layer calls.
+        layer_policy: the policy of the layer.
+    """
+    return _is_to_be_float32(_policy_of(model), layer_policy)
+
+
+def _is_to_be_float32(model_policy: Any, layer_policy: Any) -> bool:
+    """Whether an output is, given the policies of the model and of the layer that made it."""
+    if getattr(model_policy, "model_outputs", "float32") is None:
+        return False
+    policy = layer_policy or model_policy
+    # Another policy than that of the model, or one of Keras, is there on purpose.
+    is_ours = getattr(policy, "model_outputs", None) is not None
+    return is_ours and (policy == model_policy or policy.compute_dtype != policy.variable_dtype)
+
+
+def _policy_of(model: tf.keras.Model) -> Any:
+    """Returns the policy of a model; one from a file has that of all its 16-bit layers."""
+    policy: Any = getattr(model, "dtype_policy", None)
+    if getattr(policy, "low_precision_dtype", None) is not None:
+        return policy
+    policies = {
+        layer.dtype_policy
+        for layer in keras_api.layers_inside(model)
+        if hasattr(layer.dtype_policy, "model_outputs")  # as policies of keras_mp have
+    }
+    return policies.pop() if len(policies) == 1 else policy
+
+
+def _has_a_part(layer: Any, is_to_be: Callable[[Any], bool]) -> bool:
+    """Whether a layer, or one inside of it, may be called as with a float32 output."""
+    if not isinstance(layer, tf.keras.layers.Layer) or keras_api.is_operation(layer):
+        return False  # It computes in the dtype that it gets.
+    policy: Any = layer.dtype_policy
+    is_low = getattr(policy, "low_precision_dtype", None) is not None
+    return isinstance(layer, tf.keras.Model) or (is_low and is_to_be(policy))
+
+
+def last_layers(layer: Any) -> Sequence[Any]:
+    """Returns the layers inside of one that make its outputs, as far as that is known before.
+
+    Args:
+        layer: a layer or model. One that is subclassed has none.
+
+    Returns:
+        Layers and models, and operations that are neither. What a model calls several times is not
+        among them: other layers may take what it returns.
+    """
+    if not isinstance(layer, tf.keras.Model):
+        return keras_api.layers_inside(layer) if _computes_itself(layer) else ()
+    if isinstance(layer, tf.keras.Sequential):
+        layers: list[Any] = list(reversed(layer.layers))
+        passing = itertools.takewhile(lambda each: isinstance(each, _passing_on()), layers)
+        return layers[: len(list(passing)) + 1]
+    if layer not in _found:
+        calls = keras_api.calls_of_layers(layer)
+        if calls is None:
+            return ()
+        _found[layer] = list(map(weakref.ref, _last_of(calls, tf.nest.flatten(layer.outputs))))
+    return [each for each in (reference() for reference in _found[layer]) if each is not None]
+
+
+# The last layers of functional models, which stay. It keeps no layer alive.
+_found: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def _last_of(calls: Sequence[tuple[Any, list[Any], list[Any]]], outputs: list[Any]) -> list[Any]:
+    numbers = collections.Counter(id(layer) for layer, _, _ in calls)
+    calls_by_output = {id(each): call for call in calls for each in call[2]}
+    layers, waiting, visited = [], outputs, set()
+    while waiting:
+        output, *waiting = waiting
+        call = calls_by_output.get(id(output))
+        if call is None or id(output) in visited or numbers[id(call[0])] > 1:
+            continue
+        visited.add(id(output))
+        layer, inputs, _ = call
+        layers.append(layer)
+        is_layer = isinstance(layer, tf.keras.layers.Layer) and not keras_api.is_operation(layer)
+        if not is_layer or isinstance(layer, _passing_on()):
+            waiting += inputs
+    return layers
+
+
+@functools.cache
+def _passing_on() -> tuple[type, ...]:
+    classes = (getattr(tf.keras.layers, name, None) for name in _PASS_ON)
+    return tuple(cls for cls in classes if cls is not None)
 
 
 def note_policy(outputs: Any, policy: Any) -> None:
@@ -94,8 +223,8 @@ def note_policy(outputs: Any, policy: Any) -> None:
         outputs: what a layer returns.
         policy: its dtype policy.
     """
-    if not _notes.are_taken:
-        return
+    if again_in_float32.notes.ended is None:
+        return  # No model at the rim is called.
     of_layer: list[Any] = [outputs] if isinstance(outputs, tf.Tensor) else tf.nest.flatten(outputs)
     for output in of_layer:
         if _is_low(output) and not hasattr(output, "_keras_mp_policy"):
@@ -111,7 +240,7 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
         is_to_be: tells whether an output is to be float32; takes the policy of the layer that made
             it, or None if that is not known.
     """
-    exact: dict[int, Any] = {}
+    exact = ExactOutputs()
 
     def widen(output: Any) -> Any:
         is_ragged = isinstance(output, tf.RaggedTensor | tf.SparseTensor)
@@ -122,35 +251,26 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
         # A layer for raw data has rounded it.
         result: Any = raw_inputs.before_rounding(output)
         if not _is_float32(result):
-            origin, result = _origin(output), _exact(output, exact)
+            with keras_api.autocast_scope(None):
+                result = exact.of(output)
+            is_cast = result is None
             if result is None:
                 result = fusion.cast(output, "float32")
-                returned_outputs.note(result, output, is_cast=True)
-            elif origin is not None and origin.kind != _CAST:  # Else it was computed from `result`.
-                returned_outputs.note(result, output, is_cast=False)
+            made = how_made(output)
+            # What was rounded to make the output has both gradients anyway.
+            if made is None or all(each is not result for each in made.inputs):
+                returned_outputs.note(result, output, is_cast)
         if hasattr(output, "_keras_mask"):
             result._keras_mask = output._keras_mask
         return result
 
     before = [outputs] if isinstance(outputs, tf.Tensor) else tf.nest.flatten(outputs)
     after = [objects.widened(each, widen) for each in before]
-    for output in filter(_is_low, before):
-        # Who keeps an output keeps none of the tensors from which it was made.
-        vars(output).pop("_keras_mp_made", None)
     if isinstance(outputs, tf.Tensor):
         return after[0]
     if all(old is new for old, new in zip(before, after)):
         return outputs
     return tf.nest.pack_sequence_as(outputs, after)
-
-
-def exact(output: Any) -> tf.Tensor | None:
-    """Returns what a 16-bit tensor would be if float32 had made it; None if that is not known.
-
-    Args:
-        output: a tensor that a layer has made, while a model of ours runs.
-    """
-    return _exact(output, {})
 
 
 def _is_float32(value: object) -> bool:
@@ -159,114 +279,3 @@ def _is_float32(value: object) -> bool:
 
 def _is_low(value: object) -> bool:
     return isinstance(value, tf.Tensor) and value.dtype in LOW_PRECISION
-
-
-def _exact(tensor: Any, known: dict[int, Any]) -> tf.Tensor | None:
-    """Returns what a 16-bit tensor would be if float32 had made it; None if that is not known.
-
-    Args:
-        tensor: the tensor.
-        known: the results by the ids of tensors, so that an output is one tensor to all others.
-    """
-    if id(tensor) not in known:
-        known[id(tensor)] = _computed(tensor, known)
-    return known[id(tensor)]
-
-
-def _computed(tensor: Any, known: dict[int, Any]) -> tf.Tensor | None:
-    origin = _origin(tensor)
-    if origin is None:
-        return None
-    low = [each for each in origin.inputs() if _is_low(each)]
-    if origin.kind == _CAST:
-        return _weight(tensor)
-    if origin.kind == _PRODUCT:
-        with context_manager.entered(Region(tensor.dtype, gradients_only=True)):
-            return _again(origin, [_factor(each, known) for each in low])
-    wide = [_weight(each) for each in low]
-    if origin.kind == _ADDITION and sum(each is None for each in wide) != 1:
-        return None  # A sum of two results, such as a residual, is one in 16 bits.
-    wide = [_exact(each, known) if weight is None else weight for each, weight in zip(low, wide)]
-    if origin.kind == _ACTIVATION:
-        return _with_logits(_again(origin, wide), tensor, low[0], wide[0])
-    is_known = all if origin.kind == _ADDITION else any
-    return _again(origin, wide) if is_known(each is not None for each in wide) else None
-
-
-def _with_logits(
-    result: tf.Tensor, low: tf.Tensor, low_logits: tf.Tensor, logits: tf.Tensor | None
-) -> tf.Tensor:
-    if hasattr(low, "_keras_logits"):
-        vars(result)["_keras_logits"] = (
-            tf.cast(low_logits, tf.float32) if logits is None else logits
-        )
-    return result
-
-
-def _origin(tensor: object) -> _Origin | None:
-    return getattr(tensor, "_keras_mp_made", None)
-
-
-def _weight(tensor: object) -> tf.Tensor | None:
-    """Returns the float32 tensor that a 16-bit one is only a cast of, such as that of a weight."""
-    origin = _origin(tensor)
-    if origin is None or origin.kind not in (_CAST, _MOVE):
-        return None
-    if origin.kind == _CAST:
-        wide = [each for each in origin.inputs() if isinstance(each, tf.Tensor)]
-        return wide[0] if wide and wide[0].dtype == tf.float32 else None
-    before = [_weight(each) for each in origin.inputs() if _is_low(each)]
-    if any(each is None for each in before):
-        return None
-    result = _again(origin, before)  # of a variable, which casts itself no longer
-    return result if result.dtype == tf.float32 else None
-
-
-def _factor(tensor: tf.Tensor, known: dict[int, Any]) -> tf.Tensor | None:
-    """Returns a factor of a product in float32, or None if it was in 16 bits."""
-    origin = _origin(tensor)
-    is_first_of_two = origin is not None and origin.op in _FIRST_OF_TWO
-    return _exact(tensor, known) if is_first_of_two else _weight(tensor)
-
-
-def _again(origin: _Origin, wide: list[tf.Tensor | None]) -> Any:
-    """Calls the function with float32 tensors, those of the list where it has them."""
-    remaining = iter(wide)
-
-    def widen(value: Any) -> Any:
-        known = next(remaining) if _is_low(value) else None
-        if known is not None:
-            return known
-        if isinstance(value, tf.Variable) or hasattr(value, "__tf_tensor__"):
-            value = tf.convert_to_tensor(value)
-        return tf.cast(value, tf.float32) if _is_low(value) else value
-
-    return origin.function(**tf.nest.map_structure(widen, origin.arguments()))
-
-
-def _noting(kind: str, op: str, own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    @do_not_convert
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = own(*args, **kwargs)
-        if _notes.are_taken and _is_low(result):
-            result._keras_mp_made = _Origin(kind, op, own, args, kwargs)
-        return result
-
-    return call
-
-
-@once
-def _install() -> None:
-    """Lets functions of TensorFlow note what they make, while a model of ours runs."""
-    # What is noted is the whole of a kernel's replacement, and none of the casts inside of it.
-    kernels.install()
-    replacements = []
-    for kind, ops in _OPS.items():
-        for op in sorted(ops):
-            public = getattr(tf.raw_ops, op, None)
-            if public is not None:
-                own = replaced.in_its_module(public)
-                noting = _noting(kind, op, own)
-                replacements.append(replaced.Replacement(own, (own.__name__,), noting))
-    replaced.replace(replacements)

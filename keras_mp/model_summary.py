@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp import hardware, keras_api, layer_call, layer_paths, low_precision_weights
+from keras_mp import hardware, keras_api, layer_paths, low_precision_weights, model_outputs
 from keras_mp.hardware import fast_dtypes
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.support import text_tables
@@ -130,7 +130,7 @@ def _lines(model: tf.keras.Model) -> Iterator[str]:
     is_widened = any(
         place.is_output
         and place.layer.compute_dtype in _DIGITS
-        and layer_call.returns_float32(model, place.layer.dtype_policy)
+        and model_outputs.returns_float32(model, place.layer.dtype_policy)
         for place in places
     )
     yield (
@@ -208,7 +208,7 @@ def _notes(place: _Place, model: tf.keras.Model) -> Iterator[str]:
         or getattr(layer, "activation", None) is tf.keras.activations.softmax
     )
     is_rounded = place.is_output and is_softmax and dtype in _DIGITS
-    if is_rounded and not layer_call.returns_float32(model, layer.dtype_policy):
+    if is_rounded and not model_outputs.returns_float32(model, layer.dtype_policy):
         yield (
             f"A softmax output in {dtype}: probabilities have about {_DIGITS[dtype]} digits"
             + (", and those below 3e-8 are 0" if dtype == "float16" else "")

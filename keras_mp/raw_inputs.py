@@ -149,10 +149,17 @@ _NAMES_OF_ARGUMENTS = {"dim": "axis", "squeeze_dims": "axis"}
 
 
 class _Reading(threading.local):
-    """The layer that reads raw inputs in this thread: the outermost one, and the innermost one."""
+    """The layer that reads raw inputs in this thread: the outermost one, and the innermost one.
+
+    Attributes:
+        outermost: layer.
+        innermost: layer.
+        rounds: whether the outermost one rounds its result.
+    """
 
     outermost: Any = None
     innermost: Any = None
+    rounds = True
 
 
 _thread = _Reading()
@@ -264,6 +271,7 @@ def call(
     dtype: tf.DType | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    is_of_float32: bool = False,
 ) -> Any:
     """Calls a layer, one of the table with inputs as they were before they were rounded.
 
@@ -273,6 +281,8 @@ def call(
         dtype: the 16-bit DType of its policy; None if it has none.
         args: its arguments.
         kwargs: its keyword arguments.
+        is_of_float32: bool. Whether it is called in float32 in any case, and rounds nothing.
+            Defaults to False.
 
     Returns:
         What the layer returns. If it was called in float32, floating-point tensors are rounded to
@@ -283,21 +293,28 @@ def call(
         with replaced(_thread, "innermost", layer):
             return keras_call(layer, *args, **kwargs)
     kind = reads_raw(type(layer))
-    if kind is None:
+    if kind is None and not is_of_float32:
         return keras_call(layer, *args, **kwargs)
     if dtype is None and kind is not _IDS and layer.compute_dtype in LOW_PRECISION_NAMES:
         # A policy of Keras's own would round again, and in Keras 3.12 lose the mask.
         return keras_call(layer, *args, **kwargs)
     tensors = tf.nest.flatten((args, kwargs))
-    before = [before_rounding(each) for each in tensors]
+    before = tensors if kind is None else [before_rounding(each) for each in tensors]
+    if is_of_float32:
+        let_read_raw(type(layer))
+        # Keras does not cast what all layers take.
+        before = [_widened(each) for each in before]
     if any(new is not old for new, old in zip(before, tensors)):
         args, kwargs = tf.nest.pack_sequence_as((args, kwargs), before)
         tensors = before
-    if dtype is None or not (kind.reads is None or kind.reads(layer, tensors)):
+    reads = kind is None or kind.reads is None or kind.reads(layer, tensors)
+    if dtype is None or not (reads or is_of_float32):
         return keras_call(layer, *args, **kwargs)
-    outermost = _thread.outermost or layer
+    is_outermost = _thread.outermost is None
+    rounds = kind is not None and kind.rounds and not is_of_float32
     with (
-        replaced(_thread, "outermost", outermost),
+        replaced(_thread, "outermost", layer if is_outermost else _thread.outermost),
+        replaced(_thread, "rounds", rounds if is_outermost else _thread.rounds),
         replaced(_thread, "innermost", layer),
         promotion.rounding_assignments(),
     ):
@@ -318,12 +335,10 @@ def rounded(layer: Any, outputs: Any) -> Any:
         What the layer will return. Floating-point tensors are in 16 bits, except inside of another
         layer that was called in float32.
     """
-    if _thread.outermost is not layer:
+    if _thread.outermost is not layer or not _thread.rounds:
         return outputs
     dtype = vars(layer)["_dtype_policy"].low_precision_dtype
     kind = reads_raw(type(layer))
-    if kind is not None and not kind.rounds:
-        return outputs
     is_data = kind is not None and kind.is_data
     return _map_rounded(functools.partial(_rounded, dtype, is_data), layer, outputs)
 
@@ -351,6 +366,11 @@ def _rounds_to(layer: Any) -> tf.DType | None:
         return None
     reads = kind.reads is None or _thread.innermost is layer
     return policy.low_precision_dtype if reads and _thread.outermost in (None, layer) else None
+
+
+def _widened(value: Any) -> Any:
+    is_wide = not tf.is_tensor(value) or value.dtype not in LOW_PRECISION
+    return value if is_wide else marks.cast(value, tf.float32)
 
 
 def _rounded(dtype: tf.DType, is_data: bool, value: Any) -> Any:

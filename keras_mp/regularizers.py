@@ -57,7 +57,7 @@ class Float32Regularizer(tf.keras.regularizers.Regularizer):
         Returns:
             The penalty, float32 for 16-bit tensors.
         """
-        again_in_float32.end_at(x)
+        again_in_float32.mark_activations(x)
         return self.regularizer(fusion.widen(x))
 
     def get_config(self) -> dict[str, Any]:

@@ -302,18 +302,150 @@ def test_inside_of_another_model_or_layer_nothing_changes():
     assert outer(X).dtype == tf.bfloat16
 
 
-def test_what_ends_in_another_operation_is_cast():
+def rounds(x, dtype="bfloat16"):
+    """Whether a float32 tensor has only digits that 16 bits hold."""
+    return np.array_equal(x, tf.cast(tf.cast(x, dtype), "float32"))
+
+
+def test_what_ends_in_another_layer_is_not_rounded():
     with keras_mp.policy_scope("mixed_bfloat16"):
         x = tf.keras.Input([8])
         h = L.Dense(8)(x)
         model = tf.keras.Model(x, [L.ReLU()(h), L.Add()([h, L.Dense(8)(h)]), h])
         inner = tf.keras.Model(x, list(model.outputs))
-    relu, added, product = model(X)
-    assert (relu.dtype, added.dtype, product.dtype) == (tf.float32,) * 3
-    for rounded in (relu, added):
-        np.testing.assert_array_equal(rounded, tf.cast(tf.cast(rounded, "bfloat16"), "float32"))
-    assert not np.array_equal(product, tf.cast(tf.cast(product, "bfloat16"), "float32"))
-    assert inner(X)[0].dtype == tf.float32
+    for output in (*model(X), *inner(X)):
+        assert output.dtype == tf.float32
+        assert not rounds(output)
+
+
+class Cube(L.Layer):
+    def call(self, x):
+        return x * x * x
+
+
+ENDS = {
+    "Dense, tanh": lambda: [L.Dense(4, "tanh")],
+    "layer of the program": lambda: [Cube()],
+    "Reshape": lambda: [L.Dense(4), L.Reshape([2, 2]), L.Flatten(), L.Softmax()],
+    "Lambda": lambda: [L.Dense(4), L.Lambda(lambda x: tf.nn.softmax(x) - 1)],
+    "Rescaling": lambda: [L.Dense(4, "tanh"), L.Rescaling(127.5, 127.5)],
+    "TimeDistributed": lambda: [L.Reshape([2, 4]), L.TimeDistributed(L.Dense(4, "tanh"))],
+    "normalization": lambda: [L.LayerNormalization()],
+    "batches": lambda: [L.BatchNormalization()],
+    "Dropout": lambda: [L.Dropout(0.5)],
+}
+
+
+@pytest.mark.parametrize(("name", "mode", "dtype"), eager_and_graph(ENDS))
+def test_the_last_layers_compute_in_float32_from_16_bits(name, mode, dtype):
+    """The activations before them are rounded, the results are not, with gradients in 16 bits."""
+    with keras_mp.policy_scope(f"mixed_{dtype}"):
+        hidden = tf.keras.Sequential([tf.keras.Input([8]), L.Dense(8, "relu")])
+        model = tf.keras.Sequential([hidden, *ENDS[name]()])
+    with keras_mp.policy_scope("float32"):
+        expected = tf.keras.Sequential([tf.keras.Input([8]), *ENDS[name]()])
+    model(X)
+    expected.set_weights(model.get_weights()[2:])
+    last = model.trainable_variables[2:]
+
+    @MODES[mode]
+    def run(x):
+        with tf.GradientTape(persistent=True) as tape:
+            found = model(x)
+            right = expected(tf.cast(hidden.layers[-1](x), "float32"))
+            losses = [tf.reduce_sum(tf.sin(each)) for each in (found, right)]
+        of_right = tape.gradient(losses[1], expected.trainable_variables)
+        return found, right, tape.gradient(losses[0], last), of_right
+
+    found, right, gradients, of_right = run(tf.constant(X))
+    assert found.dtype == tf.float32
+    np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
+    for gradient, of_float32 in zip(gradients, of_right, strict=True):
+        assert gradient.dtype == tf.float32
+        np.testing.assert_allclose(gradient, of_float32, rtol=0.05, atol=0.05)
+
+
+def shared_head(x):
+    head = L.Dense(8)
+    return tf.keras.Model(x, [head(head(x)), head(L.Dense(8)(x))])
+
+
+def with_later_layers(x):
+    features = L.Dense(8, bias_initializer="normal")(x)
+    return tf.keras.Model(x, {"features": features, "logits": L.Dense(3)(L.Dense(8)(features))})
+
+
+def nested_in_the_middle(x):
+    inner = tf.keras.Sequential([tf.keras.Input([8]), L.Dense(8, "tanh")])
+    features = inner(x)
+    return tf.keras.Model(x, (features, L.Dense(3)(features)))
+
+
+SHARED = [shared_head, with_later_layers, nested_in_the_middle]
+
+
+@pytest.mark.parametrize("make", SHARED)
+@pytest.mark.parametrize("mode", MODES)
+def test_outputs_that_later_layers_take_are_in_float32_and_have_both_gradients(make, mode):
+    results = []
+    for policy in ("mixed_bfloat16", "float32"):
+        tf.keras.utils.set_random_seed(0)
+        with keras_mp.policy_scope(policy):
+            model = make(tf.keras.Input([8]))
+
+        @MODES[mode]
+        def run(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                first, last = outputs = tf.nest.flatten(model(x))
+                loss = tf.reduce_sum(first**2) + tf.reduce_sum(tf.sin(last))
+            return outputs, tape.gradient(loss, [first, x, *model.trainable_variables])
+
+        outputs, gradients = run(tf.constant(X))
+        results.append([*outputs, *gradients])
+    assert not any(map(rounds, results[0][:2]))
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == tf.float32
+        np.testing.assert_allclose(found, expected, atol=0.03 * np.max(np.abs(expected)))
+
+
+class OfTheProgram(tf.keras.Model):
+    """A class of models that is made of a functional one, and does more in `train_step`."""
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_classes_of_functional_models_clones_and_loaded_ones(tmp_path, run_eagerly):
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        x = tf.keras.Input([8])
+        y = L.Dense(4, "tanh")(L.Dense(8)(x))
+        models = [OfTheProgram(x, y), tf.keras.models.clone_model(tf.keras.Model(x, y))]
+    models[1].save(str(tmp_path / "model.keras"))
+    models.append(tf.keras.models.load_model(str(tmp_path / "model.keras")))
+    for model in models:
+        assert model(X).dtype == tf.float32
+        assert not rounds(model(X))
+        model.compile("sgd", "mse", run_eagerly=run_eagerly)
+        model.fit(X, np.zeros([4, 4]), verbose=0)
+        np.testing.assert_allclose(model.predict(X, verbose=0), model(X), rtol=0.05, atol=0.05)
+
+
+def test_a_product_at_the_rim_is_computed_once_in_eager():
+    class Counting(L.Dense):
+        calls = 0
+
+        def call(self, x):
+            Counting.calls += 1
+            assert self.compute_dtype == "float32"
+            assert x.dtype == tf.float32
+            return super().call(x)
+
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        model = tf.keras.Sequential([L.Dense(8), Counting(3)])
+    for _ in range(3):
+        Counting.calls = 0
+        assert not rounds(model(X))
+    assert Counting.calls == 1
+    assert model.layers[-1].compute_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])

@@ -70,6 +70,16 @@ class KerasApi(Protocol):
     def build_loss(self, model: tf.keras.Model, predictions: Any) -> None:
         """Makes the metrics that the loss of a compiled model updates."""
 
+    def calls_of_layers(
+        self, model: tf.keras.Model
+    ) -> list[tuple[Any, list[Any], list[Any]]] | None:
+        """Returns the calls of which a functional model consists, or None where nothing tells.
+
+        Returns:
+            list of tuples of a layer (on Keras 3 an operation, too) and of its symbolic inputs and
+            outputs.
+        """
+
     def compile_without_wrapping(
         self, keras_compile: Callable[..., None], call: inspect.BoundArguments
     ) -> None:
@@ -126,6 +136,10 @@ class KerasApi(Protocol):
 
     def is_operation(self, layer: tf.keras.layers.Layer) -> bool:
         """Whether a layer is an operation on a symbolic tensor, as Keras 2 makes of `2.0 * x`."""
+        ...
+
+    def is_symbolic_input(self, value: Any) -> bool:
+        """Whether a value is an input or output of layers of functional models."""
         ...
 
     def is_symbolic(self) -> bool:

@@ -142,6 +142,13 @@ def output_layers(model: keras.Model) -> list[Any] | None:
     return [keras2_names.history.of(output).layer for output in tf.nest.flatten(outputs)]
 
 
+def calls_of_layers(model: Any) -> list[tuple[Any, list[Any], list[Any]]] | None:
+    if getattr(model, "outputs", None) is None or not features.is_on(keras2_names.OUTPUTS):
+        return None
+    nodes = (node for depth in keras2_names.nodes.of(model).values() for node in depth)
+    return [(node.layer, node.keras_inputs, tf.nest.flatten(node.outputs)) for node in nodes]
+
+
 class BaseCallback(keras.callbacks.Callback):
     """A callback that takes tensors as logs, so that Keras need not wait for a batch."""
 
@@ -247,6 +254,11 @@ def is_in_a_layer(layer: Any) -> bool:
     context = keras2_names.call_context()
     # While Keras saves a model, the model is in itself.
     return context.in_call and not (context.saving and context.layer is layer)
+
+
+def is_symbolic_input(value: Any) -> bool:
+    is_tensor = isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
+    return not is_tensor and hasattr(value, "type_spec")
 
 
 def is_symbolic() -> bool:

@@ -48,6 +48,7 @@ inputs_of_rnn = Name("tf_keras.src.layers.rnn.base_rnn.RNN._process_inputs")
 lstm_in_eager = Name("tf_keras.src.layers.rnn.lstm.standard_lstm")
 lstm_in_graphs = Name("tf_keras.src.layers.rnn.lstm.lstm_with_backend_selection")
 history = Attribute("tf_keras.src.engine.node._keras_history")
+nodes = Attribute("tf_keras.src.engine.functional.Functional._nodes_by_depth")
 
 arguments_of_loss = Attribute("tf_keras.src.losses.LossFunctionWrapper._fn_kwargs")
 losses_of_model = Attribute("tf_keras.src.engine.compile_utils.LossesContainer._losses")
@@ -119,7 +120,7 @@ LAYERS_INSIDE = Feature(
 OUTPUTS = Feature(
     "the layers that make a model's outputs",
     "Outputs in 16 bits are cast to float32 where they leave the model, after they were rounded.",
-    (history,),
+    (history, nodes),
 )
 LOSSES = Feature(
     "Keras's own losses, computed in float32",

@@ -145,6 +145,13 @@ def output_layers(model: keras.Model) -> list[Any] | None:
     return layers
 
 
+def calls_of_layers(model: Any) -> list[tuple[Any, list[Any], list[Any]]] | None:
+    if getattr(model, "outputs", None) is None or not features.is_on(keras3_names.OUTPUTS):
+        return None
+    nodes = (node for depth in keras3_names.nodes.of(model).values() for node in depth)
+    return [(node.operation, node.input_tensors, node.outputs) for node in nodes]
+
+
 def autocast_dtype() -> tf.DType | None:
     if not features.is_on(keras3_names.THREADS):
         return None
@@ -288,6 +295,10 @@ def is_in_a_layer(layer: Any) -> bool:
     if not features.is_on(keras3_names.THREADS):
         return True  # Else each model would return float32, also inside of another one.
     return keras3_names.get_attribute("current_call_ctx") is not None
+
+
+def is_symbolic_input(value: Any) -> bool:
+    return isinstance(value, keras.KerasTensor)
 
 
 def is_symbolic() -> bool:

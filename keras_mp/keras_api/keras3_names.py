@@ -19,6 +19,7 @@ layer_policy = Attribute("keras.src.layers.layer.Layer._dtype_policy")
 flatten_layers = Name("keras.src.layers.layer.Layer._flatten_layers")
 output_shape_of_lambda = Attribute("keras.src.layers.core.lambda_layer.Lambda._output_shape")
 history = Attribute("keras.src.ops.node._keras_history")
+nodes = Attribute("keras.src.ops.function.Function._nodes_by_depth")
 arguments_of_loss = Attribute("keras.src.losses.losses.LossFunctionWrapper._fn_kwargs")
 metrics = Attribute("keras.src.trainers.trainer.Trainer._compile_metrics")
 resize_images = Name("keras.src.backend.tensorflow.image.resize")
@@ -74,7 +75,7 @@ LAMBDAS = Feature(
 OUTPUTS = Feature(
     "the layers that make a model's outputs",
     "Outputs in 16 bits are cast to float32 where they leave the model, after they were rounded.",
-    (history,),
+    (history, nodes),
 )
 LOSSES = Feature(
     "Keras's own losses, computed in float32",

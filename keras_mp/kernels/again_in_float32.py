@@ -12,16 +12,18 @@ and a tape may keep the tensor. So all notes are gone when the layer returns.
 This module needs TensorFlow only.
 """
 
+import collections
+import contextlib
 import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.support import marks, op_table
+from keras_mp.support import marks, op_table, reach
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import gradients
 
@@ -41,10 +43,16 @@ OPS = (
         *("Erfinv", "Lgamma", "Ndtri", "Sin", "Sinh", "Tan", "Xlog1py", "Xlogy"),
     }
 )
+# What else is noted, for the outputs of models (`kernels/exact_outputs.py`).
+PRODUCTS = op_table.ops("matrix products", "convolutions", "transposed convolutions")
+NOTED = OPS | PRODUCTS
 # Longer chains begin with an activation.
 _DEPTH = 100
+# The layers whose notes outlive them. More would keep more activations.
+_LAYERS = 32
 # What functions call otherwise.
 _NAMES_OF_ATTRIBUTES = {"axis": "squeeze_dims"}
+_NAMES_OF_ARGUMENTS = {attribute: name for name, attribute in _NAMES_OF_ATTRIBUTES.items()}
 _ERRORS = (TypeError, ValueError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError)
 
 
@@ -55,17 +63,57 @@ class _Made(NamedTuple):
         op: str. The operation.
         args: its inputs, then names and values of attributes in turn.
         position: int. Which of its results the tensor is; None for its only one.
+        is_decided: bool. Whether it stands in the place of a kernel in 16 bits.
     """
 
     op: str
     args: tuple[Any, ...]
     position: int | None
+    is_decided: bool
+
+
+class Made(NamedTuple):
+    """How a tensor was made, in eager or in a graph.
+
+    Attributes:
+        op: str. The operation.
+        inputs: its inputs; a list is one.
+        attributes: dict of its attributes.
+        position: int. Which of its results the tensor is; None for its only one.
+        key: int that tells its calls apart.
+        is_decided: bool. Whether it stands in the place of a kernel in 16 bits.
+    """
+
+    op: str
+    inputs: list[Any]
+    attributes: dict[str, Any]
+    position: int | None
+    key: int
+    is_decided: bool
+
+    def again(self, inputs: Sequence[Any]) -> Any:
+        """Calls the operation once more, with other inputs.
+
+        Returns:
+            All of its results.
+        """
+        arguments = {**dict(zip(_arguments(self.op), inputs)), **self.attributes}
+        return getattr(tf.raw_ops, self.op)(**arguments)
+
+
+_References = list["weakref.ref[Any]"]
 
 
 class _Notes(threading.local):
-    """The tensors with notes of the layer that this thread calls; None where it calls none."""
+    """The tensors of this thread that have notes.
 
-    tensors: "list[weakref.ref[Any]] | None" = None
+    Attributes:
+        tensors: those of the layer that it calls; None where it calls none.
+        ended: those of the last layers that have returned; None where they are forgotten.
+    """
+
+    tensors: _References | None = None
+    ended: "collections.deque[_References] | None" = None
 
 
 # What runs for each operation reads it.
@@ -82,11 +130,36 @@ class noted:
         self._before, notes.tensors = notes.tensors, []
 
     def __exit__(self, *error: object) -> None:
-        for reference in notes.tensors or ():
-            tensor = reference()
-            if tensor is not None:
-                vars(tensor).pop("_keras_mp_made_by", None)
-        notes.tensors = self._before
+        ended, notes.tensors = notes.tensors or [], self._before
+        if notes.ended is None:
+            _forget(ended)
+            return
+        notes.ended.append(ended)
+        if len(notes.ended) > _LAYERS:
+            _forget(notes.ended.popleft())
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Context manager in which the notes of the last layers outlive these, until it ends."""
+    if notes.ended is not None:
+        yield
+        return
+    with noted():
+        notes.ended = collections.deque()
+        try:
+            yield
+        finally:
+            for each in notes.ended:
+                _forget(each)
+            notes.ended = None
+
+
+def _forget(references: _References) -> None:
+    for reference in references:
+        tensor = reference()
+        if tensor is not None:
+            vars(tensor).pop("_keras_mp_made_by", None)
 
 
 def note(results: Any, op: str, args: tuple[Any, ...]) -> None:
@@ -97,11 +170,12 @@ def note(results: Any, op: str, args: tuple[Any, ...]) -> None:
         op: str. The operation.
         args: its inputs, then names and values of attributes in turn.
     """
+    is_decided = reach.thread.is_decided
     if isinstance(results, list):
         for position, result in enumerate(results):
-            _note(result, _Made(op, args, position))
+            _note(result, _Made(op, args, position, is_decided))
     else:
-        _note(results, _Made(op, args, None))
+        _note(results, _Made(op, args, None, is_decided))
 
 
 def _note(result: Any, made: _Made) -> None:
@@ -120,19 +194,29 @@ def note_number(number: float, result: tf.Tensor) -> None:
     result._keras_mp_number = number  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def end_at(outputs: Any) -> None:
-    """Makes activations of tensors, which are not computed again.
+def mark_activations(outputs: Any) -> None:
+    """Makes activations of tensors, from which losses are computed again.
 
     Args:
         outputs: structure of what a layer returns.
     """
     flat = [outputs] if isinstance(outputs, tf.Tensor) else tf.nest.flatten(outputs)
     for each in flat:
-        if not isinstance(each, tf.Tensor):
-            continue
-        vars(each).pop("_keras_mp_made_by", None)
-        if tf.is_symbolic_tensor(each):
+        if isinstance(each, tf.Tensor):
             each._keras_mp_is_activation = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def end_at(results: Any) -> None:
+    """Lets nobody know how tensors were made, since their gradient is another one.
+
+    Args:
+        results: structure of what a function returns that has its own gradient.
+    """
+    flat = [results] if isinstance(results, tf.Tensor) else tf.nest.flatten(results)
+    for each in flat:
+        if isinstance(each, tf.Tensor):
+            vars(each).pop("_keras_mp_made_by", None)
+            each._keras_mp_has_own_gradient = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def was_made_in_reach(value: Any) -> bool:
@@ -192,76 +276,63 @@ class _Computation:
         number: float | None = getattr(tensor, "_keras_mp_number", None)
         if number is not None:
             return tf.constant(number, tf.float32, tensor.shape)
-        is_activation = hasattr(tensor, "_keras_mp_unrounded") or depth == _DEPTH
-        if not is_activation:
-            make = self._in_graph if tf.is_symbolic_tensor(tensor) else self._in_eager
-            made = make(tensor, depth + 1)
-            if made is not None:
-                return marks.copy(tensor, made)
+        notes_that_end = ("_keras_mp_unrounded", "_keras_mp_is_activation")
+        if depth < _DEPTH and not any(hasattr(tensor, each) for each in notes_that_end):
+            made = how_made(tensor)
+            if made is not None and made.op in OPS:
+                return marks.copy(tensor, self._call(made, tensor, depth + 1))
         return marks.cast(tensor, tf.float32)
 
-    def _in_eager(self, tensor: Any, depth: int) -> Any:
-        made: _Made | None = getattr(tensor, "_keras_mp_made_by", None)
-        if made is None:
-            return None
-        # There, each attribute has a name in front.
-        number = 2 * len(_arguments(made.op)) - len(made.args)
-        before, attributes = made.args[:number], made.args[number + 1 :: 2]
-        inputs = [self.of(each, depth) for each in before]
-        named = dict(zip(_arguments(made.op)[number:], attributes))
-        return self._call(made.op, before, inputs, named, tensor, made.position, id(made.args))
-
-    def _in_graph(self, tensor: Any, depth: int) -> Any:
-        op = tensor.op
-        is_here = op.graph is tf.compat.v1.get_default_graph() and was_made_in_reach(tensor)
-        is_activation = hasattr(tensor, "_keras_mp_is_activation")
-        has_another_gradient = "_gradient_op_type" in op.node_def.attr
-        if op.type not in OPS or not is_here or is_activation or has_another_gradient:
-            return None
-        before, remaining = [], iter(op.inputs)
-        for argument in op.op_def.input_arg:
-            several = argument.number_attr and op.get_attr(argument.number_attr)
-            of_argument = [next(remaining) for _ in range(several)] if several else next(remaining)
-            before.append(of_argument)
-        inputs = [self.of(each, depth) for each in before]
-        names = {each.name for each in op.op_def.attr}
-        named: dict[str, Any] = {}
-        for name in _arguments(op.type)[len(before) :]:
-            named[name] = op.get_attr(name if name in names else _NAMES_OF_ATTRIBUTES[name])
-        position = tensor.value_index if len(op.outputs) > 1 else None
-        return self._call(op.type, before, inputs, named, tensor, position, id(op))
-
-    def _call(
-        self,
-        op: str,
-        before: Sequence[Any],
-        inputs: Sequence[Any],
-        attributes: dict[str, Any],
-        tensor: tf.Tensor,
-        position: int | None,
-        key: int,
-    ) -> Any:
-        """Calls an operation once more, with other inputs.
-
-        Args:
-            op: str. The operation.
-            before: its inputs.
-            inputs: those to call it with.
-            attributes: dict of its attributes.
-            tensor: what it has returned.
-            position: int. Which of its results that is; None for its only one.
-            key: what tells its calls apart.
-        """
-        flat = zip(tf.nest.flatten(list(inputs)), tf.nest.flatten(list(before)))
+    def _call(self, made: Made, tensor: tf.Tensor, depth: int) -> Any:
+        """Calls the operation that made a tensor once more, with float32 inputs."""
+        inputs = [self.of(each, depth) for each in made.inputs]
+        flat = zip(tf.nest.flatten(inputs), tf.nest.flatten(made.inputs))
         if tensor.dtype == tf.float32 and all(new is old for new, old in flat):
             return tensor
-        if op == "Cast":
+        if made.op == "Cast":
             return tf.cast(inputs[0], tf.float32)
-        if key not in self._calls:
-            arguments = {**dict(zip(_arguments(op), inputs)), **attributes}
-            self._calls[key] = getattr(tf.raw_ops, op)(**arguments)
-        results = self._calls[key]
-        return results if position is None else results[position]
+        if made.key not in self._calls:
+            self._calls[made.key] = made.again(inputs)
+        results = self._calls[made.key]
+        return results if made.position is None else results[made.position]
+
+
+def how_made(tensor: Any) -> Made | None:
+    """Returns how a tensor was made in reach; None if that is not known, or of no use here."""
+    if not isinstance(tensor, tf.Tensor) or hasattr(tensor, "_keras_mp_has_own_gradient"):
+        return None
+    return _made_in_graph(tensor) if tf.is_symbolic_tensor(tensor) else _made_in_eager(tensor)
+
+
+def _made_in_eager(tensor: Any) -> Made | None:
+    made: _Made | None = getattr(tensor, "_keras_mp_made_by", None)
+    if made is None:
+        return None
+    # There, each attribute has a name in front.
+    number = 2 * len(_arguments(made.op)) - len(made.args)
+    pairs = zip(made.args[number::2], made.args[number + 1 :: 2])
+    attributes = {_NAMES_OF_ARGUMENTS.get(name, name): value for name, value in pairs}
+    inputs = list(made.args[:number])
+    return Made(made.op, inputs, attributes, made.position, id(made.args), made.is_decided)
+
+
+def _made_in_graph(tensor: Any) -> Made | None:
+    op = tensor.op
+    is_here = op.graph is tf.compat.v1.get_default_graph() and was_made_in_reach(tensor)
+    if op.type not in NOTED or not is_here or "_gradient_op_type" in op.node_def.attr:
+        return None
+    inputs, remaining = [], iter(op.inputs)
+    for argument in op.op_def.input_arg:
+        several = argument.number_attr and op.get_attr(argument.number_attr)
+        of_argument = [next(remaining) for _ in range(several)] if several else next(remaining)
+        inputs.append(of_argument)
+    names = {each.name for each in op.op_def.attr}
+    attributes: dict[str, Any] = {}
+    for name in _arguments(op.type)[len(inputs) :]:
+        attributes[name] = op.get_attr(name if name in names else _NAMES_OF_ATTRIBUTES[name])
+    position = tensor.value_index if len(op.outputs) > 1 else None
+    is_decided = hasattr(op, "_keras_mp_is_decided")
+    return Made(op.type, inputs, attributes, position, id(op), is_decided)
 
 
 @functools.cache

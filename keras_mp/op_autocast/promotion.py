@@ -33,6 +33,7 @@ from keras_mp import variables
 from keras_mp.kernels import again_in_float32
 from keras_mp.kernels import replaced as kernels_replaced
 from keras_mp.op_autocast import plans, signatures
+from keras_mp.op_autocast.exact_outputs import ExactOutputs
 from keras_mp.support import features, large_numbers, reach
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
@@ -88,20 +89,9 @@ def rounding_assignments() -> contextlib.AbstractContextManager[None]:
     return replaced(_thread, "rounds", True)
 
 
-# What a 16-bit tensor would be if float32 had made it; None if that is not known.
-_exact: Callable[[Any], tf.Tensor | None] | None = None
-
-
 @once
-def install(exact: Callable[[Any], tf.Tensor | None]) -> None:
-    """Lets operations that TensorFlow refuses be computed in float32, once in a process.
-
-    Args:
-        exact: takes a 16-bit tensor and returns what it would be if float32 had made it; None if
-            that is not known.
-    """
-    global _exact
-    _exact = exact
+def install() -> None:
+    """Lets operations that TensorFlow refuses be computed in float32, once in a process."""
     if features.is_on(MIXTURES):
         _dispatcher_class()().register()
         for name, make in (
@@ -406,7 +396,7 @@ def _widen_for(values: Sequence[Any]) -> Callable[[Any], Any]:
 
 
 def _widened_exactly(value: Any) -> Any:
-    exact = _exact(value) if _exact is not None and _dtype_of(value) is tf.float16 else None
+    exact = ExactOutputs().of(value) if _dtype_of(value) is tf.float16 else None
     return _widened(value) if exact is None else exact
 
 

@@ -89,20 +89,6 @@ def other_keras_after_a_policy() -> list[str]:
     return [_error_of_compile(other, lambda: "sgd")]
 
 
-def outputs_noted_before_any_layer() -> list[str]:
-    """A tool of numerics may be the first of ours to compute: what is not noted by its kernel."""
-    from keras_mp import kernels, model_outputs
-    from keras_mp.kernels import replaced, slow
-
-    with model_outputs.noted():
-        kernels.install()
-    ops = {op for each in model_outputs._OPS.values() for op in each} & set(slow.KERNELS)
-    assert ops
-    functions = {op: replaced.in_its_module(getattr(tf.raw_ops, op)) for op in sorted(ops)}
-    noting = model_outputs.__file__
-    return [op for op, each in functions.items() if each.__code__.co_filename != noting]
-
-
 def _error_of_compile(keras: Any, make_optimizer: Callable[[], Any]) -> str:
     model = keras.Sequential([keras.layers.Dense(1)])
     try:
@@ -131,7 +117,6 @@ def main() -> None:
     for each in (
         other_keras_before_a_policy,
         other_keras_after_a_policy,
-        outputs_noted_before_any_layer,
     ):
         raised[each.__name__] = in_a_fork(each)
     print(json.dumps(raised))

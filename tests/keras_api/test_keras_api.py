@@ -110,10 +110,6 @@ def test_what_is_not_mixed_may_be_of_the_other_keras(raised):
     assert keras_api.switch_hint() in inner
 
 
-def test_outputs_are_noted_around_kernels(raised):
-    assert raised["outputs_noted_before_any_layer"] == []
-
-
 def test_compile_owner_defines_compile():
     assert "compile" in vars(keras_api.COMPILE_OWNER)
     assert issubclass(tf.keras.Model, keras_api.COMPILE_OWNER)

@@ -44,7 +44,8 @@ def test_a_layer_for_raw_data_is_seen_as_it_returns_and_passes_on_what_was_not_r
     with keras_mp.policy_scope("mixed_float16"):
         first = layers.Rescaling(1e6, name="first")
         second = layers.Rescaling(1e-6, name="second")
-        model = tf.keras.Sequential([tf.keras.Input([2]), first, second])
+        # The last layer rounds nothing.
+        model = tf.keras.Sequential([tf.keras.Input([2]), first, second, layers.ReLU()])
     seen = []
 
     def watch(path, output, arguments):

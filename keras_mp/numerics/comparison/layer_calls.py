@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import tensorflow as tf
 
-from keras_mp import keras_api, raw_inputs
+from keras_mp import keras_api, model_outputs, raw_inputs
 from keras_mp.layer_paths import layers_by_path
 from keras_mp.numerics import own_thread
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
@@ -59,7 +59,7 @@ class LayerCall:
         outputs: list of the floating-point tensors that it returned.
         trained_through: set of the ids of those arguments whose gradients training computes, since
             trainable weights lie before them. Empty until a backward pass has told.
-        is_widened: whether the model has computed its outputs again, in float32, to return them.
+        is_widened: whether the model has computed its outputs in float32, to return them.
     """
 
     position: Position
@@ -169,7 +169,9 @@ class Watch:
             self._counts.pop()
         if self._change is not None:
             outputs = map_floating(self._change, outputs)
-        self.calls.append(LayerCall(position, path, kind, layer, args, kwargs, floating(outputs)))
+        seen = LayerCall(position, path, kind, layer, args, kwargs, floating(outputs))
+        seen.is_widened = model_outputs.is_last(layer)
+        self.calls.append(seen)
         return outputs
 
     @contextlib.contextmanager

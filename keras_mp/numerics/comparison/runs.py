@@ -240,7 +240,7 @@ def replay(
         noise.on_weights(layer) if noise else contextlib.nullcontext(),
         tf.GradientTape() as tape,
         watch.over(layer),
-        model_outputs.noted() if call.is_widened else contextlib.nullcontext(),
+        model_outputs.as_last(layer) if call.is_widened else contextlib.nullcontext(),
     ):
         args, kwargs = map_floating(given, before)
         pairs = zip(tf.nest.flatten(before), tf.nest.flatten((args, kwargs)))

@@ -24,10 +24,7 @@ _PACKAGES = {
 # They hand on the numbers that they get.
 MOVES = op_table.ops("identities", "reshapes", "views")
 # What is in the place of TensorFlow's functions: the code that calls it makes the operation.
-_LIKE_TENSORFLOW = (
-    *(os.path.join("src", each) + os.sep for each in ("ops", "backend", "utils")),
-    os.path.join("keras_mp", "model_outputs.py"),
-)
+_LIKE_TENSORFLOW = tuple(os.path.join("src", each) + os.sep for each in ("ops", "backend", "utils"))
 # Files and functions that call one of TensorFlow, and do no more unless it has refused.
 _HANDING_ON = {
     os.path.join("op_autocast", "promotion.py"): (

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import layer_paths
+from keras_mp import keras_api, layer_paths, model_outputs
 from keras_mp.numerics import distances
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.graphs import origins, traces, work
@@ -139,8 +139,14 @@ class TracedStep:
 
     @functools.cached_property
     def output_layers(self) -> set[int]:
-        """The `id`s of layers whose outputs are the model's, and of those around them."""
+        """The `id`s of layers whose outputs are the model's, and of those around them.
+
+        A program may call a model inside of another one by itself, as those of a GAN.
+        """
         found = layer_paths.output_layers(self.model)
+        for layer in keras_api.flatten_layers(self.model):
+            if isinstance(layer, tf.keras.Model):
+                found.update(map(id, model_outputs.last_layers(layer)))
         if not found and self.products:
             last, _ = self.products[-1]
             found = {id(layer) for _, layer in self.layers.path(last.name)}
