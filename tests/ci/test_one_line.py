@@ -2,9 +2,10 @@
 
 import pytest
 
-from benchmarks import one_line, one_line_layers, one_line_programs
+from benchmarks import one_line, one_line_layers, one_line_programs, one_line_reported
 
 assert one_line_layers
+assert one_line_reported
 # Each program in one dtype here: `python -m benchmarks third_party` runs both.
 CASES = [(name, one_line.DTYPES[i % 2]) for i, name in enumerate(one_line_programs.PROGRAMS)]
 
