@@ -58,6 +58,8 @@ _ERRORS = (
 )
 
 # The methods of `tf.TensorArray` that take tensors of its dtype.
+# Numbers of a tensor that a graph captures, which are looked at once.
+_LARGEST_CONSTANT = 2**20
 _WRITING = ("write", "unstack", "scatter", "split")
 _ASSIGNING = {"assign", "assign_add", "assign_sub"}
 
@@ -154,14 +156,26 @@ def _keeping_constants(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(x, dtype, name)
         wanted = parse(dtype)
         if is_low(wanted) and _is_active():
-            # An eager tensor does not tell how it was made.
-            is_constant = tf.is_symbolic_tensor(x) and x.op.type == "Const"
-            value = tf.get_static_value(x) if is_constant else x
+            value = _constant_value(x) if isinstance(x, tf.Tensor) else x
             if large_numbers.is_beyond(value, wanted):
                 return own(x, tf.float32, name)
         return own(x, dtype, name)
 
     return cast
+
+
+def _constant_value(tensor: tf.Tensor) -> Any:
+    """Returns the value of a tensor that is a constant, or may be one; None for others."""
+    if tf.is_symbolic_tensor(tensor):
+        return tf.get_static_value(tensor) if tensor.op.type == "Const" else None
+    if tensor.dtype != tf.float32:
+        return None
+    if tf.executing_eagerly():
+        # It does not tell how it was made. Reading a number of a GPU would wait for the GPU.
+        is_cheap = tensor.shape.rank == 0 and "CPU" in tensor.device
+    else:
+        is_cheap = tensor.shape.num_elements() <= _LARGEST_CONSTANT
+    return tf.get_static_value(tensor) if is_cheap else None
 
 
 def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:

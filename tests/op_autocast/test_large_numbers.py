@@ -18,6 +18,12 @@ def mask(x):
     return tf.cast(x > 2, x.dtype)
 
 
+def made_before(number):
+    """An eager tensor, such as an attribute that a constructor has made."""
+    with tf.init_scope():
+        return tf.constant(number)
+
+
 OPERATIONS = {
     "*": lambda x, number: x + mask(x) * number,
     "* reversed": lambda x, number: x + number * mask(x),
@@ -39,6 +45,7 @@ OPERATIONS = {
     "float32 constant": lambda x, number: mask(x) * tf.constant(number, tf.float32),
     "convert_to_tensor": lambda x, number: mask(x) * tf.convert_to_tensor(number, x.dtype),
     "cast": lambda x, number: mask(x) * tf.cast(number, x.dtype),
+    "cast of an eager tensor": lambda x, number: mask(x) * tf.cast(made_before(number), x.dtype),
     "a number of NumPy": lambda x, number: mask(x) * np.float32(number),
     "an array": lambda x, number: mask(x) * np.full([2, 3], number, "float32"),
     "a list": lambda x, number: mask(x) * [number, number, 0.0],
