@@ -90,7 +90,7 @@ class AllReduceOptimizer(OptimizerWrapper):
 
     @reduce_dtype.setter
     def reduce_dtype(self, value: str | tf.DType) -> None:
-        vars(self)["_reduce_dtype"] = replicas.to_reduce_dtype(value, _CHOICES, _HINT)  # pyright: ignore
+        self._set_own(_reduce_dtype=replicas.to_reduce_dtype(value, _CHOICES, _HINT))
 
     @do_not_convert
     def apply_gradients(

@@ -194,7 +194,7 @@ class LossScaleOptimizer(
         loss_scale = older_spellings.loss_scale_from_arguments(
             loss_scale if scales else 1, dynamic, initial_scale, dynamic_growth_steps
         )
-        vars(self).update(  # pyright: ignore[reportAttributeAccessIssue]
+        self._set_own(
             _name=name,
             _skip_nonfinite=skip_nonfinite,
             _scaler=Scaler(

@@ -98,7 +98,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
         if seed is None:
             seed = random.randint(1, 10**9)
         super().__init__(inner_optimizer)
-        vars(self).update(  # pyright: ignore[reportAttributeAccessIssue]
+        self._set_own(
             _adapter=Float32Adapter(self._adapter, method, slots, seed, self._track_beside),
             _method=method,
             _slot_dtype=slots,

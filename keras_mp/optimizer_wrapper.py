@@ -91,7 +91,7 @@ class OptimizerWrapper(
                 "these, or train without a wrapper: in mixed_bfloat16, which needs no loss scale. "
                 f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
             )
-        vars(self).update(  # pyright: ignore[reportAttributeAccessIssue]
+        self._set_own(
             _adapter=adapter,
             _trackable=inner_optimizer,
             _hyperparameters=adapter.hyperparameters() - names_of_wrappers(type(self)),

@@ -51,6 +51,10 @@ class WrapperDelegation:
         else:
             raise AttributeError(_only_inner(self, name))
 
+    def _set_own(self, **attributes: Any) -> None:
+        """Sets attributes of the wrapper itself, which neither Keras nor checkpoints track."""
+        self.__dict__.update(attributes)
+
     def __dir__(self) -> list[str]:
         # Keras saves all of these by name: the inner optimizer only once, as `inner_optimizer`.
         names = set(object.__dir__(self)) | self._hyperparameters | {"lr"}
