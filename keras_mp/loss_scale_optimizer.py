@@ -79,8 +79,9 @@ class LossScaleOptimizer(
     skipped on every replica instead: weights, slots, averages and `iterations` stay as they are,
     and the scale backs off. What the forward pass assigned to weights, such as moving statistics,
     is put back in `Model.fit`, and elsewhere in a `keras_mp.training_step`. A fixed scale skips
-    nothing. Gradients count as finite if their sums are, unscaled; those of float16, and all where
-    XLA compiles the step, if each value is.
+    nothing. A step is skipped if the sum of an unscaled gradient is not finite, which is quicker to
+    find out than whether a value is not. Where gradients are float16, or XLA compiles the step,
+    each value is tested.
 
     `minimize` and `Model.fit` do all of it, and `Model.compile` wraps the optimizer itself under a
     `keras_mp.Policy` with a loss scale. Loops with a `tf.GradientTape` call `get_scaled_loss` and

@@ -31,7 +31,10 @@ tf.keras  # noqa: B018 - is imported when it is first asked for
 _ROOT = pathlib.Path(__file__).parent.parent
 # What is broken, and who looks at it: the quickest first.
 _STEP = ["tests/test_loss_scale_optimizer.py", "tests/step", "tests/test_inner_optimizers.py"]
-_CALLS = ["tests/step/test_step_calls.py", "tests/step/test_scaler_calls.py"]
+_CALLS = [
+    *("tests/step/test_step_calls.py", "tests/step/test_scaler_calls.py"),
+    "tests/step/test_contract.py",
+]
 _VARIABLES = ["tests/variables/test_casts.py", "tests/variables", "tests/layers"]
 _TESTS = {
     "keras_mp/step/gradients.py": ["tests/step/test_gradients.py", *_STEP, "tests/replicas"],
@@ -43,7 +46,7 @@ _TESTS = {
     "keras_mp/step/overflows.py": ["tests/step/test_overflows.py", *_STEP, "tests/replicas"],
     "keras_mp/step/outcomes.py": ["tests/test_grad_scaler.py", "tests/step/test_scaler_calls.py"],
     "keras_mp/step/record.py": [*_CALLS, "tests/test_grad_scaler.py", *_STEP],
-    "keras_mp/step/optimizer_calls.py": [*_CALLS[:1], *_STEP],
+    "keras_mp/step/optimizer_calls.py": [*_CALLS[::2], *_STEP],
     "keras_mp/step/scaler_calls.py": [*_CALLS[1:], "tests/test_grad_scaler.py"],
     "keras_mp/variables/autocast_variable.py": _VARIABLES,
     "keras_mp/variables/casts.py": _VARIABLES,

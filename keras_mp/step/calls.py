@@ -1,7 +1,8 @@
-"""The calls by which a loss is scaled, and its gradients are unscaled exactly once and applied.
+"""A step's calls scale the loss, and unscale its gradients exactly once.
 
-RFC 293, "LossScaleOptimizer Overview". `OptimizerCalls` are those of a `LossScaleOptimizer`, and
-`ScalerCalls` those of a `GradScaler`; both keep a `Record`. `Calls` scale nothing.
+RFC 293, "LossScaleOptimizer Overview". `OptimizerCalls` are the calls of a `LossScaleOptimizer`,
+and `ScalerCalls` those of a `GradScaler`; both keep a `Record`. `Calls` scale nothing.
+`tests/step/test_contract.py` has the table of what comes of which calls.
 """
 
 import abc

@@ -19,7 +19,6 @@ from keras_mp.step.record import (
     ALL_BITS,
     APPLIED,
     JUST_UNSCALED,
-    OVERLAPS,
     SCALED,
     SPOILED,
     TO_APPLY,
@@ -43,14 +42,13 @@ class _Parts(threading.local):
     Attributes:
         applied: those whose gradients were applied.
         unscaled: those whose gradients were unscaled for a wrapper.
+        is_whole: whether the step is made at once: it has begun while another one was under way,
+            of which the gradients that are applied later may be.
     """
 
     applied: frozenset[int] = frozenset()
     unscaled: frozenset[int] = frozenset()
-
-    def begin(self) -> None:
-        """Begins a step, which has no parts yet."""
-        self.applied = self.unscaled = frozenset()
+    is_whole = False
 
 
 class OptimizerCalls(RecordedCalls):
@@ -61,15 +59,15 @@ class OptimizerCalls(RecordedCalls):
         self._parts_of_step = _Parts()
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
-        """Begins a step, whatever was called before. Only an overlap with another one is kept."""
-        notes = self._record.notes()
-        before, after = notes.facts or Facts(), Facts(SCALED)
-        is_under_way = both(has_begun(before), before.has(SCALED))
-        if is_under_way is True and apply_unscales(before) is not to_apply:
-            after = after.changed(add=OVERLAPS)
-        self._parts_of_step.begin()
+        """Begins a step, whatever was called before."""
+        notes, parts = self._record.notes(), self._parts_of_step
+        before = notes.facts or Facts()
+        is_under_way = both(has_begun(before), before.has(SCALED)) is True
+        # Steps that overlap can be told apart only if they are not unscaled by the same call.
+        parts.is_whole = is_under_way and apply_unscales(before) is not to_apply
+        parts.applied = parts.unscaled = frozenset()
         notes.unclipped.clear()
-        self._record.note(after.changed(add=TO_APPLY if to_apply else 0))
+        self._record.note(Facts(SCALED | TO_APPLY if to_apply else SCALED))
         self._record.note_scale(scaled_by)
 
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
@@ -136,16 +134,16 @@ class OptimizerCalls(RecordedCalls):
         del optimizer
         variables = list(variables)
         notes, applied = self._record.notes(), frozenset(id(v) for v in variables)
-        before, facts = self._parts_of_step.applied, self._record.facts()
+        parts, facts = self._parts_of_step, self._record.facts()
+        before = frozenset() if parts.is_whole else parts.applied
         # Gradients of other variables may be another part of the step that was applied last.
-        is_more = bool(before) and before.isdisjoint(applied)
-        goes_on = both(is_more, negated(facts.has(OVERLAPS)))
-        applied = before | applied if is_more else applied
+        goes_on = bool(before) and before.isdisjoint(applied)
+        applied = before | applied if goes_on else applied
         is_missing = misses_a_call(facts, goes_on)
         if scaled_losses.are_by_tape(variables):
             is_missing = False
         elif facts.number is None:
-            self._warn_at_run_time(facts, is_more, is_missing)
+            self._warn_at_run_time(facts, goes_on, is_missing)
         elif is_missing:
             messages.warn(missing_call(facts))
             applied = frozenset()
@@ -161,19 +159,19 @@ class OptimizerCalls(RecordedCalls):
         yield given
         with tf.control_dependencies(self._decisions_since(first)):
             self._record.note(after_applying(facts, goes_on), ends=True)
-        self._parts_of_step.applied = applied
+        parts.applied = applied
         notes.losses = ()
 
     @contextlib.contextmanager
     def as_before_an_exception(self) -> Iterator[None]:
         """Context manager that an exception leaves with the record as it was."""
         parts = self._parts_of_step
-        before = parts.applied, parts.unscaled
+        before = parts.applied, parts.unscaled, parts.is_whole
         try:
             with self._record.as_before_an_exception():
                 yield
         except BaseException:
-            parts.applied, parts.unscaled = before
+            parts.applied, parts.unscaled, parts.is_whole = before
             raise
 
     def _decisions_since(self, first: int) -> list[tf.Operation]:
@@ -211,21 +209,20 @@ class OptimizerCalls(RecordedCalls):
                 f"Received: {values!r}"
             )
 
-    def _warn_at_run_time(self, facts: Facts, is_more: bool, is_missing: Truth) -> None:
-        if host.is_compiled_by_xla():
-            self._warn_while_tracing(is_more)
+    def _warn_at_run_time(self, facts: Facts, goes_on: bool, is_missing: Truth) -> None:
+        if host.is_compiled_by_xla() and self._record.notes().facts is None:
+            self._warn_while_tracing(goes_on)
         was_reported = facts.has(bits_of(UNNAMED, SPOILED))
-        is_news = tf.convert_to_tensor(both(is_missing, negated(was_reported)))
+        is_news = both(is_missing, negated(was_reported))
         self.reports.watch()
-        self.reports.post(facts.tensor[tf.newaxis], when=is_news)
+        self.reports.post(facts.tensor[tf.newaxis], when=tf.convert_to_tensor(is_news))
 
-    def _warn_while_tracing(self, is_more: bool) -> None:
-        """Warns while tracing, since a compiled function cannot warn when it runs."""
+    def _warn_while_tracing(self, goes_on: bool) -> None:
+        """Warns of a function without any call, since it cannot warn when it runs."""
         if self._record.may_be_changed_elsewhere():
             return
         with tf.init_scope():
             facts = self._record.in_variable()
-            goes_on = is_more and not facts.has(OVERLAPS)
             if misses_a_call(facts, goes_on):
                 messages.warn(missing_call(facts))
                 self._record.assign(after_applying(facts, goes_on))
@@ -246,19 +243,19 @@ _UNSCALED, _APPLIED, _SPOILED = (bits_of(UNNAMED, fact) for fact in (UNSCALED, A
 _EARLY = bits_of(UNNAMED, JUST_UNSCALED)
 
 
-def is_scaled(facts: Facts, goes_on: Truth) -> Truth:
+def is_scaled(facts: Facts, goes_on: bool) -> Truth:
     """Whether the gradients that are applied now are still scaled."""
-    is_of_this_step = either(goes_on, negated(facts.has(_APPLIED)))
+    is_of_this_step = goes_on or negated(facts.has(_APPLIED))
     return both(is_of_this_step, facts.has(SCALED), negated(facts.has(_UNSCALED)))
 
 
-def is_divided(facts: Facts, goes_on: Truth) -> Truth:
+def is_divided(facts: Facts, goes_on: bool) -> Truth:
     """Whether the gradients that are applied now were unscaled by a call."""
     is_more = both(goes_on, facts.has(_APPLIED), negated(facts.has(SCALED | _SPOILED)))
     return either(facts.has(_UNSCALED), is_more)
 
 
-def misses_a_call(facts: Facts, goes_on: Truth) -> Truth:
+def misses_a_call(facts: Facts, goes_on: bool) -> Truth:
     """Whether a call is missing if gradients are applied now."""
     was_scaled = both(has_begun(facts), facts.has(SCALED))
     is_complete = facts.has(TO_APPLY | _UNSCALED)
@@ -266,20 +263,17 @@ def misses_a_call(facts: Facts, goes_on: Truth) -> Truth:
     return negated(either(both(was_scaled, is_complete), both(negated(was_scaled), is_part)))
 
 
-def after_applying(facts: Facts, goes_on: Truth) -> Facts:
+def after_applying(facts: Facts, goes_on: bool) -> Facts:
     """Returns the facts after gradients were applied."""
     is_spoiled = both(misses_a_call(facts, goes_on), negated(has_begun(facts)))
     after = Facts(_APPLIED).changed(add=SCALED, when=is_scaled(facts, goes_on))
     after = after.changed(add=_SPOILED, when=is_spoiled)
-    after = after.changed(add=_EARLY, when=facts.has(_EARLY))
-    return after.changed(add=OVERLAPS, when=facts.has(OVERLAPS))
+    return after.changed(add=_EARLY, when=facts.has(_EARLY))
 
 
 def after_unscaling(facts: Facts) -> Facts:
     """Returns the facts after gradients were unscaled."""
-    begun = has_begun(facts)
-    kept = facts.changed(remove=ALL_BITS & ~OVERLAPS, when=negated(begun))
-    return kept.changed(add=_UNSCALED)
+    return facts.changed(remove=ALL_BITS, when=negated(has_begun(facts))).changed(add=_UNSCALED)
 
 
 def apply_unscales(facts: Facts) -> Truth:

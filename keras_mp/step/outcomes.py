@@ -22,9 +22,10 @@ from keras_mp.support import host, messages, selection
 # After so many steps at the start it is told that their loss is not finite, and after so many
 # back-offs without growth that a smaller scale does not help.
 _FIRST_STEPS, _MANY_BACK_OFFS = 3, 8
-# The worst outcome since the last `update`: all steps were made; none that says anything of the
-# scale, since gradients were accumulated for a step that is not complete, or a replica had no
-# examples; a step was skipped although its loss is finite; another was skipped.
+# The outcomes of a step, the better ones first. `update` moves the scale by the worst one since the
+# last `update`. The step was made. Or it says nothing about the scale: its gradients were
+# accumulated for a later step, or a replica had no examples. Or it was skipped although its loss is
+# finite. Or it was skipped, and the loss is not known to be finite.
 _GOOD, _UNFINISHED, _OVERFLOWED, _BAD = 0, 1, 2, 3
 
 

@@ -1,4 +1,4 @@
-"""The record of the calls of a step: facts, which a variable keeps for all that make calls.
+"""A record of the calls of a step keeps facts in a variable, for all that make calls.
 
 RFC 293, "LossScaleOptimizer Overview". The states of an optimizer are
 
@@ -36,9 +36,6 @@ from keras_mp.support import host
 # Facts about all optimizers: a loss was scaled; applying unscales, since `get_unscaled_gradients`
 # is not called; a tape has scaled the loss, and unscaled its gradients.
 SCALED, TO_APPLY, BY_TAPE = 1, 2, 4
-# In the place of the last one, for a single optimizer: the step began while another one was under
-# way that unscales at the other call.
-OVERLAPS = BY_TAPE
 # Facts about each optimizer: its gradients were unscaled; a step was made of them; something was
 # wrong, and reported; they were unscaled after the last loss was scaled; one was not finite.
 UNSCALED, APPLIED, SPOILED, JUST_UNSCALED, OVERFLOWED = 1, 2, 4, 8, 16

@@ -1,4 +1,4 @@
-"""One step with scaled gradients: sum them, judge them, unscale them, apply them or skip the step.
+"""A step sums scaled gradients, unscales and tests them, and applies them or is skipped.
 
 RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". Read it downward:
 `ScaledStep.make` combines the gradients of all replicas, tests them, and lets a `Decision` make or

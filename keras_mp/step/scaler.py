@@ -1,4 +1,4 @@
-"""The core of loss scaling: a loss scale with its calls, steps and skipped steps.
+"""A `Scaler` is the core of loss scaling: a scale with its calls and steps.
 
 RFC 293, "LossScaleOptimizer Overview". `LossScaleOptimizer`, `GradScaler` and the optimizer of
 TensorFlow 1 have one each.

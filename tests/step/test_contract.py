@@ -41,7 +41,6 @@ by_hand apply_scaled                      | 1
 compute apply                             | 1
 scale apply                               | 1 not_unscaled
 unscale apply                             | 0.25 not_scaled
-                                          | compiled: 0.25 neither not_scaled
 apply                                     | 1 neither
 by_hand apply                             | 4 neither
 scale_loss scale_loss apply               | 1
@@ -71,7 +70,6 @@ scale apply_w apply                       | 4,1 not_unscaled neither
                                           | two traces, own traces: 1,1 not_unscaled
 unscale apply_w apply                     | 0.25,0.25 not_scaled
                                           | eager, threads, replicas: 0.25,0.25 not_scaled neither
-                                          | compiled: 0.25,0.25 neither not_scaled
 apply_w apply                             | 1,1 neither
                                           | eager, threads: 1,1 neither neither
 compute apply_w apply                     | 1,1
@@ -90,7 +88,6 @@ by_hand apply_scaled apply                | 5 neither
 apply scale_loss apply                    | 2 neither
 scale apply scale unscale apply           | 2 not_unscaled
 unscale apply scale_loss apply            | 1.25 not_scaled
-                                          | compiled: 1.25 neither not_scaled
 scale_loss apply scale unscale apply      | 2
 scale unscale apply scale_loss apply      | 2
 scale_loss scale unscale apply_w apply    | 1,1 neither
