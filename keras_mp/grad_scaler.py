@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from keras_mp import all_reduce_optimizer, hardware, optimizer_wrapper
 from keras_mp import loss_scale as loss_scale_lib
-from keras_mp.compat import v1
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
 from keras_mp.step import gradients, optimizer_adapter, replicas, state_rollback
 from keras_mp.step.calls import Calls
@@ -314,15 +313,19 @@ class GradScaler(ScalerProperties, tf.Module):
             )
 
 
-_SCALING_OF_V1 = (
-    v1.LossScaleOptimizer,
-    tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer,
-)
+def _scales_itself(optimizer: Any) -> bool:
+    """Whether an optimizer of any kind has a loss scale."""
+    v1 = tf.compat.v1
+    if isinstance(optimizer, v1.train.Optimizer) and isinstance(optimizer, ScalerProperties):
+        return True
+    if isinstance(optimizer, v1.mixed_precision.MixedPrecisionLossScaleOptimizer):
+        return True
+    return find_loss_scale_optimizer(optimizer) is not None
 
 
 def _adapter_of(optimizer: Any) -> OptimizerAdapter:
     """Returns the adapter of an optimizer, or refuses it."""
-    if find_loss_scale_optimizer(optimizer) is not None or isinstance(optimizer, _SCALING_OF_V1):
+    if _scales_itself(optimizer):
         raise TypeError(
             "A GradScaler needs an optimizer without loss scaling: this one has a loss scale of "
             "its own, and the loss would be scaled twice. Pass its `inner_optimizer`, and use "

@@ -1,9 +1,10 @@
 """Times functions in turns, so that other load slows all of them alike."""
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
+
+import numpy as np
 
 # On a busy machine the median of the turns takes this many times as long as the fastest, or longer.
 _CALM = 1.25
@@ -51,7 +52,7 @@ def fastest(turns: dict[str, list[Turn]]) -> dict[str, float]:
 def medians(turns: dict[str, list[Turn]]) -> dict[str, float]:
     """Returns the seconds of the median turn of each name."""
     return {
-        name: statistics.median(turn.wall for turn in of_name) for name, of_name in turns.items()
+        name: float(np.median([turn.wall for turn in of_name])) for name, of_name in turns.items()
     }
 
 
@@ -65,7 +66,7 @@ def undisturbed(turns: dict[str, list[Turn]]) -> dict[str, float]:
         turns: the result of `take`.
     """
     seconds, usual = fastest(turns), medians(turns)
-    computed = {name: statistics.median(turn.cpu for turn in turns[name]) for name in turns}
+    computed = {name: float(np.median([turn.cpu for turn in turns[name]])) for name in turns}
     is_calm = all(usual[name] < _CALM * seconds[name] for name in turns)
     # Some systems count CPU time in steps that are longer than a turn.
     if is_calm or min(computed.values()) == 0:
