@@ -424,8 +424,11 @@ KERAS_LAYOUT_CHILD = None
 
 
 def track_variables(variables: Iterable[tf.Variable]) -> None:
-    for variable in variables:
-        keras2_names.track_variable(variable)
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        return  # Only graphs of TensorFlow 1 have to be told.
+    if features.is_on(keras2_names.GRAPH_VARIABLES):
+        for variable in variables:
+            keras2_names.track_variable(variable)
 
 
 def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:

@@ -163,6 +163,11 @@ SEEDS = Feature(
     "`keras_mp.numerics` draws seeds of Keras's generator, so that later layers get others.",
     (seeds, RandomGenerator),
 )
+GRAPH_VARIABLES = Feature(
+    "variables in graphs of TensorFlow 1",
+    "Keras does not initialize those of keras_mp.",
+    (track_variable,),
+)
 
 FEATURES = (
     *(
@@ -207,11 +212,7 @@ FEATURES = (
     ),
     Feature("files with weights in bfloat16", "They cannot be loaded.", WRITERS),
     Feature("optimizers in files", "Some are not found by their names.", (saving_options,)),
-    Feature(
-        "variables in graphs of TensorFlow 1",
-        "Keras does not initialize those of keras_mp.",
-        (track_variable,),
-    ),
+    GRAPH_VARIABLES,
     Feature(
         "histograms of several steps in one call",
         "`keras_mp.numerics.watch` takes one step for all.",
