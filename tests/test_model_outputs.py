@@ -33,6 +33,17 @@ class Probabilities(tf.keras.Model):
         return self.activation(self.out(self.hidden(x)))
 
 
+class Outer(L.Layer):
+    """A layer with others inside, which flatten their inputs and shape their outputs."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.hidden, self.out = L.Dense(16, "relu"), L.Dense(5, **head_policy(head))
+
+    def call(self, x):
+        return self.out(self.hidden(tf.reshape(x, [-1, 2, 4])))
+
+
 def head_policy(head):
     if head == "same":
         return {}
@@ -82,6 +93,7 @@ MODELS = {
     "functional": functional,
     "subclassed": Probabilities,
     "nested": nested,
+    "layers in a layer": lambda head: tf.keras.Sequential([tf.keras.Input([8]), Outer(head)]),
     "Activation": activation_layer,
     "EinsumDense": einsum,
     "Conv2D": lambda head: image(head, L.Conv2D, 2, 3),

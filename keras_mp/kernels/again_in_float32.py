@@ -52,7 +52,7 @@ _DEPTH = 100
 _LAYERS = 32
 # What functions call otherwise.
 _NAMES_OF_ATTRIBUTES = {"axis": "squeeze_dims"}
-_NAMES_OF_ARGUMENTS = {attribute: name for name, attribute in _NAMES_OF_ATTRIBUTES.items()}
+_NAMES_OF_ARGUMENTS: dict[str, str] = {name: each for each, name in _NAMES_OF_ATTRIBUTES.items()}
 _ERRORS = (TypeError, ValueError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError)
 
 
@@ -160,6 +160,33 @@ def _forget(references: _References) -> None:
         tensor = reference()
         if tensor is not None:
             vars(tensor).pop("_keras_mp_made_by", None)
+
+
+def with_tensors(op: str, args: tuple[Any, ...]) -> list[Any]:
+    """Returns what an operation gets, with tensors in the place of Keras's variables and shapes.
+
+    With these, an operation takes its slower way in eager, on which it gets no note.
+
+    Args:
+        op: str. The operation.
+        args: its inputs, then names and values of attributes in turn.
+    """
+    number = _number_of_inputs(op, args)
+    return [*map(_as_tensor, args[:number]), *args[number:]]
+
+
+def _as_tensor(value: Any) -> Any:
+    if isinstance(value, tf.Tensor):
+        return value
+    if isinstance(value, list | tuple):
+        is_shape = all(type(each) is int for each in value)
+        return tf.constant(value, tf.int32) if is_shape else value
+    return tf.convert_to_tensor(value) if hasattr(value, "__tf_tensor__") else value
+
+
+def _number_of_inputs(op: str, args: tuple[Any, ...]) -> int:
+    # Each attribute has a name in front.
+    return 2 * len(_arguments(op)) - len(args)
 
 
 def note(results: Any, op: str, args: tuple[Any, ...]) -> None:
@@ -308,10 +335,9 @@ def _made_in_eager(tensor: Any) -> Made | None:
     made: _Made | None = getattr(tensor, "_keras_mp_made_by", None)
     if made is None:
         return None
-    # There, each attribute has a name in front.
-    number = 2 * len(_arguments(made.op)) - len(made.args)
+    number = _number_of_inputs(made.op, made.args)
     pairs = zip(made.args[number::2], made.args[number + 1 :: 2])
-    attributes = {_NAMES_OF_ARGUMENTS.get(name, name): value for name, value in pairs}
+    attributes: dict[str, Any] = {_NAMES_OF_ARGUMENTS.get(name, name): each for name, each in pairs}
     inputs = list(made.args[:number])
     return Made(made.op, inputs, attributes, made.position, id(made.args), made.is_decided)
 

@@ -74,19 +74,13 @@ def _run_in_eager(own: Callable[..., Any]) -> Callable[..., Any]:
             raise operations.TakeSlowerWay.get()
         is_noted = again_in_float32.notes.tensors is not None and op in again_in_float32.NOTED
         if is_noted:
-            args = (*map(_read, args),)
+            args = args[0], *again_in_float32.with_tensors(op, args[1:])
         results = own(context, op, *args, *_MARKS[dtype is tf.bfloat16])
         if is_noted:
             again_in_float32.note(results, op, args[1:])
         return results
 
     return execute
-
-
-def _read(value: Any) -> Any:
-    """Returns the value of a variable; with one of Keras, an operation takes its slower way."""
-    is_variable = not isinstance(value, tf.Tensor | str) and hasattr(value, "__tf_tensor__")
-    return tf.convert_to_tensor(value) if is_variable else value
 
 
 def _record(own: Callable[..., None]) -> Callable[..., None]:
