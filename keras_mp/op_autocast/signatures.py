@@ -2,8 +2,9 @@
 
 Functions with an `input_signature`, concrete ones, those of SavedModels, and functions of Python
 that run outside of the graph say which dtypes they take or return. In the reach of keras_mp
-(`support/reach.py`) they get float32 where they were written for it. What they return in float32
-meets 16 bits as any float32 tensor does. This module needs TensorFlow only.
+(`support/reach.py`) they get float32 where they were written for it, and 16 bits where they were
+written for these. What they return in float32 meets 16 bits as any float32 tensor does. This module
+needs TensorFlow only.
 """
 
 import functools
@@ -13,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.kernels.replaced import Replacement, replace
-from keras_mp.support import features
+from keras_mp.support import features, reach
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import graphs, saving
@@ -35,7 +36,14 @@ def install(is_active: Callable[[], bool], widened: Callable[[Any], Any]) -> Non
     """
 
     def cast(value: Any, dtype: tf.DType) -> Any:
+        if dtype in LOW_PRECISION:
+            # Layers that a SavedModel has in 16 bits may be the last ones of a model.
+            return narrowed(value, dtype)
         return widened(value) if dtype is tf.float32 else value
+
+    def narrowed(value: Any, dtype: tf.DType | None) -> Any:
+        is_wide = isinstance(value, tf.Tensor) and value.dtype == tf.float32
+        return tf.cast(value, dtype) if is_wide else value
 
     def with_signature(own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
@@ -64,7 +72,11 @@ def install(is_active: Callable[[], bool], widened: Callable[[Any], Any]) -> Non
             if not (allow_conversion and is_active()):
                 return False
             # It casts them when it is called.
-            return own(function, tf.nest.map_structure(widened, inputs), allow_conversion)
+            narrow = functools.partial(narrowed, dtype=reach.current())
+            return any(
+                own(function, tf.nest.map_structure(change, inputs), allow_conversion)
+                for change in (widened, narrow)
+            )
 
         return is_callable_with
 
