@@ -281,8 +281,7 @@ def call(
         dtype: the 16-bit DType of its policy; None if it has none.
         args: its arguments.
         kwargs: its keyword arguments.
-        is_of_float32: bool. Whether it is called in float32 in any case, and rounds nothing.
-            Defaults to False.
+        is_of_float32: bool. Whether it is called in float32 always, and rounds nothing.
 
     Returns:
         What the layer returns. If it was called in float32, floating-point tensors are rounded to
