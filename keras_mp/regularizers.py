@@ -68,16 +68,6 @@ class Float32Regularizer(tf.keras.regularizers.Regularizer):
         return f"<Float32Regularizer(regularizer={self.regularizer!r})>"
 
 
-def is_of_function(regularizer: Any) -> bool:
-    """Whether an activity regularizer computes a function of the program in float32.
-
-    Args:
-        regularizer: a `Float32Regularizer`, or anything else.
-    """
-    is_wrapped = isinstance(regularizer, Float32Regularizer)
-    return is_wrapped and not hasattr(regularizer.regularizer, "get_config")
-
-
 _FUNCTION = type(tf.function(tf.identity))
 
 # Keras 2 looks for this name when it loads an `.h5` file.

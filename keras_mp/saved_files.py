@@ -40,8 +40,12 @@ def install(policy_class: type) -> None:
         is_ours = isinstance(policy, policy_class)
         return layer_call.entered(policy, policy.low_precision_dtype if is_ours else None)
 
+    def is_of_function(regularizer: Any) -> bool:
+        is_wrapped = isinstance(regularizer, regularizers.Float32Regularizer)
+        return is_wrapped and not hasattr(regularizer.regularizer, "get_config")
+
     keras_api.enter_while_saving(saving)
-    keras_api.export_as_called(is_ours, tracing, regularizers.is_of_function)
+    keras_api.export_as_called(is_ours, tracing, is_of_function)
 
 
 @contextlib.contextmanager

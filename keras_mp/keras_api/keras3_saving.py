@@ -49,7 +49,7 @@ def export_as_called(
     del around, is_function  # Keras calls the model, and keeps no layer apart from its class.
     owner = next(cls for cls in keras.Layer.__mro__ if "input_dtype" in vars(cls))
 
-    def around(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def with_wide_inputs(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(own)
         def call(model: Any) -> Any:
             if not is_ours(model):
@@ -61,9 +61,10 @@ def export_as_called(
         return call
 
     if keras3_names.exported_signature.is_there():
-        keras3_names.exported_signature.set(around(keras3_names.exported_signature.get()))
+        keras3_names.exported_signature.set(with_wide_inputs(keras3_names.exported_signature.get()))
     if keras3_names.saved_signature.is_there():
-        keras3_names.saved_signature.set(property(around(keras3_names.saved_signature.get().fget)))
+        own = keras3_names.saved_signature.get().fget
+        keras3_names.saved_signature.set(property(with_wide_inputs(own)))
 
 
 def _widened(input_dtype: Callable[[Any], str]) -> Callable[[Any], str]:

@@ -52,7 +52,7 @@ _DEPTH = 100
 _LAYERS = 32
 # What functions call otherwise.
 _NAMES_OF_ATTRIBUTES = {"axis": "squeeze_dims"}
-_NAMES_OF_ARGUMENTS: dict[str, str] = {name: each for each, name in _NAMES_OF_ATTRIBUTES.items()}
+_NAMES_OF_ARGUMENTS: dict[Any, Any] = {name: each for each, name in _NAMES_OF_ATTRIBUTES.items()}
 _ERRORS = (TypeError, ValueError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError)
 
 
@@ -336,8 +336,9 @@ def _made_in_eager(tensor: Any) -> Made | None:
     if made is None:
         return None
     number = _number_of_inputs(made.op, made.args)
-    pairs = zip(made.args[number::2], made.args[number + 1 :: 2])
-    attributes: dict[str, Any] = {_NAMES_OF_ARGUMENTS.get(name, name): each for name, each in pairs}
+    attributes: dict[str, Any] = {}
+    for name, value in zip(made.args[number::2], made.args[number + 1 :: 2]):
+        attributes[_NAMES_OF_ARGUMENTS.get(name, name)] = value
     inputs = list(made.args[:number])
     return Made(made.op, inputs, attributes, made.position, id(made.args), made.is_decided)
 

@@ -43,7 +43,7 @@ def install(is_active: Callable[[], bool], widened: Callable[[Any], Any]) -> Non
 
     def narrowed(value: Any, dtype: tf.DType | None) -> Any:
         is_wide = isinstance(value, tf.Tensor) and value.dtype == tf.float32
-        return tf.cast(value, dtype) if is_wide else value
+        return value if dtype is None or not is_wide else tf.cast(value, dtype)
 
     def with_signature(own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
