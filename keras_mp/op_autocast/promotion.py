@@ -22,6 +22,7 @@ This module needs TensorFlow only.
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -157,7 +158,8 @@ def _keeping_constants(own: Callable[..., Any]) -> Callable[..., Any]:
         wanted = parse(dtype)
         if is_low(wanted) and _is_active():
             value = _constant_value(x) if isinstance(x, tf.Tensor) else x
-            if large_numbers.is_beyond(value, wanted):
+            # What keras_mp has computed in float32 itself is rounded as it is in graphs.
+            if large_numbers.is_beyond(value, wanted) and not _is_called_by_keras_mp():
                 return own(x, tf.float32, name)
         return own(x, dtype, name)
 
@@ -176,6 +178,15 @@ def _constant_value(tensor: tf.Tensor) -> Any:
     else:
         is_cheap = tensor.shape.num_elements() <= _LARGEST_CONSTANT
     return tf.get_static_value(tensor) if is_cheap else None
+
+
+def _is_called_by_keras_mp() -> bool:
+    """Whether keras_mp has called the function of TensorFlow that calls this, not the program."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("tensorflow."):
+        frame = frame.f_back
+    name = "" if frame is None else frame.f_globals.get("__name__", "")
+    return name.startswith("keras_mp.")
 
 
 def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:

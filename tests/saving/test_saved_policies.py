@@ -148,6 +148,8 @@ def test_a_saved_model_of_a_layer_without_its_class(cls, policy, tmp_path):
     with keras_mp.policy_scope(policy):
         layer = cls()
         models = [tf.keras.Sequential([tf.keras.Input((2,)), layer]), InModel(cls())]
+    # Without its class a layer is a function of 16 bits, which a last layer is not.
+    rounded = {"rtol": {"mixed_float16": 2**-10, "mixed_bfloat16": 2**-7}.get(policy, 0)}
     for i, model in enumerate(models):
         expected = [model(x), model(x, training=True)]
         # Saving leaves the layer as it was.
@@ -158,8 +160,8 @@ def test_a_saved_model_of_a_layer_without_its_class(cls, policy, tmp_path):
         found = [loaded(x), loaded(x, training=True)]
         for ours, reference in zip(found, expected):
             assert ours.dtype == reference.dtype
-            np.testing.assert_array_equal(ours, reference)
-        np.testing.assert_array_equal(loaded.predict(x, verbose=0), expected[0])
+            np.testing.assert_allclose(ours, reference, **rounded)
+        np.testing.assert_allclose(loaded.predict(x, verbose=0), expected[0], **rounded)
 
 
 @keras_2
