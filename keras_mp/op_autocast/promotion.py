@@ -22,7 +22,6 @@ This module needs TensorFlow only.
 import contextlib
 import functools
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -182,11 +181,11 @@ def _constant_value(tensor: tf.Tensor) -> Any:
 
 def _is_called_by_keras_mp() -> bool:
     """Whether keras_mp has called the function of TensorFlow that calls this, not the program."""
-    frame: Any = sys._getframe(2)
+    frame: Any = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back
     while frame is not None and frame.f_globals.get("__name__", "").startswith("tensorflow."):
         frame = frame.f_back
-    name = "" if frame is None else frame.f_globals.get("__name__", "")
-    return name.startswith("keras_mp.")
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("keras_mp.")
 
 
 def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:
