@@ -254,7 +254,8 @@ class _PolicyWhileReading:
         if not hasattr(policy, "in_float32"):
             return policy
         kind, reads = reads_raw(type(layer)), _thread.innermost is layer
-        if kind is None:  # It is the constraint of a weight.
+        if kind is None:  # It is the constraint of a weight, or a last layer.
+            reads &= not keras_api.makes_weights(layer)
             return policy.in_float32() if reads else policy
         reads |= kind.reads is None
         if not reads and not kind.keeps_statistics:

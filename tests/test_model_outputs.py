@@ -633,3 +633,12 @@ def test_layers_of_tensorflow_probability_are_known_by_their_name():
     with keras_mp.policy_scope("mixed_bfloat16"):
         layer = DistributionLambda()
     assert layer(X[:, :2]).scale.dtype == tf.float32
+
+
+def test_a_last_layer_that_a_model_builds_is_one_of_16_bits_elsewhere():
+    keras_mp.set_global_policy("mixed_bfloat16")
+    layer, x = tf.keras.layers.Dense(3, "softmax"), tf.ones([1, 4])
+    model = tf.keras.Sequential([layer])
+    first = model(x)
+    assert (first.dtype, layer(x).dtype) == ("float32", "bfloat16")
+    np.testing.assert_array_equal(first, model(x))

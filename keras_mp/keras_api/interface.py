@@ -170,6 +170,10 @@ class KerasApi(Protocol):
     def let_policy_change(self, cls: type) -> None:
         """Lets layers of a class find the compute dtype of their policy anew in each call."""
 
+    def makes_weights(self, layer: Any) -> bool:
+        """Whether a layer is about to make weights, which cast themselves if its policy says so."""
+        ...
+
     def note_input_casts(
         self,
         policy_class: type,

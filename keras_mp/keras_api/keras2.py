@@ -43,6 +43,7 @@ PreprocessingLayer = keras2_raw_inputs.PreprocessingLayer
 is_operation = keras2_raw_inputs.is_operation
 note_input_casts = keras2_raw_inputs.note_input_casts
 let_policy_change = keras2_raw_inputs.let_policy_change
+makes_weights = keras2_raw_inputs.makes_weights
 widen_functions = keras2_raw_inputs.widen_functions
 report_rounded = keras2_raw_inputs.report_rounded
 replace_slow_layers = keras2_recurrent.replace_slow_layers

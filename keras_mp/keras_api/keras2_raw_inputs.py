@@ -91,6 +91,10 @@ def let_policy_change(cls: Any) -> None:
     cls._compute_dtype_object = property(compute_dtype, keep)
 
 
+def makes_weights(layer: Any) -> bool:
+    return not layer.built
+
+
 def report_rounded(
     cls: Any, rounds_to: Callable[[Any], tf.DType | None], mapped: Callable[..., Any]
 ) -> None:

@@ -53,6 +53,7 @@ PreprocessingLayer = keras3_raw_inputs.PreprocessingLayer
 is_operation = keras3_raw_inputs.is_operation
 note_input_casts = keras3_raw_inputs.note_input_casts
 let_policy_change = keras3_raw_inputs.let_policy_change
+makes_weights = keras3_raw_inputs.makes_weights
 report_rounded = keras3_raw_inputs.report_rounded
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
