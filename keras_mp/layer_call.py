@@ -77,9 +77,14 @@ def install(policy_class: type) -> None:
             if getattr(self, "activity_regularizer", None) is not None:
                 regularizers.wrap_activity_regularizer(self)
         is_at_rim = model_outputs.is_last(self)
-        if is_model and not is_at_rim and not keras_api.is_in_a_layer(self):
-            is_symbolic = map(keras_api.is_symbolic_input, tf.nest.flatten((args, kwargs)))
-            is_at_rim = _may_return_16_bits(self, dtype) and not any(is_symbolic)
+        if (
+            is_model
+            and not is_at_rim
+            and not keras_api.is_in_a_layer(self)
+            and _may_return_16_bits(self, dtype)
+        ):
+            given = tf.nest.flatten((args, kwargs))
+            is_at_rim = not any(map(keras_api.is_symbolic_input, given))
         if is_at_rim:
             outputs = model_outputs.call(keras_call, self, dtype, args, kwargs)
             if not is_model:

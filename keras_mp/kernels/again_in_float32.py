@@ -43,7 +43,7 @@ OPS = (
         *("Erfinv", "Lgamma", "Ndtri", "Sin", "Sinh", "Tan", "Xlog1py", "Xlogy"),
     }
 )
-# What else is noted, for the outputs of models (`kernels/exact_outputs.py`).
+# What else is noted, for the outputs of models (`op_autocast/exact_outputs.py`).
 PRODUCTS = op_table.ops("matrix products", "convolutions", "transposed convolutions")
 NOTED = OPS | PRODUCTS
 # Longer chains begin with an activation.
@@ -99,6 +99,10 @@ class Made(NamedTuple):
         """
         arguments = {**dict(zip(_arguments(self.op), inputs)), **self.attributes}
         return getattr(tf.raw_ops, self.op)(**arguments)
+
+    def result_among(self, results: Any) -> Any:
+        """Returns the one of an operation's results that the tensor is."""
+        return results if self.position is None else results[self.position]
 
 
 _References = list["weakref.ref[Any]"]
@@ -320,8 +324,7 @@ class _Computation:
             return tf.cast(inputs[0], tf.float32)
         if made.key not in self._calls:
             self._calls[made.key] = made.again(inputs)
-        results = self._calls[made.key]
-        return results if made.position is None else results[made.position]
+        return made.result_among(self._calls[made.key])
 
 
 def how_made(tensor: Any) -> Made | None:

@@ -104,12 +104,11 @@ def _weight(value: Any) -> tf.Tensor | None:
     made = how_made(value)
     if made is None:
         return None
+    if _is_widening(made):
+        return _weight(made.inputs[0])
     if made.op == "Cast":
-        if _is_widening(made):
-            return _weight(made.inputs[0])
-        return (
-            made.inputs[0] if made.inputs[0].dtype == tf.float32 and not made.is_decided else None
-        )
+        is_float32 = made.inputs[0].dtype == tf.float32
+        return made.inputs[0] if is_float32 and not made.is_decided else None
     if made.op not in _MOVES:
         return None
     before = [_weight(each) if _is_floating(each) else each for each in made.inputs]
@@ -125,8 +124,7 @@ def _is_floating(value: Any) -> bool:
 
 
 def _again(made: Made, inputs: list[Any]) -> Any:
-    results = made.again(inputs)
-    return results if made.position is None else results[made.position]
+    return made.result_among(made.again(inputs))
 
 
 def _or_wide(exact: tf.Tensor | None, value: Any) -> Any:

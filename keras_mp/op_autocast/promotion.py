@@ -57,9 +57,9 @@ _ERRORS = (
     tf.errors.NotFoundError,
 )
 
-# The methods of `tf.TensorArray` that take tensors of its dtype.
 # Numbers of a tensor that a graph captures, which are looked at once.
 _LARGEST_CONSTANT = 2**20
+# The methods of `tf.TensorArray` that take tensors of its dtype.
 _WRITING = ("write", "unstack", "scatter", "split")
 _ASSIGNING = {"assign", "assign_add", "assign_sub"}
 

@@ -282,8 +282,9 @@ class DynamicLossScale(LossScale):
         zero = tf.constant(0, tf.int64)
         _, history = self.after(self(), False, True)
         assert history is not None
-        at_once = {"loss_scale": loss_scale, "fallen_to": loss_scale}
-        history = history._replace(good_steps=0.0, bad_steps=0.0, **at_once)
+        history = history._replace(
+            loss_scale=loss_scale, good_steps=0.0, bad_steps=0.0, fallen_to=loss_scale
+        )
         self.assign(LossScaleState(loss_scale, zero, zero))
         if self._history is not None:
             self._history.variable.assign(tf.stack(history), read_value=False)
