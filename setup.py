@@ -39,6 +39,8 @@ _TENSORFLOW_VERSIONS = ">=2.16"
 _KERAS_VERSIONS = ">=3.12"
 _LEGACY = [f"tf_keras{_TENSORFLOW_VERSIONS}"]
 _DIGITS = ["matplotlib", "scikit-learn"]
+# Whose data `benchmarks parity` trains on.
+_PARITY = [*_DIGITS, "statsmodels"]
 # TensorFlow 2.21 no longer brings tensorboard, which tf.summary needs.
 _TUTORIALS = [*_DIGITS, "ipykernel", "nbclient", "tensorboard"]
 # As in benchmarks/gpu_compiler.txt: for an environment of its own, without TensorFlow.
@@ -75,7 +77,7 @@ setuptools.setup(
         "tutorials": _TUTORIALS,
         "docs": _DOCS,
         "gpu-compiler": _GPU_COMPILER,
-        "bench": [*_DIGITS, *_LEGACY, "torch"],
+        "bench": [*_PARITY, *_LEGACY, "torch"],
         # Hugging Face's models for TensorFlow, which are made with tf_keras, end with version 4.
         # Those libraries that cannot be resolved with TensorFlow's version are named in
         # benchmarks/third_party_programs.py.
@@ -94,6 +96,7 @@ setuptools.setup(
             *_TUTORIALS,
             *_DOCS,
             *_LEGACY,
+            *_PARITY,
             "coverage>=7.10",
             "hypothesis",
             "pyright[nodejs]",

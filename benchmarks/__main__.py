@@ -24,6 +24,7 @@ from benchmarks import (
     memory,
     numerics,
     overhead,
+    parity,
     soak,
     step,
     sums,
@@ -50,6 +51,7 @@ BENCHMARKS = {
     "defects": defects.run,
     "faults": faults.run,
     "soak": soak.run,
+    "parity": parity.run,
     "third_party": third_party.run,
     "third_party_numerics": third_party_numerics.run,
 }
@@ -66,7 +68,10 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="smaller models in `step`")
     parser.add_argument("--compiler", help="of `gpu_compiled`: an environment that has it")
     parser.add_argument("--targets", nargs="+", default=(), choices=gpu_targets.TARGETS)
-    parser.add_argument("--only", nargs="+", default=(), help="what its steps begin with")
+    parser.add_argument(
+        "--only", nargs="+", default=(), help="what its steps, or the tasks of `parity`, begin with"
+    )
+    parser.add_argument("--seeds", type=int, default=parity.SEEDS, help="of `parity`")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(BENCHMARKS)
     if unknown:
@@ -77,6 +82,7 @@ def main() -> int:
     options = {
         "soak": {"turns": arguments.turns},
         "step": {"small": arguments.small},
+        "parity": {"seeds": arguments.seeds, "only": arguments.only},
         "gpu_compiled": {**compiled, "only": arguments.only},
     }
     results = {name: BENCHMARKS[name](**options.get(name, {})) for name in arguments.names}

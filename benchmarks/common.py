@@ -157,10 +157,16 @@ def steps_skipped(optimizer: Any) -> int:
     if hasattr(optimizer, "steps_skipped"):
         return int(optimizer.steps_skipped)
     # Keras's own halves the scale for each, and does not double it in as few steps as these.
+    scale = loss_scale(optimizer)
+    return 0 if scale is None else round(math.log2(optimizer.initial_scale / scale))
+
+
+def loss_scale(optimizer: Any) -> float | None:
+    """The loss scale of an optimizer, ours or Keras's own; None if it does not scale."""
     for name in ("dynamic_scale", "loss_scale"):
         if hasattr(optimizer, name):
-            return round(math.log2(optimizer.initial_scale / float(getattr(optimizer, name))))
-    return 0
+            return float(getattr(optimizer, name))
+    return None
 
 
 def minimize(optimizer: Any, loss: Callable[[], Any], variables: list) -> None:
