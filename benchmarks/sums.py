@@ -230,7 +230,7 @@ def measure() -> dict[str, dict[str, dict[str, dict[str, float | None]]]]:
     import tensorflow as tf
 
     from keras_mp import kernels
-    from keras_mp.support import reach
+    from keras_mp.hooks import reach
 
     kernels.install()
     results: dict[str, Any] = {}

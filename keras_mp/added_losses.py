@@ -6,15 +6,17 @@ has met one. A loss that is finite in float16 is right.
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from keras_mp import hooks
+from keras_mp.hooks import Method, Replacement, When, reach
+from keras_mp.hooks.once import once
 from keras_mp.kernels import again_in_float32
 from keras_mp.step import state_rollback
-from keras_mp.support import host, messages, reach
-from keras_mp.support.autograph import do_not_convert
-from keras_mp.support.once import once
+from keras_mp.support import host, messages
 
 # What tells of the losses of a layer, in training steps.
 _callbacks: "weakref.WeakKeyDictionary[tf.keras.layers.Layer, host.HostCallback]" = (
@@ -26,15 +28,15 @@ _callbacks: "weakref.WeakKeyDictionary[tf.keras.layers.Layer, host.HostCallback]
 def install() -> None:
     """Lets layers in float16 tell of infinite losses that they add, once in a process."""
     owner = next(cls for cls in tf.keras.layers.Layer.__mro__ if "add_loss" in vars(cls))
-    keras_add_loss = owner.add_loss
+    hooks.install([Replacement(Method(owner, "add_loss"), _adding_wide_losses, When.ALWAYS)])
 
-    @functools.wraps(keras_add_loss)
-    @do_not_convert
+
+def _adding_wide_losses(own: Callable[..., None]) -> Callable[..., None]:
     def add_loss(self: tf.keras.layers.Layer, losses: Any, *args: Any, **kwargs: Any) -> None:
         losses = tf.nest.map_structure(functools.partial(_widened, self), losses)
-        return keras_add_loss(self, losses, *args, **kwargs)
+        return own(self, losses, *args, **kwargs)
 
-    owner.add_loss = add_loss
+    return add_loss
 
 
 def _widened(layer: tf.keras.layers.Layer, loss: Any) -> Any:

@@ -11,7 +11,6 @@ import copy
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ import tensorflow as tf
 from keras_mp import (
     all_reduce_optimizer,
     hardware,
+    hooks,
     keras_api,
     losses,
     low_precision_weights,
@@ -29,6 +29,7 @@ from keras_mp import (
 )
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.grappler import passes
+from keras_mp.hooks import Method, Replacement, When, reach
 from keras_mp.loss_scale_optimizer import (
     LossScaleOptimizer,
     find_loss_scale_optimizer,
@@ -37,12 +38,10 @@ from keras_mp.loss_scale_optimizer import (
 )
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step.loss_scales import LossScale
-from keras_mp.support import messages, regions
+from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 Compile = Callable[..., None]
-
-_lock = threading.Lock()
 
 
 def install(policy_class: type) -> None:
@@ -51,30 +50,23 @@ def install(policy_class: type) -> None:
     Args:
         policy_class: the class of policies that add loss scaling to their models.
     """
-    with _lock:
-        _hook(keras_api.COMPILE_OWNER, functools.partial(_compile, policy_class))
-        if keras_api.OTHER_PACKAGE in sys.modules:
-            _guard_other_keras(policy_class)
-
-
-def _guard_other_keras(policy_class: type) -> None:
-    model_class = getattr(sys.modules[keras_api.OTHER_PACKAGE], "Model", None)
+    rows = [_row(keras_api.COMPILE_OWNER, _compile, policy_class)]
+    model_class = getattr(sys.modules.get(keras_api.OTHER_PACKAGE), "Model", None)
     if model_class is not None:
         owner = next(cls for cls in model_class.__mro__ if "compile" in vars(cls))
-        _hook(owner, functools.partial(_refuse_other_keras, policy_class))
+        rows.append(_row(owner, _refuse_other_keras, policy_class))
+    hooks.install(rows)
 
 
-def _hook(owner: type, replacement: Callable[..., Any]) -> None:
-    keras_compile = vars(owner)["compile"]
-    if hasattr(keras_compile, "_keras_mp_hook"):
-        return
+@functools.cache
+def _row(owner: type, replacement: Callable[..., Any], policy_class: type) -> Replacement:
+    def make(own: Callable[..., Any]) -> Callable[..., Any]:
+        def compile(self: tf.keras.Model, *args: Any, **kwargs: Any) -> None:
+            return replacement(policy_class, own, self, *args, **kwargs)
 
-    @functools.wraps(keras_compile)
-    def compile(self: tf.keras.Model, *args: Any, **kwargs: Any) -> None:
-        return replacement(keras_compile, self, *args, **kwargs)
+        return compile
 
-    compile._keras_mp_hook = True  # pyright: ignore[reportAttributeAccessIssue]
-    owner.compile = compile
+    return Replacement(Method(owner, "compile"), make, When.ALWAYS)
 
 
 def _compile(policy_class: type, keras_compile: Compile, *args: Any, **kwargs: Any) -> None:
@@ -294,7 +286,7 @@ def _warn_if_unscaled(model: tf.keras.Model) -> None:
     optimizers = tf.nest.flatten(getattr(model, "optimizer", None))
     if all(find_loss_scale_optimizer(optimizer) is not None for optimizer in optimizers):
         return
-    in_float16, region = _float16_layers(model), regions.current()
+    in_float16, region = _float16_layers(model), reach.region()
     if region is not None and region.dtype == tf.float16 and not in_float16:
         messages.warn(
             f"The model {model.name!r} is compiled in a region of `keras_mp.autocast` with "

@@ -14,13 +14,21 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import added_losses, keras_api, kernels, model_outputs, raw_inputs, regularizers
+from keras_mp import (
+    added_losses,
+    hooks,
+    keras_api,
+    kernels,
+    model_outputs,
+    raw_inputs,
+    regularizers,
+)
+from keras_mp.hooks import Method, Replacement, When, reach
+from keras_mp.hooks.once import once
+from keras_mp.hooks.reach import Region
 from keras_mp.kernels import again_in_float32, normalization, recurrent
 from keras_mp.op_autocast import context_manager, promotion
-from keras_mp.support import reach, regions
 from keras_mp.support.autograph import allow_conversion, do_not_convert
-from keras_mp.support.once import once
-from keras_mp.support.regions import Region
 from keras_mp.variables import type_errors
 
 
@@ -32,16 +40,22 @@ def install(policy_class: type) -> None:
         policy_class: the class of policies of keras_mp.
     """
     owner = next(cls for cls in tf.keras.layers.Layer.__mro__ if "__call__" in vars(cls))
-    own_call = owner.__call__
+    heeding = functools.partial(_heeding_policies, policy_class)
+    hooks.install([Replacement(Method(owner, "__call__"), heeding, When.ALWAYS)])
+    added_losses.install()
+    promotion.install()
+    raw_inputs.install(policy_class)
 
-    # Of `own_call` itself AutoGraph would convert what is below its decorators, and change these.
+
+def _heeding_policies(policy_class: type, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method that calls a layer."""
+
+    # Of `own` itself AutoGraph would convert what is below its decorators, and change these.
     def converted_call(*args: Any, **kwargs: Any) -> Any:
-        return own_call(*args, **kwargs)
+        return own(*args, **kwargs)
 
-    @functools.wraps(own_call)
-    @do_not_convert
     def call(self: tf.keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-        keras_call = own_call
+        keras_call = own
         if keras_api.AUTOGRAPH_MAY_CONVERT and not tf.executing_eagerly():
             keras_call = allow_conversion(converted_call)
         policy: Any = getattr(self, "dtype_policy", None)
@@ -52,7 +66,7 @@ def install(policy_class: type) -> None:
         notes = again_in_float32.noted() if is_noted else contextlib.nullcontext()
         try:
             with notes:
-                return call_in(policy, dtype, keras_call, self, args, kwargs)
+                return _call_in(policy_class, policy, dtype, keras_call, self, args, kwargs)
         except type_errors.ERRORS as error:
             explained = _explained(error, self) if dtype is not None else None
             if explained is None:
@@ -60,61 +74,59 @@ def install(policy_class: type) -> None:
             # Keras takes away the cause, and with it the user's lines.
             raise explained.with_traceback(error.__traceback__) from None
 
-    # AutoGraph converts `call` where a `tf.function` is made of the layer itself.
-    @do_not_convert
-    def call_in(
-        policy: Any,
-        dtype: tf.DType | None,
-        keras_call: Callable[..., Any],
-        self: tf.keras.layers.Layer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        is_model = isinstance(self, tf.keras.Model)
-        if dtype is not None:
-            _replace_kernels()
-            # Of a layer that was made after `compile`.
-            if getattr(self, "activity_regularizer", None) is not None:
-                regularizers.wrap_activity_regularizer(self)
-        is_at_rim = model_outputs.is_last(self)
-        if (
-            is_model
-            and not is_at_rim
-            and not keras_api.is_in_a_layer(self)
-            and _may_return_16_bits(self, dtype)
-        ):
-            given = tf.nest.flatten((args, kwargs))
-            is_at_rim = not any(map(keras_api.is_symbolic_input, given))
-        if is_at_rim:
-            outputs = model_outputs.call(keras_call, self, dtype, args, kwargs)
-            if not is_model:
-                again_in_float32.mark_activations(outputs)
-            return outputs
-        # In a region all layers are ours.
-        if dtype is None and (reach.current() is None or regions.current() is not None):
-            return keras_call(self, *args, **kwargs)
-        with reach.entered(dtype), _gradients(policy, dtype):
-            outputs = raw_inputs.call(keras_call, self, dtype, args, kwargs)
-        if dtype is not None and not keras_api.is_operation(self):
-            again_in_float32.mark_activations(outputs)
+    return call
+
+
+# AutoGraph converts `__call__` where a `tf.function` is made of the layer itself.
+@do_not_convert
+def _call_in(
+    policy_class: type,
+    policy: Any,
+    dtype: tf.DType | None,
+    keras_call: Callable[..., Any],
+    layer: tf.keras.layers.Layer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    is_model = isinstance(layer, tf.keras.Model)
+    if dtype is not None:
+        _replace_kernels()
+        # Of a layer that was made after `compile`.
+        if getattr(layer, "activity_regularizer", None) is not None:
+            regularizers.wrap_activity_regularizer(layer)
+    is_at_rim = model_outputs.is_last(layer)
+    if (
+        is_model
+        and not is_at_rim
+        and not keras_api.is_in_a_layer(layer)
+        and (dtype is not None or _has_outputs_of(policy_class, layer))
+    ):
+        given = tf.nest.flatten((args, kwargs))
+        is_at_rim = not any(map(keras_api.is_symbolic_input, given))
+    if is_at_rim:
+        outputs = model_outputs.call(keras_call, layer, dtype, args, kwargs)
         if not is_model:
-            model_outputs.note_policy(outputs, policy)
+            again_in_float32.mark_activations(outputs)
         return outputs
+    # In a region all layers are ours.
+    if dtype is None and (reach.current() is None or reach.region() is not None):
+        return keras_call(layer, *args, **kwargs)
+    with reach.entered(dtype), _gradients(policy, dtype):
+        outputs = raw_inputs.call(keras_call, layer, dtype, args, kwargs)
+    if dtype is not None and not keras_api.is_operation(layer):
+        again_in_float32.mark_activations(outputs)
+    if not is_model:
+        model_outputs.note_policy(outputs, policy)
+    return outputs
 
-    def _may_return_16_bits(model: tf.keras.Model, dtype: tf.DType | None) -> bool:
-        """Whether a layer with a policy of ours may make an output of a model.
 
-        Keras does not save the policy of a model, only those of its layers.
-        """
-        if dtype is not None:
-            return True
-        layers = keras_api.output_layers(model) or ()
-        return any(isinstance(layer.dtype_policy, policy_class) for layer in layers)
+def _has_outputs_of(policy_class: type, model: tf.keras.Model) -> bool:
+    """Whether a layer with a policy of ours makes an output of a model.
 
-    owner.__call__ = call
-    added_losses.install()
-    promotion.install()
-    raw_inputs.install(policy_class)
+    Keras does not save the policy of a model, only those of its layers.
+    """
+    layers = keras_api.output_layers(model) or ()
+    return any(isinstance(layer.dtype_policy, policy_class) for layer in layers)
 
 
 @contextlib.contextmanager

@@ -23,15 +23,16 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api, raw_inputs
+from keras_mp.hooks import reach
+from keras_mp.hooks.reach import Region
 from keras_mp.kernels import again_in_float32, returned_outputs
 from keras_mp.kernels import softmax_and_cross_entropy as fusion
 from keras_mp.kernels.again_in_float32 import how_made
 from keras_mp.op_autocast import context_manager
 from keras_mp.op_autocast.exact_outputs import ExactOutputs
-from keras_mp.support import objects, reach
+from keras_mp.support import objects
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
-from keras_mp.support.regions import Region
 
 # They have no weights, and return probabilities, or the numbers that they get.
 _PASS_ON = (

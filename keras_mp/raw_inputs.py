@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api, master_writes, variables
+from keras_mp import hooks, keras_api, master_writes, variables
+from keras_mp.hooks import Method, Replacement, once
 from keras_mp.kernels import compositions
 from keras_mp.op_autocast import promotion
-from keras_mp.support import features, marks, once
+from keras_mp.support import features, marks
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION, LOW_PRECISION_NAMES, is_low
 
@@ -223,7 +224,8 @@ def install(policy_class: type) -> None:
         (tf.keras.regularizers, _REGULARIZERS, False),
     ):
         for cls in filter(None, (getattr(module, name, None) for name in names)):
-            cls.__call__ = compositions.in_float32(cls.__call__, rounds)
+            wide = functools.partial(compositions.in_float32, rounds=rounds)
+            hooks.install([Replacement(Method(cls, "__call__"), wide)])
 
 
 def let_read_raw(cls: type) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api, layer_call, regularizers
-from keras_mp.support import wrapped
-from keras_mp.support.once import once
+from keras_mp.hooks import wrapped
+from keras_mp.hooks.once import once
 
 
 @once

@@ -19,15 +19,16 @@ from typing import Any, cast
 import tensorflow as tf
 
 from keras_mp import keras_api
+from keras_mp.hooks import own_gradient, replica_threads, wrapped
+from keras_mp.hooks.once import once
 from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step import scaled_losses
 from keras_mp.step.loss_scales import LossScale
-from keras_mp.support import host, messages, own_gradient, replica_threads, wrapped
+from keras_mp.support import host, messages
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import parse
-from keras_mp.support.once import once
 
 # The program has not asked for a scale, so that a high one must not end its training.
 _MAX_RETRIES = 32

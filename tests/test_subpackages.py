@@ -15,25 +15,29 @@ ROOT = pathlib.Path(__file__).parent.parent / "keras_mp"
 SUBPACKAGES = {
     "tensorflow_api": {"tensorflow_api"},
     "support": {"support", "tensorflow_api"},
-    "variables": {"variables", "support", "kernels", "tensorflow_api"},
-    "kernels": {"kernels", "support", "tensorflow_api"},
-    "step": {"step", "variables", "support", "tensorflow_api"},
-    "master_weights": {"master_weights", "step", "variables", "support"},
-    "hardware": {"hardware", "kernels", "support"},
+    "hooks": {"hooks", "support", "tensorflow_api"},
+    "variables": {"variables", "hooks", "support", "kernels", "tensorflow_api"},
+    "kernels": {"kernels", "hooks", "support", "tensorflow_api"},
+    "step": {"step", "hooks", "variables", "support", "tensorflow_api"},
+    "master_weights": {"master_weights", "hooks", "step", "variables", "support"},
+    "hardware": {"hardware", "hooks", "kernels", "support"},
     "op_autocast": {
-        *("op_autocast", "hardware", "variables", "kernels", "support", "tensorflow_api"),
+        *("op_autocast", "hardware", "variables", "kernels", "hooks", "support"),
+        "tensorflow_api",
     },
     "grappler": {"grappler", "support", "tensorflow_api"},
-    "keras_api": {"keras_api", "step", "variables", "kernels", "support", "tensorflow_api"},
+    "keras_api": {
+        *("keras_api", "step", "variables", "kernels", "hooks", "support", "tensorflow_api"),
+    },
     "numerics": {
         *("numerics", "keras_api", "step", "variables", "op_autocast", "kernels", "grappler"),
-        *("hardware", "support", "loss_scale", "loss_scale_optimizer", "losses", "layers"),
+        *("hardware", "hooks", "support", "loss_scale", "loss_scale_optimizer", "losses", "layers"),
         *("policy", "conversion", "model_summary", "optimizer_wrapper", "layer_paths"),
         *("low_precision_weights", "callbacks", "raw_inputs", "model_steps", "model_outputs"),
         "tensorflow_api",
     },
     # It uses the package as programs do.
-    "hardware_check": {"hardware_check", "keras_api", "hardware", "kernels", "support"},
+    "hardware_check": {"hardware_check", "hooks", "keras_api", "hardware", "kernels", "support"},
 }
 
 # The folders of numerics, and which others each may import.

@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from keras_mp.hardware import devices, stopwatch
 from keras_mp.hardware.stopwatch import Speeds
+from keras_mp.hooks import reach
 from keras_mp.kernels import tables
 from keras_mp.kernels.measured import CONVOLUTION, MATRIX_PRODUCT
-from keras_mp.support import reach, regions
 
 # Measured speeds vary a little, and in a model there are casts, which take time too.
 _SLOW, _FAST = 1 / 0.85, 0.85
@@ -49,7 +49,7 @@ def _can_measure_now() -> bool:
 def _measure(device: str) -> Speeds | None:
     try:
         # In a region of `keras_mp.autocast` float32 would not be float32.
-        with tf.init_scope(), regions.none(), reach.entered(None):
+        with tf.init_scope(), reach.without_region(), reach.entered(None):
             return stopwatch.measure(device)
     except tf.errors.OpError:  # No kernel, or no memory: then nothing can be said.
         return None

@@ -12,7 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import variables
+from keras_mp import hooks, variables
+from keras_mp.hooks import Everywhere, Replacement, When, replica_threads, wrapped
+from keras_mp.hooks.once import once
 from keras_mp.keras_api import (
     keras2_adapters,
     keras2_names,
@@ -21,11 +23,9 @@ from keras_mp.keras_api import (
     keras2_saving,
 )
 from keras_mp.kernels import softmax_and_cross_entropy
-from keras_mp.kernels.replaced import Replacement, replace
 from keras_mp.step import replicas
-from keras_mp.support import features, replica_threads, wrapped
+from keras_mp.support import features
 from keras_mp.support.attributes import replaced
-from keras_mp.support.once import once
 
 keras = tf.keras
 
@@ -68,19 +68,19 @@ def rename(layer: Any, name: str) -> None:
 def register_policy(cls: Any) -> type:
     # In an .h5 file Keras finds its own class by the name before it looks up registered ones.
     cls = register_serializable(cls)
-    if not features.is_on(keras2_names.POLICIES):
-        return cls
-    keras_deserialize = keras2_names.deserialize_policy.get()
 
-    @functools.wraps(keras_deserialize)
-    def deserialize(config: Any, custom_objects: Any = None) -> keras.mixed_precision.Policy:
-        if isinstance(config, dict) and "registered_name" in config:
-            found = keras.utils.get_registered_object(config["registered_name"], custom_objects)
-            if isinstance(found, type) and issubclass(found, cls):
-                return found.from_config(config["config"])
-        return keras_deserialize(config, custom_objects)
+    def deserializing_ours(own: Callable[..., Any]) -> Callable[..., Any]:
+        def deserialize(config: Any, custom_objects: Any = None) -> keras.mixed_precision.Policy:
+            if isinstance(config, dict) and "registered_name" in config:
+                found = keras.utils.get_registered_object(config["registered_name"], custom_objects)
+                if isinstance(found, type) and issubclass(found, cls):
+                    return found.from_config(config["config"])
+            return own(config, custom_objects)
 
-    keras2_names.deserialize_policy.set(deserialize)
+        return deserialize
+
+    place, feature = keras2_names.deserialize_policy, keras2_names.POLICIES
+    hooks.install([Replacement(place, deserializing_ours, When.ALWAYS, feature)])
     return cls
 
 
@@ -325,11 +325,6 @@ def build_loss(model: keras.Model, predictions: Any) -> None:
             model.compiled_loss.build(predictions)
 
 
-def _replace(own: Callable[..., Any], other: Callable[..., Any]) -> None:
-    """Replaces a function of Keras wherever Keras has it."""
-    replace([Replacement(own, (own.__name__,), other)], "tf_keras")
-
-
 class _ThreadScope(threading.local):
     """The policy scope of this thread: a tuple of its policy, or None outside of scopes."""
 
@@ -397,28 +392,35 @@ def _entered(scope: tuple[Any] | None) -> contextlib.AbstractContextManager[None
 @once
 def _make_scopes_the_threads_own() -> None:
     """Lets the functions of the global policy see the scope of this thread, if it is in one."""
+
+    def getting(own: Callable[[], Any]) -> Callable[[], Any]:
+        def global_policy() -> keras.mixed_precision.Policy:
+            if _thread.policy is None:
+                return own()
+            (policy,) = _thread.policy
+            return BasePolicy(keras.backend.floatx()) if policy is None else policy
+
+        return global_policy
+
+    def setting(own: Callable[[Any], None]) -> Callable[[Any], None]:
+        def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
+            if _thread.policy is None:
+                own(policy)
+            elif policy is None or isinstance(policy, BasePolicy):
+                _thread.policy = (policy,)
+            else:
+                _thread.policy = (BasePolicy(policy),)
+
+        return set_global_policy
+
     public = keras.mixed_precision
-    own_get, own_set = public.global_policy, public.set_global_policy
-
-    @functools.wraps(own_get)
-    def global_policy() -> keras.mixed_precision.Policy:
-        if _thread.policy is None:
-            return own_get()
-        (policy,) = _thread.policy
-        return BasePolicy(keras.backend.floatx()) if policy is None else policy
-
-    @functools.wraps(own_set)
-    def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
-        if _thread.policy is None:
-            own_set(policy)
-        elif policy is None or isinstance(policy, BasePolicy):
-            _thread.policy = (policy,)
-        else:
-            _thread.policy = (BasePolicy(policy),)
-
-    _replace(own_get, global_policy)
-    _replace(own_set, set_global_policy)
-    replica_threads.inherit(lambda: _thread.policy, _entered)
+    hooks.install(
+        [
+            Replacement(Everywhere(public.global_policy), getting, When.ALWAYS),
+            Replacement(Everywhere(public.set_global_policy), setting, When.ALWAYS),
+            replica_threads.inheriting(lambda: _thread.policy, _entered),
+        ]
+    )
 
 
 KERAS_LAYOUT_CHILD = None
@@ -441,23 +443,25 @@ def convert_wrappers_to_legacy(
 ) -> None:
     if not features.is_on(keras2_names.CONVERSION):
         return
-    keras_convert = keras2_names.convert_to_legacy.get()
 
-    @functools.wraps(keras_convert)
-    def convert_to_legacy_optimizer(
-        optimizer: keras.optimizers.Optimizer,
-    ) -> keras.optimizers.Optimizer:
-        if isinstance(optimizer, wrapper_class):
-            innermost: Any = optimizer
-            while isinstance(innermost, wrapper_class):
-                innermost = innermost.inner_optimizer
-            if isinstance(innermost, keras.optimizers.legacy.Optimizer):
-                return optimizer
-            inner = convert_to_legacy_optimizer(optimizer.inner_optimizer)
-            return convert_wrapper(optimizer, inner)
-        return keras_convert(optimizer)
+    def converting_ours(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def convert_to_legacy_optimizer(
+            optimizer: keras.optimizers.Optimizer,
+        ) -> keras.optimizers.Optimizer:
+            if isinstance(optimizer, wrapper_class):
+                innermost: Any = optimizer
+                while isinstance(innermost, wrapper_class):
+                    innermost = innermost.inner_optimizer
+                if isinstance(innermost, keras.optimizers.legacy.Optimizer):
+                    return optimizer
+                inner = convert_to_legacy_optimizer(optimizer.inner_optimizer)
+                return convert_wrapper(optimizer, inner)
+            return own(optimizer)
 
-    _replace(keras_convert, convert_to_legacy_optimizer)
+        return convert_to_legacy_optimizer
+
+    place = Everywhere(keras2_names.convert_to_legacy.get())
+    hooks.install([Replacement(place, converting_ours, When.ALWAYS)])
 
 
 def is_in_keras_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:

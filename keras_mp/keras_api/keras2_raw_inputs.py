@@ -6,10 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp import hooks
+from keras_mp.hooks import Everywhere, Method, Replacement, When
 from keras_mp.keras_api import keras2_names
-from keras_mp.kernels.replaced import Replacement, replace
-from keras_mp.support import features, reach
-from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION
 
 keras = tf.keras
@@ -25,48 +24,47 @@ def note_input_casts(
     policy_class: type, note: Callable[[Any, Any], None], before: Callable[[Any], Any]
 ) -> None:
     del policy_class  # A layer casts its inputs itself.
-    if not features.is_on(keras2_names.RAW_INPUTS):
-        return
-    cast = keras2_names.cast_input.get()
-    conform = keras2_names.convert_input_of_model.get()
 
-    @functools.wraps(cast)
-    @do_not_convert
-    def cast_single_input(self: Any, x: Any) -> Any:
-        result = cast(self, x)
-        note(x, result)
-        return result
+    def casting(own: Callable[..., Any]) -> Callable[..., Any]:
+        def cast_single_input(self: Any, x: Any) -> Any:
+            result = own(self, x)
+            note(x, result)
+            return result
 
-    @functools.wraps(conform)
-    @do_not_convert
-    def conform_to_reference_input(self: Any, tensor: Any, ref_input: Any) -> Any:
-        tensor = before(tensor)
-        result = conform(self, tensor, ref_input)
-        note(tensor, result)
-        return result
+        return cast_single_input
 
-    keras2_names.cast_input.set(cast_single_input)
-    _cast_states()
-    keras2_names.convert_input_of_model.set(conform_to_reference_input)
+    def conforming(own: Callable[..., Any]) -> Callable[..., Any]:
+        def conform_to_reference_input(self: Any, tensor: Any, ref_input: Any) -> Any:
+            tensor = before(tensor)
+            result = own(self, tensor, ref_input)
+            note(tensor, result)
+            return result
+
+        return conform_to_reference_input
+
+    feature = keras2_names.RAW_INPUTS
+    hooks.install(
+        [
+            Replacement(keras2_names.cast_input, casting, When.ALWAYS, feature),
+            Replacement(keras2_names.convert_input_of_model, conforming, When.ALWAYS, feature),
+            Replacement(keras2_names.inputs_of_rnn, _casting_states, feature=keras2_names.STATES),
+        ]
+    )
 
 
-def _cast_states() -> None:
+def _casting_states(own: Callable[..., Any]) -> Callable[..., Any]:
     """Lets recurrent layers cast initial states and constants, which are inputs, too."""
-    if not features.is_on(keras2_names.STATES):
-        return
-    own = keras2_names.inputs_of_rnn.get()
 
-    @functools.wraps(own)
     def process_inputs(
         self: Any, inputs: Any, initial_state: Any, constants: Any
     ) -> tuple[Any, Any, Any]:
         inputs, *others = own(self, inputs, initial_state, constants)
         dtype = tf.nest.flatten(inputs)[0].dtype
-        if reach.current() is None or dtype not in LOW_PRECISION:
+        if dtype not in LOW_PRECISION:
             return inputs, *others
         return inputs, *tf.nest.map_structure(functools.partial(_cast_float, dtype), others)
 
-    keras2_names.inputs_of_rnn.set(process_inputs)
+    return process_inputs
 
 
 def _cast_float(dtype: tf.DType, value: Any) -> Any:
@@ -76,8 +74,7 @@ def _cast_float(dtype: tf.DType, value: Any) -> Any:
 
 def widen_functions(in_float32: Callable[[Any], Callable[..., Any]]) -> None:
     # It subtracts itself; else it calls functions of TensorFlow.
-    own = keras.backend.hard_sigmoid
-    replace([Replacement(own, ("hard_sigmoid",), in_float32(own))], "tf_keras")
+    hooks.install([Replacement(Everywhere(keras.backend.hard_sigmoid), in_float32)])
 
 
 def let_policy_change(cls: Any) -> None:
@@ -98,17 +95,16 @@ def makes_weights(layer: Any) -> bool:
 def report_rounded(
     cls: Any, rounds_to: Callable[[Any], tf.DType | None], mapped: Callable[..., Any]
 ) -> None:
-    own = cls._infer_output_signature
+    def rounded(own: Callable[..., Any]) -> Callable[..., Any]:
+        def infer_output_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
+            dtype, outputs = rounds_to(self), own(self, *args, **kwargs)
+            if dtype is None:
+                return outputs
+            return mapped(functools.partial(_with_dtype, dtype), self, outputs)
 
-    @functools.wraps(own)
-    @do_not_convert
-    def infer_output_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
-        dtype, outputs = rounds_to(self), own(self, *args, **kwargs)
-        if dtype is None:
-            return outputs
-        return mapped(functools.partial(_with_dtype, dtype), self, outputs)
+        return infer_output_signature
 
-    cls._infer_output_signature = infer_output_signature
+    hooks.install([Replacement(Method(cls, "_infer_output_signature"), rounded, When.ALWAYS)])
 
 
 def _with_dtype(dtype: tf.DType, output: Any) -> Any:

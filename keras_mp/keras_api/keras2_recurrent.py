@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp import hooks
+from keras_mp.hooks import Replacement
 from keras_mp.keras_api import keras2_adapters, keras2_names
 from keras_mp.kernels.recurrent import Lstm
-from keras_mp.support import features, reach
-from keras_mp.support.autograph import do_not_convert
 
 # Keras's tests see which of its kernels ran. This is its number for none that it knows.
 _NO_KERNEL_OF_KERAS = 0.0
@@ -27,19 +27,15 @@ def replace_slow_layers(
 
 def _replace_lstm(run: Callable[..., Lstm | None]) -> None:
     # One runs in eager, the other in graphs. They return the results and the kernel that ran.
-    if features.is_on(keras2_names.LSTM):
-        for name in keras2_names.LSTM.names:
-            name.set(_replaced(name.get(), run))
+    feature = keras2_names.LSTM
+    make = functools.partial(_replaced, run)
+    hooks.install(Replacement(name, make, feature=feature) for name in feature.names)
 
 
-def _replaced(loop: Callable[..., Any], run: Callable[..., Lstm | None]) -> Callable[..., Any]:
+def _replaced(run: Callable[..., Lstm | None], loop: Callable[..., Any]) -> Callable[..., Any]:
     parameters = tuple(inspect.signature(loop).parameters)
 
-    @functools.wraps(loop)
-    @do_not_convert
     def replaced(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        if reach.current() is None:
-            return loop(*args, **kwargs)
         arguments = {**dict(zip(parameters, args)), **kwargs}
         is_plain = arguments["mask"] is None and arguments["sequence_lengths"] is None
         found = None

@@ -2,16 +2,19 @@
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
+from keras_mp import hooks
+from keras_mp.hooks import Replacement, When
 from keras_mp.keras_api import keras2_names
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import saving
+from keras_mp.tensorflow_api.names import Name
 
 keras = tf.keras
 
@@ -37,25 +40,25 @@ def deserialize_optimizer(
 
 def enter_while_saving(around: Callable[[Any], AbstractContextManager[None]]) -> None:
     """Enters a context manager while Keras writes files: see the interface."""
-    for name in keras2_names.WRITERS:
-        if name.is_there():
-            name.set(_around(name.get(), around))
+
+    def entering(own: Callable[..., Any]) -> Callable[..., Any]:
+        def write(*args: Any, **kwargs: Any) -> Any:
+            # One of these functions takes the model as its second argument.
+            values = (*args, *kwargs.values())
+            model = next((each for each in values if isinstance(each, keras.Model)), None)
+            if model is None:
+                return own(*args, **kwargs)
+            with around(model):
+                return own(*args, **kwargs)
+
+        return write
+
+    _install((name, entering) for name in keras2_names.WRITERS)
 
 
-def _around(
-    write: Callable[..., Any], around: Callable[[Any], AbstractContextManager[None]]
-) -> Callable[..., Any]:
-    @functools.wraps(write)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        # One of these functions takes the model as its second argument.
-        values = (*args, *kwargs.values())
-        model = next((each for each in values if isinstance(each, keras.Model)), None)
-        if model is None:
-            return write(*args, **kwargs)
-        with around(model):
-            return write(*args, **kwargs)
-
-    return wrapped
+def _install(rows: Iterable[tuple[Name, Callable[..., Any]]]) -> None:
+    """Replaces functions that only saving needs, where they are there."""
+    hooks.install(Replacement(name, make, When.ALWAYS) for name, make in rows if name.is_there())
 
 
 class _Thread(threading.local):
@@ -73,71 +76,65 @@ def export_as_called(
     is_function: Callable[[Any], bool],
 ) -> None:
     """Saves models as they are called: see the interface."""
-    if keras2_names.traced_call.is_there():
-        _trace_calls_in(around)
-    if keras2_names.saved_properties.is_there():
-        _leave_out_functions(is_function)
+
+    def tracing_in(own: Callable[..., Any]) -> Callable[..., Any]:
+        def layer_call_wrapper(calls: Any, method: Callable[..., Any], name: str) -> Any:
+            # TensorFlow takes names of arguments from what is wrapped.
+            @functools.wraps(method)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with around(calls.layer):
+                    return method(*args, **kwargs)
+
+            return own(calls, call, name)
+
+        return layer_call_wrapper
+
+    def without_functions(own: Callable[..., Any]) -> Callable[..., Any]:
+        # An activity regularizer that is a function is kept as its trace.
+        def python_properties(self: Any) -> dict[str, Any]:
+            properties = own(self)
+            if is_function(self.obj.activity_regularizer):
+                properties.pop("activity_regularizer", None)
+            return properties
+
+        return python_properties
+
+    _install(
+        [
+            (keras2_names.traced_call, tracing_in),
+            (keras2_names.saved_properties, without_functions),
+        ]
+    )
     _widen_inputs(is_ours)
 
 
 def _widen_inputs(is_ours: Callable[[Any], bool]) -> None:
+    def with_wide_inputs(own: Callable[..., Any]) -> Callable[..., Any]:
+        def get_save_spec(self: Any, *args: Any, **kwargs: Any) -> Any:
+            specs = own(self, *args, **kwargs)
+            # Inputs of functional models have the dtypes that the program has given them.
+            is_subclassed = isinstance(self, keras.Model) and not self.inputs
+            if _thread.traces_layers or not is_subclassed or not is_ours(self):
+                return specs
+            return tf.nest.map_structure(_widened, specs)
+
+        return get_save_spec
+
+    def with_narrow_layers(own: Callable[..., Any]) -> Callable[..., Any]:
+        def wrap_layer_functions(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            # Loaded layers call these with inputs that they have cast.
+            with replaced(_thread, "traces_layers", True):
+                functions = own(layer, *args, **kwargs)
+            can_be_called = all(name.is_there() for name in keras2_names.CALLS_OF_MODELS)
+            if can_be_called and isinstance(layer, keras.Model) and is_ours(layer):
+                functions["__call__"] = _call_of(layer)
+            return functions
+
+        return wrap_layer_functions
+
     names = keras2_names.save_spec, keras2_names.functions_of_layer
-    if not all(name.is_there() for name in names):
-        return
-    save_spec, functions_of_layer = (name.get() for name in names)
-
-    @functools.wraps(save_spec)
-    def get_save_spec(self: Any, *args: Any, **kwargs: Any) -> Any:
-        specs = save_spec(self, *args, **kwargs)
-        # Inputs of functional models have the dtypes that the program has given them.
-        is_subclassed = isinstance(self, keras.Model) and not self.inputs
-        if _thread.traces_layers or not is_subclassed or not is_ours(self):
-            return specs
-        return tf.nest.map_structure(_widened, specs)
-
-    @functools.wraps(functions_of_layer)
-    def wrap_layer_functions(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        # Loaded layers call these with inputs that they have cast.
-        with replaced(_thread, "traces_layers", True):
-            functions = functions_of_layer(layer, *args, **kwargs)
-        can_be_called = all(name.is_there() for name in keras2_names.CALLS_OF_MODELS)
-        if can_be_called and isinstance(layer, keras.Model) and is_ours(layer):
-            functions["__call__"] = _call_of(layer)
-        return functions
-
-    keras2_names.save_spec.set(get_save_spec)
-    keras2_names.functions_of_layer.set(wrap_layer_functions)
-
-
-def _trace_calls_in(around: Callable[[Any], AbstractContextManager[None]]) -> None:
-    """Enters a context manager where a SavedModel gets the call of a layer."""
-    traced_call = keras2_names.traced_call.get()
-
-    @functools.wraps(traced_call)
-    def layer_call_wrapper(calls: Any, method: Callable[..., Any], name: str) -> Any:
-        # TensorFlow takes names of arguments from what is wrapped.
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with around(calls.layer):
-                return method(*args, **kwargs)
-
-        return traced_call(calls, call, name)
-
-    keras2_names.traced_call.set(layer_call_wrapper)
-
-
-def _leave_out_functions(is_function: Callable[[Any], bool]) -> None:
-    """Lets SavedModels keep an activity regularizer as its trace if it is a function."""
-    saved_properties = keras2_names.saved_properties.get()
-
-    @functools.wraps(saved_properties)
-    def python_properties(self: Any) -> dict[str, Any]:
-        properties = saved_properties(self)
-        if is_function(self.obj.activity_regularizer):
-            properties.pop("activity_regularizer", None)
-        return properties
-
-    keras2_names.saved_properties.set(python_properties)
+    if all(name.is_there() for name in names):
+        _install(zip(names, (with_wide_inputs, with_narrow_layers)))
 
 
 def _call_of(model: keras.Model) -> Any:

@@ -12,7 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import variables
+from keras_mp import hooks, variables
+from keras_mp.hooks import Everywhere, Method, Replacement, When, replica_threads, wrapped
+from keras_mp.hooks.once import once
 from keras_mp.keras_api import (
     keras3_adapter,
     keras3_images,
@@ -24,9 +26,8 @@ from keras_mp.keras_api import (
     keras3_saving,
     keras3_workers,
 )
-from keras_mp.kernels import replaced, softmax_and_cross_entropy
-from keras_mp.support import features, replica_threads, wrapped
-from keras_mp.support.once import once
+from keras_mp.kernels import softmax_and_cross_entropy
+from keras_mp.support import features
 from keras_mp.variables import casts
 
 keras = tf.keras
@@ -106,13 +107,14 @@ def policy_name(policy: keras.mixed_precision.Policy, name: str) -> str:
 
 @once
 def _find_policies_by_name() -> None:
-    keras_get = keras.dtype_policies.get
+    def with_policies_of_names(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def get(identifier: Any) -> Any:
+            return identifier.policy if isinstance(identifier, _PolicyName) else own(identifier)
 
-    @functools.wraps(keras_get)
-    def get(identifier: Any) -> Any:
-        return identifier.policy if isinstance(identifier, _PolicyName) else keras_get(identifier)
+        return get
 
-    replaced.replace([replaced.Replacement(keras_get, ("get",), get)], "keras")
+    place = Everywhere(keras.dtype_policies.get)
+    hooks.install([Replacement(place, with_policies_of_names, When.ALWAYS)])
 
 
 def compile_without_wrapping(
@@ -484,23 +486,25 @@ def note_wrapper(
 
 def _watch_keras_wrapper() -> None:
     """Records the optimizers that Keras's own wrapper wraps, as Keras 3 does not."""
-    stock_init = KerasLossScaleOptimizer.__init__
 
-    @functools.wraps(stock_init)
-    def __init__(
-        self: Any, inner_optimizer: keras.optimizers.Optimizer, *args: Any, **kwargs: Any
-    ) -> None:
-        if _is_in(_ours, inner_optimizer):
-            raise ValueError(
-                "The optimizer is wrapped by a keras_mp.LossScaleOptimizer already (Model.compile "
-                "may have done so: look at `model.optimizer`), so the loss would be scaled twice. "
-                "Use that one, or make a new optimizer. "
-                f"Received: inner_optimizer={inner_optimizer!r}"
-            )
-        stock_init(self, inner_optimizer, *args, **kwargs)
-        _keras_own[inner_optimizer] = weakref.ref(self)
+    def recording(own: Callable[..., None]) -> Callable[..., None]:
+        def __init__(
+            self: Any, inner_optimizer: keras.optimizers.Optimizer, *args: Any, **kwargs: Any
+        ) -> None:
+            if _is_in(_ours, inner_optimizer):
+                raise ValueError(
+                    "The optimizer is wrapped by a keras_mp.LossScaleOptimizer already "
+                    "(Model.compile may have done so: look at `model.optimizer`), so the loss "
+                    "would be scaled twice. Use that one, or make a new optimizer. "
+                    f"Received: inner_optimizer={inner_optimizer!r}"
+                )
+            own(self, inner_optimizer, *args, **kwargs)
+            _keras_own[inner_optimizer] = weakref.ref(self)
 
-    KerasLossScaleOptimizer.__init__ = __init__
+        return __init__
+
+    place = Method(KerasLossScaleOptimizer, "__init__")
+    hooks.install([Replacement(place, recording, When.ALWAYS)])
 
 
 _watch_keras_wrapper()

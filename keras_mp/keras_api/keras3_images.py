@@ -1,14 +1,14 @@
 """Resizing of images in 16 bits in Keras 3."""
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from keras_mp import hooks
+from keras_mp.hooks import Replacement
 from keras_mp.keras_api.keras3_names import IMAGES, resize_images
 from keras_mp.kernels import slow
-from keras_mp.support import features, reach
-from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION
 
 
@@ -18,12 +18,10 @@ def replace_resize() -> None:
     TensorFlow returns float32, and Keras clips that to the range of the images' dtype before it
     casts. Means of values are in the range of these values.
     """
-    if not features.is_on(IMAGES):
-        return
-    own = resize_images.get()
+    hooks.install([Replacement(resize_images, _rounding, feature=IMAGES)])
 
-    @functools.wraps(own)
-    @do_not_convert
+
+def _rounding(own: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
     def resize(
         images: tf.Tensor,
         size: tuple[int, int],
@@ -32,11 +30,9 @@ def replace_resize() -> None:
         **kwargs: Any,
     ) -> tf.Tensor:
         resized = own(images, size, interpolation, *args, **kwargs)
-        if reach.current() is None:
-            return resized
         dtype = tf.as_dtype(images.dtype)
         if interpolation == "bilinear" and dtype in LOW_PRECISION and slow.is_enabled():
             return tf.cast(resized, dtype)
         return resized
 
-    resize_images.set(resize)
+    return resize

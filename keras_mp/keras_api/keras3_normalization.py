@@ -5,21 +5,21 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from keras_mp import hooks
+from keras_mp.hooks import Method, Replacement
 from keras_mp.keras_api.keras3_names import SHAPES, in_symbolic_scope
-from keras_mp.support import features, reach
-from keras_mp.support.autograph import do_not_convert
 
 keras = tf.keras
 
 
 def replace_batch_normalization(run: Callable[..., tuple[tf.Tensor, ...] | None]) -> None:
-    if not features.is_on(SHAPES):
-        return
-    owner = keras.layers.BatchNormalization
-    own: Callable[..., tf.Tensor] = owner.call
+    place = Method(keras.layers.BatchNormalization, "call")
+    hooks.install([Replacement(place, functools.partial(_replaced, run), feature=SHAPES)])
 
-    @functools.wraps(own)
-    @do_not_convert
+
+def _replaced(
+    run: Callable[..., tuple[tf.Tensor, ...] | None], own: Callable[..., tf.Tensor]
+) -> Callable[..., tf.Tensor]:
     def call(
         self: tf.keras.layers.Layer,
         inputs: tf.Tensor,
@@ -27,8 +27,7 @@ def replace_batch_normalization(run: Callable[..., tuple[tf.Tensor, ...] | None]
         mask: tf.Tensor | None = None,
     ) -> tf.Tensor:
         found = None
-        is_ours = reach.current() is not None
-        if is_ours and training is True and mask is None and _is_plain(self, inputs):
+        if training is True and mask is None and _is_plain(self, inputs):
             found = run(inputs, *_affine(self), self.epsilon)
         if found is None:
             return own(self, inputs, training=training, mask=mask)
@@ -39,7 +38,7 @@ def replace_batch_normalization(run: Callable[..., tuple[tf.Tensor, ...] | None]
             moving.assign(before * self.momentum + value * (1.0 - self.momentum))
         return outputs
 
-    owner.call = call
+    return call
 
 
 def _is_plain(layer: tf.keras.layers.Layer, inputs: object) -> bool:

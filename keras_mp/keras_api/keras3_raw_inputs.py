@@ -7,10 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp import hooks
+from keras_mp.hooks import Everywhere, Method, Replacement, When
 from keras_mp.keras_api.keras3_names import RAW_INPUTS, convert_inputs_of_model
-from keras_mp.kernels.replaced import Replacement, replace
-from keras_mp.support import features, reach
-from keras_mp.support.autograph import do_not_convert
 
 keras = tf.keras
 
@@ -39,38 +38,42 @@ def is_operation(layer: keras.layers.Layer) -> bool:
 def note_input_casts(
     policy_class: type, note: Callable[[Any, Any], None], before: Callable[[Any], Any]
 ) -> None:
-    if not features.is_on(RAW_INPUTS):
-        return
-    convert_input = policy_class.convert_input  # pyright: ignore[reportAttributeAccessIssue]
-    convert_inputs = convert_inputs_of_model.get()
-    preprocess = PreprocessingLayer.__call__
 
-    @functools.wraps(convert_input)
-    def converted(self: Any, x: Any, autocast: bool, dtype: Any) -> Any:
-        result = convert_input(self, x, autocast, dtype)
-        note(x, result)
-        return result
+    def converting(own: Callable[..., Any]) -> Callable[..., Any]:
+        def convert_input(self: Any, x: Any, autocast: bool, dtype: Any) -> Any:
+            result = own(self, x, autocast, dtype)
+            note(x, result)
+            return result
 
-    @functools.wraps(convert_inputs)
-    @do_not_convert
-    def all_converted(self: Any, flat_inputs: Sequence[Any]) -> list[Any]:
-        flat_inputs = [before(each) for each in flat_inputs]
-        results = convert_inputs(self, flat_inputs)
-        for each, result in zip(flat_inputs, results):
-            note(each, result)
-        return results
+        return convert_input
 
-    @functools.wraps(preprocess)
-    @do_not_convert
-    def call(self: Any, inputs: Any, **kwargs: Any) -> Any:
-        # In a graph it converts them before it calls `Layer.__call__`.
-        if any(before(each) is not each for each in keras.tree.flatten(inputs)):
-            inputs = keras.tree.map_structure(before, inputs)
-        return preprocess(self, inputs, **kwargs)
+    def converting_all(own: Callable[..., Any]) -> Callable[..., Any]:
+        def convert_inputs(self: Any, flat_inputs: Sequence[Any]) -> list[Any]:
+            flat_inputs = [before(each) for each in flat_inputs]
+            results = own(self, flat_inputs)
+            for each, result in zip(flat_inputs, results):
+                note(each, result)
+            return results
 
-    policy_class.convert_input = converted  # pyright: ignore[reportAttributeAccessIssue]
-    convert_inputs_of_model.set(all_converted)
-    PreprocessingLayer.__call__ = call
+        return convert_inputs
+
+    def preprocessing(own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, inputs: Any, **kwargs: Any) -> Any:
+            # In a graph it converts them before it calls `Layer.__call__`.
+            if any(before(each) is not each for each in keras.tree.flatten(inputs)):
+                inputs = keras.tree.map_structure(before, inputs)
+            return own(self, inputs, **kwargs)
+
+        return call
+
+    preprocess = Method(PreprocessingLayer, "__call__")
+    hooks.install(
+        [
+            Replacement(Method(policy_class, "convert_input"), converting, When.ALWAYS, RAW_INPUTS),
+            Replacement(convert_inputs_of_model, converting_all, When.ALWAYS, RAW_INPUTS),
+            Replacement(preprocess, preprocessing, When.ALWAYS, RAW_INPUTS),
+        ]
+    )
 
 
 def widen_functions(in_float32: Callable[[Any], Callable[..., Any]]) -> None:
@@ -79,8 +82,8 @@ def widen_functions(in_float32: Callable[[Any], Callable[..., Any]]) -> None:
         group, _, name = path.rpartition(".")
         own = getattr(getattr(keras.ops, group) if group else keras.ops, name, None)
         if own:
-            replacements.append(Replacement(own, (name,), in_float32(own)))
-    replace(replacements, "keras")
+            replacements.append(Replacement(Everywhere(own, (name,)), in_float32))
+    hooks.install(replacements)
 
 
 def add_in_float32(autocast_scope: Callable[[None], AbstractContextManager[None]]) -> None:
@@ -93,18 +96,14 @@ def add_in_float32(autocast_scope: Callable[[None], AbstractContextManager[None]
     """
 
     def in_float32(own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        @do_not_convert
         def add(self: Any, value: Any) -> Any:
-            if reach.current() is None:
-                return own(self, value)
             with autocast_scope(None):
                 return own(self, value)
 
         return add
 
-    for name in ("assign_add", "assign_sub"):
-        setattr(keras.Variable, name, in_float32(getattr(keras.Variable, name)))
+    names = "assign_add", "assign_sub"
+    hooks.install([Replacement(Method(keras.Variable, name), in_float32) for name in names])
 
 
 def let_policy_change(cls: type) -> None:
@@ -119,17 +118,16 @@ def makes_weights(layer: Any) -> bool:
 def report_rounded(
     cls: Any, rounds_to: Callable[[Any], tf.DType | None], mapped: Callable[..., Any]
 ) -> None:
-    own = cls.compute_output_spec
+    def rounded(own: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_output_spec(self: Any, *args: Any, **kwargs: Any) -> Any:
+            dtype, spec = rounds_to(self), own(self, *args, **kwargs)
+            if dtype is None:
+                return spec
+            return mapped(functools.partial(_with_dtype, dtype.name), self, spec)
 
-    @functools.wraps(own)
-    @do_not_convert
-    def compute_output_spec(self: Any, *args: Any, **kwargs: Any) -> Any:
-        dtype, spec = rounds_to(self), own(self, *args, **kwargs)
-        if dtype is None:
-            return spec
-        return mapped(functools.partial(_with_dtype, dtype.name), self, spec)
+        return compute_output_spec
 
-    cls.compute_output_spec = compute_output_spec
+    hooks.install([Replacement(Method(cls, "compute_output_spec"), rounded, When.ALWAYS)])
 
 
 def _with_dtype(dtype: str, spec: Any) -> Any:

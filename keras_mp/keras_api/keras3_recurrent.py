@@ -2,25 +2,26 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
+from keras_mp import hooks
+from keras_mp.hooks import Method, Replacement
 from keras_mp.keras_api.keras3_names import SHAPES, in_symbolic_scope
 from keras_mp.kernels.recurrent import Lstm
-from keras_mp.support import features, reach
-from keras_mp.support.autograph import do_not_convert
 
 keras = tf.keras
 
 
 def replace_lstm(run: Callable[..., Lstm | None]) -> None:
-    if not features.is_on(SHAPES):
-        return
-    owner = keras.layers.LSTM
-    inner_loop = owner.inner_loop
+    place, make = Method(keras.layers.LSTM, "inner_loop"), functools.partial(_replaced, run)
+    hooks.install([Replacement(place, make, feature=SHAPES)])
 
-    @functools.wraps(inner_loop)
-    @do_not_convert
+
+def _replaced(
+    run: Callable[..., Lstm | None], inner_loop: Callable[..., Any]
+) -> Callable[..., Any]:
     def replaced(
         self: tf.keras.layers.Layer,
         sequences: tf.Tensor,
@@ -29,8 +30,7 @@ def replace_lstm(run: Callable[..., Lstm | None]) -> None:
         training: bool = False,
     ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         found = None
-        is_ours = reach.current() is not None
-        if is_ours and mask is None and _is_plain(self) and not in_symbolic_scope():
+        if mask is None and _is_plain(self) and not in_symbolic_scope():
             inputs, cell = sequences, self.cell
             if training and self.dropout:
                 inputs = inputs * cell.get_dropout_mask(inputs[:, 0, :])[:, tf.newaxis]
@@ -42,7 +42,7 @@ def replace_lstm(run: Callable[..., Lstm | None]) -> None:
         outputs, last, cell_state = found
         return last, outputs if self.return_sequences else last[:, tf.newaxis], [last, cell_state]
 
-    owner.inner_loop = replaced
+    return replaced
 
 
 def _is_plain(layer: keras.layers.Layer) -> bool:

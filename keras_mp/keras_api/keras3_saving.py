@@ -1,14 +1,14 @@
 """How Keras 3 saves and loads."""
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
+from keras_mp import hooks
+from keras_mp.hooks import Replacement, When, wrapped
 from keras_mp.keras_api import keras3_names
-from keras_mp.support import wrapped
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 keras = tf.keras
@@ -28,16 +28,16 @@ def deserialize_optimizer(
 
 def enter_while_saving(around: Callable[[Any], AbstractContextManager[None]]) -> None:
     """Enters a context manager while Keras writes files: see the interface."""
-    if not keras3_names.write_h5.is_there():
-        return
-    write = keras3_names.write_h5.get()
 
-    @functools.wraps(write)
-    def wrapped(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        with around(model):
-            return write(model, *args, **kwargs)
+    def entering(own: Callable[..., Any]) -> Callable[..., Any]:
+        def write(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            with around(model):
+                return own(model, *args, **kwargs)
 
-    keras3_names.write_h5.set(wrapped)
+        return write
+
+    if keras3_names.write_h5.is_there():
+        hooks.install([Replacement(keras3_names.write_h5, entering, When.ALWAYS)])
 
 
 def export_as_called(
@@ -50,7 +50,6 @@ def export_as_called(
     owner = next(cls for cls in keras.Layer.__mro__ if "input_dtype" in vars(cls))
 
     def with_wide_inputs(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @functools.wraps(own)
         def call(model: Any) -> Any:
             if not is_ours(model):
                 return own(model)
@@ -60,11 +59,10 @@ def export_as_called(
 
         return call
 
-    if keras3_names.exported_signature.is_there():
-        keras3_names.exported_signature.set(with_wide_inputs(keras3_names.exported_signature.get()))
-    if keras3_names.saved_signature.is_there():
-        own = keras3_names.saved_signature.get().fget
-        keras3_names.saved_signature.set(property(with_wide_inputs(own)))
+    names = keras3_names.exported_signature, keras3_names.saved_signature
+    hooks.install(
+        Replacement(name, with_wide_inputs, When.ALWAYS) for name in names if name.is_there()
+    )
 
 
 def _widened(input_dtype: Callable[[Any], str]) -> Callable[[Any], str]:

@@ -2,10 +2,10 @@
 
 import tensorflow as tf
 
+from keras_mp import hooks
+from keras_mp.hooks import replica_threads
+from keras_mp.hooks.once import once
 from keras_mp.kernels import backward, compositions, convolutions, cudnn, slow, sums
-from keras_mp.support import features
-from keras_mp.support.once import once
-from keras_mp.tensorflow_api.features import GRADIENTS
 
 
 def has_decided(op: tf.Operation) -> bool:
@@ -25,12 +25,12 @@ def install() -> None:
     """Replaces TensorFlow's functions whose kernels may be wrong or slow, once in a process.
 
     It is called when the process reaches code of ours for the first time. Outside of the reach
-    (`support/reach.py`) the new functions call TensorFlow's own.
+    (`hooks/reach.py`) the new functions call TensorFlow's own.
     """
-    if features.is_on(GRADIENTS):
-        backward.install()
-    sums.install()
-    compositions.install()
-    convolutions.install()
-    cudnn.install()
-    slow.install()
+    tables = sums, compositions, convolutions, cudnn, slow
+    hooks.install(
+        [
+            *(replica_threads.REACH, *backward.REPLACEMENTS),
+            *(row for table in tables for row in table.replacements()),
+        ]
+    )

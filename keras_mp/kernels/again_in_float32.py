@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.support import marks, op_table, reach
+from keras_mp.hooks import reach
+from keras_mp.support import marks, op_table
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import gradients
 

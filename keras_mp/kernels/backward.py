@@ -17,46 +17,23 @@ This module needs TensorFlow only.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.hooks import Replacement, When, reach
 from keras_mp.kernels import again_in_float32, returned_outputs
-from keras_mp.support import large_numbers, reach, replica_threads
+from keras_mp.support import large_numbers
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import gradients, graphs, operations
-from keras_mp.tensorflow_api.names import Name
+from keras_mp.tensorflow_api.features import GRADIENTS
 
 _thread = reach.thread
 _MARK = "keras_mp_reach"
 # By whether the dtype is bfloat16. Each operation needs one, and asking a DType takes long.
 _MARKS = [(_MARK, dtype.as_datatype_enum) for dtype in (tf.float16, tf.bfloat16)]
 _DTYPES = {dtype.as_datatype_enum: dtype for dtype in LOW_PRECISION}
-
-
-def install() -> None:
-    """Replaces TensorFlow's functions, all or none. To be called once; computes nothing.
-
-    Raises:
-        MissingName: this TensorFlow has not got one of them.
-    """
-    table: tuple[tuple[Name, Callable[..., Any]], ...] = (
-        (operations.run_in_eager, _run_in_eager),
-        (gradients.record_in_graph, _record),
-        (graphs.create_op, _make_in_graph),
-        (gradients.of_tape, returned_outputs.on_tapes),
-        (gradients.of_graph, _out_of_reach),
-        (graphs.key_of_trace, _key_of_trace),
-        (gradients.custom_in_eager, _with_custom_gradient),
-        (gradients.custom_in_graph, _with_custom_gradient),
-    )
-    replacements = [(name, make(name.get())) for name, make in table]
-    registries: Any = type(gradients.registry.get())
-    registries.lookup = _find_gradient(registries.lookup)
-    for name, replacement in replacements:
-        name.set(replacement)
-    replica_threads.inherit(reach.current, reach.entered)
 
 
 def _run_in_eager(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,8 +44,6 @@ def _run_in_eager(own: Callable[..., Any]) -> Callable[..., Any]:
 
     def execute(context: Any, op: str, *args: Any) -> object:
         dtype = _thread.dtype
-        if dtype is None:
-            return own(context, op, *args)
         if large_numbers.is_operand_beyond(op, args[1:]):
             # Generated code then takes its slower way, in which float32 is possible.
             raise operations.TakeSlowerWay.get()
@@ -89,10 +64,8 @@ def _record(own: Callable[..., None]) -> Callable[..., None]:
     def record(
         op: str, inputs: object, attributes: tuple[Any, ...] | None, results: object
     ) -> None:
-        dtype = reach.current()
-        if dtype is not None:
-            attributes = (*(attributes or ()), *_MARKS[dtype is tf.bfloat16])
-        own(op, inputs, attributes, results)
+        mark = _MARKS[_thread.dtype is tf.bfloat16]
+        own(op, inputs, (*(attributes or ()), *mark), results)
 
     return record
 
@@ -100,7 +73,6 @@ def _record(own: Callable[..., None]) -> Callable[..., None]:
 def _find_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the method of registries that finds the gradient function of an operation."""
 
-    @functools.wraps(own)
     def lookup(self: object, name: str) -> Any:
         found = own(self, name)
         if found is None or self is not gradients.registry.get():
@@ -131,13 +103,11 @@ def _differentiate(
 def _make_in_graph(own: Callable[..., tf.Operation]) -> Callable[..., tf.Operation]:
     """Returns the method that makes an operation in a graph, and marks it."""
 
-    @functools.wraps(own)
     def make(*args: Any, **kwargs: Any) -> tf.Operation:
-        op, dtype = own(*args, **kwargs), reach.current()
-        if dtype is not None:
-            op._keras_mp_made_in = dtype  # pyright: ignore[reportAttributeAccessIssue]
-            if reach.is_decided():
-                op._keras_mp_is_decided = True  # pyright: ignore[reportAttributeAccessIssue]
+        op: Any = own(*args, **kwargs)
+        op._keras_mp_made_in = _thread.dtype
+        if _thread.is_decided:
+            op._keras_mp_is_decided = True
         return op
 
     return make
@@ -147,7 +117,6 @@ def _out_of_reach(own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that differentiates a graph, whose operations have marks or none."""
     of_outputs = returned_outputs.in_graphs(own)
 
-    @functools.wraps(own)
     def differentiate(*args: Any, **kwargs: Any) -> object:
         with reach.entered(None):
             return of_outputs(*args, **kwargs)
@@ -159,8 +128,8 @@ def _key_of_trace(own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that makes the key of a trace, with the reach as a part of it."""
 
     def make_function_context(*args: Any, **kwargs: Any) -> object:
-        key, dtype = own(*args, **kwargs), reach.current()
-        return key if dtype is None else key._replace(context=(key.context, _MARK, dtype))
+        key = own(*args, **kwargs)
+        return key._replace(context=(key.context, _MARK, _thread.dtype))
 
     return make_function_context
 
@@ -174,8 +143,6 @@ def _with_custom_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
         kwargs: Mapping[str, object],
     ) -> object:
         dtype = reach.current()
-        if dtype is None:
-            return own(function, args, kwargs)
 
         @functools.wraps(function)
         def forward(*args: Any, **kwargs: Any) -> tuple[object, Callable[..., object]]:
@@ -215,3 +182,24 @@ def _in_dtypes_of(inputs: Sequence[Any], found: Any) -> Any:
         return tf.cast(gradient, value.dtype) if is_mixed and is_tensor else gradient
 
     return tf.nest.pack_sequence_as(found, list(map(rounded, flat, inputs)))
+
+
+def _rows() -> Iterator[Replacement]:
+    for name, make in (
+        (operations.run_in_eager, _run_in_eager),
+        (gradients.record_in_graph, _record),
+        (graphs.create_op, _make_in_graph),
+        (graphs.key_of_trace, _key_of_trace),
+        (gradients.custom_in_eager, _with_custom_gradient),
+        (gradients.custom_in_graph, _with_custom_gradient),
+    ):
+        yield Replacement(name, make, When.IN_REACH, GRADIENTS)
+    for name, make in (
+        (gradients.of_tape, returned_outputs.on_tapes),
+        (gradients.of_graph, _out_of_reach),
+        (gradients.find, _find_gradient),
+    ):
+        yield Replacement(name, make, When.ALWAYS, GRADIENTS)
+
+
+REPLACEMENTS = tuple(_rows())

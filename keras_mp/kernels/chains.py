@@ -16,8 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.hooks import own_gradient, reach
 from keras_mp.kernels.replaced import Kernel, shape_of
-from keras_mp.support import own_gradient, regions
 
 # The result of a chain: its values, and a function that computes their derivatives.
 _Chain = tuple[tf.Tensor, Callable[[], tf.Tensor]]
@@ -80,13 +80,13 @@ def _kernel(
     def backward(
         upstream: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor], *_: object
     ) -> list[tf.Tensor | None]:
-        with regions.none(), tf.xla.experimental.jit_scope():
+        with reach.without_region(), tf.xla.experimental.jit_scope():
             derivatives = chain(tf.cast(inputs[0], tf.float32))[1]
             slope = derivatives() * tf.cast(upstream[0], tf.float32)
             return [tf.cast(slope, inputs[0].dtype)]
 
     def activation(own: object, features: tf.Tensor, *_: object, **options: Any) -> tf.Tensor:
-        with regions.none(), tf.name_scope(options.get("name") or name):
+        with reach.without_region(), tf.name_scope(options.get("name") or name):
             return own_gradient.compute(name, forward, backward, [features])[0]
 
     def example(dtype: tf.DType, _: object) -> dict[str, Any]:

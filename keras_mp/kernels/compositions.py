@@ -15,11 +15,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.kernels.replaced import Replacement, in_its_module, replace
-from keras_mp.support import reach, regions
-from keras_mp.support.autograph import do_not_convert
+from keras_mp.hooks import Everywhere, Replacement, reach
+from keras_mp.kernels.replaced import in_its_module
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
-from keras_mp.support.once import once
 
 # By what is lost in 16 bits.
 _COUNTS = (
@@ -96,29 +94,25 @@ SUMS_OF_TENSORS = (tf.math.add_n, tf.math.accumulate_n)
 _FEW_TENSORS = 8
 
 
-@once
-def install() -> None:
-    """Replaces the functions, once in a process."""
-    replacements = []
+@functools.cache
+def replacements() -> tuple[Replacement, ...]:
+    """Returns the rows of these functions."""
+    rows = []
     for name in NAMES:
         owner: Any = tf
         for part in name.split("."):
             owner = getattr(owner, part)
-        names = owner.__name__, name.rpartition(".")[2]
-        wide = in_float32(owner, rounds=name not in _OF_FLOAT32)
-        replacements.append(Replacement(owner, names, wide))
+        wide = functools.partial(in_float32, rounds=name not in _OF_FLOAT32)
+        rows.append(Replacement(Everywhere(owner, (name.rpartition(".")[2],)), wide))
     # It counts in 16 bits where rows have different lengths, and there only.
-    mean = tf.math.reduce_mean
-    replacements.append(Replacement(mean, ("reduce_mean",), _of_ragged(mean)))
-    for own in SUMS_OF_TENSORS:
-        replacements.append(Replacement(own, (own.__name__,), _of_many(own)))
+    rows.append(Replacement(Everywhere(tf.math.reduce_mean), _of_ragged))
+    rows += [Replacement(Everywhere(own), _of_many) for own in SUMS_OF_TENSORS]
     for name in INTERPOLATIONS:
         own = in_its_module(getattr(tf.raw_ops, name))
-        replacements.append(Replacement(own, (own.__name__,), _of_float32_images(own)))
+        rows.append(Replacement(Everywhere(own), _of_float32_images))
     # It adds up whole windows, and has no kernel for float16 on CPUs.
-    own = in_its_module(tf.raw_ops.AvgPool3D)
-    replacements.append(Replacement(own, (own.__name__,), in_float32(own)))
-    replace(replacements)
+    rows.append(Replacement(Everywhere(in_its_module(tf.raw_ops.AvgPool3D)), in_float32))
+    return tuple(rows)
 
 
 def in_float32(own: Callable[..., Any], rounds: bool = True) -> Callable[..., Any]:
@@ -129,14 +123,10 @@ def in_float32(own: Callable[..., Any], rounds: bool = True) -> Callable[..., An
         rounds: bool. Whether its results are in the dtype of its inputs. Defaults to True.
     """
 
-    @functools.wraps(own)
-    @do_not_convert
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not _is_in_reach():
-            return own(*args, **kwargs)
         leaves = tf.nest.flatten((args, kwargs))
         dtype = next(filter(None, (*map(_dtype_asked_for, leaves), *map(_low_dtype, leaves))), None)
-        with regions.none():
+        with reach.without_region():
             if dtype is None:
                 return own(*args, **kwargs)
             with reach.decided():
@@ -150,10 +140,8 @@ def in_float32(own: Callable[..., Any], rounds: bool = True) -> Callable[..., An
 
 
 def _of_float32_images(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    @do_not_convert
     def call(images: Any, *args: Any, **kwargs: Any) -> Any:
-        return own(_widened(images) if _is_in_reach() else images, *args, **kwargs)
+        return own(_widened(images), *args, **kwargs)
 
     return call
 
@@ -161,8 +149,6 @@ def _of_float32_images(own: Callable[..., Any]) -> Callable[..., Any]:
 def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:
     wide = in_float32(own)
 
-    @functools.wraps(own)
-    @do_not_convert
     def call(input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
         is_ragged = isinstance(input_tensor, tf.RaggedTensor)
         return (wide if is_ragged else own)(input_tensor, *args, **kwargs)
@@ -173,18 +159,12 @@ def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:
 def _of_many(own: Callable[..., Any]) -> Callable[..., Any]:
     wide = in_float32(own)
 
-    @functools.wraps(own)
-    @do_not_convert
     def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
         is_many = isinstance(inputs, list | tuple) and len(inputs) > _FEW_TENSORS
         # A float32 tensor among them makes the sum float32 anyway.
         return (wide if is_many and all(map(_is_low, inputs)) else own)(inputs, *args, **kwargs)
 
     return call
-
-
-def _is_in_reach() -> bool:
-    return regions.current() is not None or reach.current() is not None
 
 
 def _dtype_asked_for(value: Any) -> tf.DType | None:

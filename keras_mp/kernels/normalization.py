@@ -6,8 +6,8 @@ reads and writes 16 bits, and computes in float32 inside. This module needs Tens
 
 import tensorflow as tf
 
+from keras_mp.hooks import reach
 from keras_mp.kernels import slow
-from keras_mp.support import regions
 
 
 def batch_normalization(
@@ -33,7 +33,7 @@ def batch_normalization(
     channels = x.shape[-1]
     # The kernel takes images.
     images = x if x.shape.rank == 4 else tf.reshape(x, [-1, 1, 1, channels])
-    with regions.none():
+    with reach.without_region():
         found = slow.compute(
             "FusedBatchNormV3",
             x=images,

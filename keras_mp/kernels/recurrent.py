@@ -12,8 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.hooks import own_gradient, reach
 from keras_mp.kernels.slow import is_slow, may_replace_layer
-from keras_mp.support import own_gradient, reach, regions
 
 # The outputs of all steps, the last output, the last cell state.
 Lstm = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
@@ -54,7 +54,7 @@ def lstm(
     if dtype == tf.float16 and not products_are_slow:
         return None
     inside = tf.float32 if products_are_slow else dtype
-    with regions.none(), reach.decided(), tf.name_scope("lstm"):
+    with reach.without_region(), reach.decided(), tf.name_scope("lstm"):
         sequence = tf.reverse(inputs, [1]) if go_backwards else inputs
         if sequence.shape[-1] is None:  # as in a SavedModel of Keras 2
             sequence = tf.ensure_shape(sequence, [None, None, kernel.shape[0]])
@@ -128,7 +128,7 @@ def _backward(
     sequence, hidden, cell, kernel, recurrent_kernel, bias = inputs
     dtype = sequence.dtype
     units: Any = recurrent_kernel.shape[0]
-    with regions.none():
+    with reach.without_region():
         steps = tf.shape(sequence)[1]
         of_outputs = tf.transpose(upstream[0], [1, 0, 2])
         before = tf.concat([tf.cast(cell, tf.float32)[tf.newaxis], residuals[1]], axis=0)

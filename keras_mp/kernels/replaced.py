@@ -2,7 +2,7 @@
 
 All code that needs an operation, gradient functions included, calls the Python function that
 TensorFlow generates for it. So a replaced function reaches forward and backward passes, eager code
-and graphs. Outside of the reach of keras_mp (`support/reach.py`) it calls TensorFlow's own, and
+and graphs. Outside of the reach of keras_mp (`hooks/reach.py`) it calls TensorFlow's own, and
 does nothing else. A kernel counts as wrong if it is wrong in any way in which the program may
 compute it on this machine. TensorFlow's own kernel or oneDNN's is tried out. XLA's is known: it
 does not depend on the machine, and trying it out would take a compilation for each kernel.
@@ -13,14 +13,14 @@ This module needs TensorFlow only.
 import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.support import messages, reach, regions
-from keras_mp.support.autograph import do_not_convert
+from keras_mp import hooks
+from keras_mp.hooks import Everywhere, Replacement, reach
+from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION, is_low
 from keras_mp.tensorflow_api import operations
 
@@ -65,20 +65,6 @@ class Kernel(NamedTuple):
     terms: Callable[..., int | None] | None = None
 
 
-class Replacement(NamedTuple):
-    """A function of a library and what takes its place.
-
-    Attributes:
-        own: the library's function.
-        names: under which its modules have it.
-        corrected: the other function.
-    """
-
-    own: Callable[..., Any]
-    names: tuple[str, ...]
-    corrected: Callable[..., Any]
-
-
 class Table:
     """Kernels that are replaced together.
 
@@ -100,32 +86,30 @@ class Table:
         asks: Callable[[str, Kernel, tf.DType, Any, str], bool] | None = None,
     ) -> None:
         self.kernels, self.enabled = kernels, True
-        self._harm, self._installed, self._lock = harm, False, threading.Lock()
+        self._harm = harm
         self._asks = asks or is_result_wrong
 
     def install(self) -> None:
         """Replaces TensorFlow's functions, once in a process. Computes nothing."""
-        with self._lock:
-            if self._installed:
-                return
-            replacements: dict[Callable[..., Any], Replacement] = {}
-            for op, kernel in self.kernels.items():
-                own = function_of(op, kernel)
-                if own is None:
-                    messages.warn(
-                        f"TensorFlow {tf.__version__} has no operation {op!r}, so it is left as it "
-                        f"is, {self._harm}."
-                    )
-                else:
-                    # Two operations may have one function, as both kinds of GELU do.
-                    inner = replacements[own].corrected if own in replacements else own
-                    names = own.__name__, kernel.alias
-                    replacements[own] = Replacement(own, names, self._corrected(op, inner))
-                if own is not None and kernel.has_raw_name:
-                    raw = getattr(tf.raw_ops, op)
-                    replacements[raw] = Replacement(raw, (op,), self._corrected(op, raw))
-            replace(replacements.values())
-            self._installed = True
+        hooks.install(self.replacements())
+
+    @functools.cache  # noqa: B019 - tables live as long as the process
+    def replacements(self) -> tuple[Replacement, ...]:
+        """Returns the rows of the table's functions."""
+        rows = []
+        for op, kernel in self.kernels.items():
+            own = function_of(op, kernel)
+            make = functools.partial(self._corrected, op)
+            if own is None:
+                messages.warn(
+                    f"TensorFlow {tf.__version__} has no operation {op!r}, so it is left as it "
+                    f"is, {self._harm}."
+                )
+                continue
+            rows.append(Replacement(Everywhere(own, (kernel.alias,)), make))
+            if kernel.has_raw_name:
+                rows.append(Replacement(Everywhere(getattr(tf.raw_ops, op), (op,)), make))
+        return tuple(rows)
 
     def is_wrong(
         self, op: str, dtype: tf.DType | str, case: Any = None, device: str | None = None
@@ -154,12 +138,8 @@ class Table:
         kernel = self.kernels[op]
         correct = kernel.correct or in_float32
 
-        @functools.wraps(own)
-        @do_not_convert
         def call(*args: Any, **kwargs: Any) -> object:
-            if reach.thread.dtype is None:
-                return own(*args, **kwargs)
-            dtype, region = _low_precision_dtype((*args, *kwargs.values())), regions.current()
+            dtype, region = _low_precision_dtype((*args, *kwargs.values())), reach.region()
             if dtype is None and kernel.autocasts and region is not None:
                 dtype = region.dtype
             if dtype is None or not self.enabled:
@@ -197,24 +177,6 @@ def function_of(op: str, kernel: Kernel) -> Callable[..., Any] | None:
 def in_its_module(public: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function behind a public one, which the modules of TensorFlow call."""
     return getattr(sys.modules[public.__module__], public.__name__)
-
-
-def replace(replacements: Iterable[Replacement], library: str = "tensorflow") -> None:
-    """Replaces functions wherever their library has them: modules import them from one another.
-
-    A library has thousands of modules, so what is replaced together takes one pass over them.
-    """
-    by_name: dict[str, list[Replacement]] = {}
-    for each in replacements:
-        for name in each.names:
-            by_name.setdefault(name, []).append(each)
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == library:
-            for name in by_name.keys() & vars(module).keys():
-                for own, _, corrected in by_name[name]:
-                    if vars(module)[name] is own:
-                        setattr(module, name, corrected)
-                        break
 
 
 def _low_precision_dtype(values: Iterable[object]) -> tf.DType | None:
@@ -288,7 +250,7 @@ def usual_device() -> str:
 @functools.cache
 def is_result_wrong(op: str, kernel: Kernel, dtype: tf.DType, case: Any, device: str) -> bool:
     """Whether the kernel is wrong that computes an operation in eager: TensorFlow's or oneDNN's."""
-    with tf.init_scope(), regions.none(), reach.entered(None):
+    with tf.init_scope(), reach.without_region(), reach.entered(None):
         is_graph = not tf.executing_eagerly()
         if is_graph and device != "CPU":
             # A session would take memory in its own way, and a right result does no harm.

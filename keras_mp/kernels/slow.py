@@ -14,9 +14,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.hooks import reach
 from keras_mp.kernels import chains, tables
 from keras_mp.kernels.replaced import Kernel, Table, device_type, in_float32, usual_device
-from keras_mp.support import host, reach
+from keras_mp.support import host
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
 # A kernel is slow that takes more times as long as float32's with casts: with 2 some layers take
@@ -185,7 +186,7 @@ def own_function(op: str) -> Callable[..., Any]:
 
 
 _TABLE = Table(KERNELS, "and may be slow in 16 bits", asks=_is_slow)
-install, is_slow = _TABLE.install, _TABLE.is_wrong
+install, replacements, is_slow = _TABLE.install, _TABLE.replacements, _TABLE.is_wrong
 
 
 def enable_float32_where_faster(enabled: bool = True) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.support import handles, wrapped
+from keras_mp.hooks import wrapped
+from keras_mp.support import handles
 
 # The modules through which random operations are called, and the names of those that draw.
 _WITH_STATE, _OF_GENERATORS, *_OF_SEEDS = (

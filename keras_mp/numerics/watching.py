@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from keras_mp import keras_api, raw_inputs
+from keras_mp.hooks import wrapped
 from keras_mp.layer_paths import layers_by_path
 from keras_mp.step import scaled_step
-from keras_mp.support import attributes, marks, wrapped
+from keras_mp.support import attributes, marks
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.tensorflow_api import gradients
 

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp import hardware
+from keras_mp.hooks import reach
+from keras_mp.hooks.reach import Region
 from keras_mp.kernels import replaced
 from keras_mp.op_autocast import cast_policy
-from keras_mp.support import dtypes, messages, regions, validation
-from keras_mp.support.regions import Region
+from keras_mp.support import dtypes, messages, validation
 
 
 class autocast(contextlib.ContextDecorator):
@@ -140,7 +141,7 @@ def entered(region: Region | None) -> contextlib.AbstractContextManager[None]:
     Raises:
         RuntimeError: on entering, or here, if this version of TensorFlow is not known.
     """
-    return _machinery("hooks").entered(region)
+    return _machinery("region_hooks").entered(region)
 
 
 class _FunctionInRegion:
@@ -211,12 +212,12 @@ def autocast_inputs(dtype: str | tf.DType) -> Callable[[Callable[..., Any]], Cal
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            region = regions.current()
+            region = reach.region()
             if region is None:
                 return function(*args, **kwargs)
             cast = _machinery("lower_precision").cast
             args, kwargs = tf.nest.map_structure(lambda x: cast(x, wanted), (args, kwargs))
-            with regions.none():
+            with reach.without_region():
                 results = function(*args, **kwargs)
             return tf.nest.map_structure(lambda x: cast(x, tf.float32), results)
 
@@ -253,7 +254,7 @@ def autocast_state() -> AutocastState:
     >>> keras_mp.autocast_state().dtype is None
     True
     """
-    region = regions.current()
+    region = reach.region()
     if region is None:
         return AutocastState()
     return AutocastState(region.dtype, tuple(sorted(region.allow)), tuple(sorted(region.deny)))

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_mp.hooks import reach
 from keras_mp.op_autocast import low_precision_gradients, lower_precision, plans
 from keras_mp.op_autocast.lower_precision import Origin
 from keras_mp.op_autocast.plans import Plan
-from keras_mp.support import regions
 from keras_mp.tensorflow_api import operations
 
 _READS = "ReadVariableOp"
@@ -31,7 +31,7 @@ def in_eager(execute: Callable[..., Any]) -> Callable[..., object]:
     """
 
     def call(context: object, op: str, name: str | None, *args: Any) -> object:
-        region = regions.current()
+        region = reach.region()
         if region is None:
             return execute(context, op, name, *args)
         plan = plans.plan_of(op, region)
@@ -84,7 +84,7 @@ def in_graph(apply: Callable[..., Any]) -> Callable[..., tuple[object, ...]]:
     """
 
     def call(op_type_name: str, name: str | None = None, **keywords: Any) -> tuple[object, ...]:
-        region = regions.current()
+        region = reach.region()
         if region is None:
             return apply(op_type_name, name, **keywords)
         plan = plans.plan_of(op_type_name, region)
@@ -134,7 +134,7 @@ def on_tape(record: Callable[..., None]) -> Callable[..., None]:
 
 
 def _decide(
-    plan: Plan, region: regions.Region, inputs: Sequence[object]
+    plan: Plan, region: reach.Region, inputs: Sequence[object]
 ) -> tuple[list[Any], list[Any] | None, tf.DType | None]:
     """Returns inputs without variables, their tensors and numbers, and the dtype to run in.
 

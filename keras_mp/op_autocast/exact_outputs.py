@@ -14,11 +14,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.hooks import reach
+from keras_mp.hooks.reach import Region
 from keras_mp.kernels.again_in_float32 import PRODUCTS, Made, how_made
 from keras_mp.op_autocast import context_manager
-from keras_mp.support import op_table, reach
+from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION
-from keras_mp.support.regions import Region
 
 _MOVES = op_table.ops("identities", "reshapes", "views", "moves")
 _ADDITIONS = frozenset({"AddV2", "BiasAdd"})

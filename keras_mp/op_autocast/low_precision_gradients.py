@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from keras_mp.hooks import reach
 from keras_mp.op_autocast import lower_precision
-from keras_mp.support import reach
 from keras_mp.tensorflow_api import gradients, graphs
 
 _Results = TypeVar("_Results")

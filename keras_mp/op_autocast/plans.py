@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from keras_mp.hooks.reach import Region
 from keras_mp.kernels import replaced, sums
 from keras_mp.op_autocast import cast_policy, lower_precision
 from keras_mp.op_autocast.cast_policy import OpPolicy
 from keras_mp.support import features, op_table, registered_kernels
-from keras_mp.support.regions import Region
 from keras_mp.tensorflow_api import operations
 from keras_mp.tensorflow_api.features import REGIONS
 

@@ -5,7 +5,7 @@ number before a 16-bit tensor, as in `tf.maximum(0.0, x)`. The first two are com
 the number gets the dtype of the tensor, as it does in eager. One that is finite in float32 only,
 such as -1e9 in float16, is a float32 tensor, so what it is added to is computed in float32.
 
-Only in code that is in the reach of keras_mp (`support/reach.py`), and only what TensorFlow
+Only in code that is in the reach of keras_mp (`hooks/reach.py`), and only what TensorFlow
 refuses: another program runs as if this module did not exist. A function that is
 refused has made nothing, so it is called again, with float32 in the place of 16 bits: in graphs the
 one that makes an operation; elsewhere the public function that was called, since its dispatcher for
@@ -29,16 +29,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import variables
+from keras_mp import hooks, variables
+from keras_mp.hooks import Everywhere, Method, Replacement, When, reach
+from keras_mp.hooks.once import once
 from keras_mp.kernels import again_in_float32
 from keras_mp.kernels import replaced as kernels_replaced
 from keras_mp.op_autocast import plans, signatures
 from keras_mp.op_autocast.exact_outputs import ExactOutputs
-from keras_mp.support import features, large_numbers, reach
+from keras_mp.support import features, large_numbers
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION, is_low, parse
-from keras_mp.support.once import once
 from keras_mp.tensorflow_api import operations
 from keras_mp.tensorflow_api.features import MIXTURES
 
@@ -94,44 +95,45 @@ def rounding_assignments() -> contextlib.AbstractContextManager[None]:
 @once
 def install() -> None:
     """Lets operations that TensorFlow refuses be computed in float32, once in a process."""
+    hooks.install(_replacements())
     if features.is_on(MIXTURES):
         _dispatcher_class()().register()
-        for name, make in (
-            (operations.to_one_dtype, _with_a_common_dtype),
-            (operations.raise_error, _falling_back),
-            (operations.make_in_graph, _made_in_float32),
-            (operations.to_tensor, _keeping_large_numbers),
-        ):
-            name.set(make(name.get()))
-        kernels_replaced.replace(
-            kernels_replaced.Replacement(own, (own.__name__,), make(own))
-            for own, make in (
-                (tf.constant, _keeping_large_numbers),
-                (tf.cast, _keeping_constants),
-                (tf.matmul, _of_ragged),
-            )
-        )
-        signatures.install(_is_active, _widened)
+
+
+def _replacements() -> Iterator[Replacement]:
+    for name, make in (
+        (operations.to_one_dtype, _with_a_common_dtype),
+        (operations.raise_error, _falling_back),
+        (operations.make_in_graph, _made_in_float32),
+        (operations.to_tensor, _keeping_large_numbers),
+    ):
+        yield Replacement(name, make, feature=MIXTURES)
+    for own, make in (
+        (tf.constant, _keeping_large_numbers),
+        (tf.cast, _keeping_constants),
+        (tf.matmul, _of_ragged),
+    ):
+        yield Replacement(Everywhere(own), make, feature=MIXTURES)
+    if features.is_on(MIXTURES):
+        yield from signatures.replacements(_is_active, _widened)
     # The classes of variables, below one of them that is public.
     for cls in tf.experimental.dtensor.DVariable.__mro__:
         for name in vars(cls).keys() & _ASSIGNING if cls is not tf.Variable else ():
-            setattr(cls, name, _in_the_dtype_of_the_variable(getattr(cls, name)))
+            # Weights that keras_mp keeps in 16 bits are assigned to by optimizers, too.
+            yield Replacement(Method(cls, name), _in_the_dtype_of_the_variable, When.ALWAYS)
     branching: list[Any] = [tf.compat.v1.cond, tf.switch_case, tf.compat.v1.while_loop]
-    kernels_replaced.replace(
-        kernels_replaced.Replacement(own, (own.__name__,), _made_again(own)) for own in branching
-    )
+    for own in branching:
+        yield Replacement(Everywhere(own), _made_again)
     for name in _WRITING:
-        setattr(tf.TensorArray, name, _in_the_dtype_of_the_array(getattr(tf.TensorArray, name)))
+        yield Replacement(Method(tf.TensorArray, name), _in_the_dtype_of_the_array)
 
 
 def _keeping_large_numbers(own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that makes a tensor of a value, in float32 if the dtype cannot hold it."""
     names = list(inspect.signature(own).parameters)
 
-    @functools.wraps(own)
-    @do_not_convert
     def make(value: Any, *args: Any, **kwargs: Any) -> Any:
-        if reach.thread.dtype is None or isinstance(value, tf.Tensor) or not _is_active():
+        if isinstance(value, tf.Tensor) or not _is_active():
             return own(value, *args, **kwargs)
         arguments = {**dict(zip(names[1:], args)), **kwargs}
         wanted = arguments.get("dtype")
@@ -149,11 +151,7 @@ def _keeping_large_numbers(own: Callable[..., Any]) -> Callable[..., Any]:
 def _keeping_constants(own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that casts, in graphs constants, too."""
 
-    @functools.wraps(own)
-    @do_not_convert
     def cast(x: Any, dtype: Any, name: str | None = None) -> Any:
-        if reach.thread.dtype is None:
-            return own(x, dtype, name)
         wanted = parse(dtype)
         if is_low(wanted) and _is_active():
             value = _constant_value(x) if isinstance(x, tf.Tensor) else x
@@ -181,8 +179,7 @@ def _constant_value(tensor: tf.Tensor) -> Any:
 
 def _is_called_by_keras_mp() -> bool:
     """Whether keras_mp has called the function of TensorFlow that calls this, not the program."""
-    frame: Any = inspect.currentframe()
-    frame = frame and frame.f_back and frame.f_back.f_back
+    frame: Any = hooks.caller()
     while frame is not None and frame.f_globals.get("__name__", "").startswith("tensorflow."):
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__", "").startswith("keras_mp.")
@@ -191,8 +188,6 @@ def _is_called_by_keras_mp() -> bool:
 def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that refuses mixtures with ragged tensors before it makes an operation."""
 
-    @functools.wraps(own)
-    @do_not_convert
     def multiply(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
         is_ragged = isinstance(a, tf.RaggedTensor) or isinstance(b, tf.RaggedTensor)
         if is_ragged and _is_active() and _is_mixed([_dtype_of(a), _dtype_of(b)]):
@@ -226,15 +221,13 @@ def _dispatcher_class() -> type:
 
 
 def _with_a_common_dtype(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
     def args_to_matching_eager(
         inputs: Sequence[Any], ctx: Any, allowed: Sequence[tf.DType], *args: Any, **kwargs: Any
     ) -> Any:
         if _is_active():
             dtypes = [_dtype_of(each) for each in inputs]
             low = [each for each in dtypes if is_low(each)]
-            caller: Any = inspect.currentframe()
-            lacks_kernel = low and _lacks_kernel(caller.f_back.f_code.co_name, low[0])
+            lacks_kernel = low and _lacks_kernel(hooks.caller().f_code.co_name, low[0])
             is_beyond = low and any(large_numbers.is_beyond(each, low[0]) for each in inputs)
             if (
                 lacks_kernel
@@ -253,7 +246,6 @@ def _with_a_common_dtype(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _falling_back(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
     def raise_from_not_ok_status(error: Any, name: str | None) -> None:
         message = str(error.message)
         lacks_kernel = any(each in message for each in _NO_KERNEL)
@@ -269,7 +261,6 @@ def _falling_back(own: Callable[..., Any]) -> Callable[..., Any]:
 def _made_in_float32(own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that makes an operation in a graph."""
 
-    @functools.wraps(own)
     def apply_op_helper(op_type_name: str, name: str | None = None, **inputs: Any) -> Any:
         if not _is_active():
             return own(op_type_name, name, **inputs)
@@ -314,7 +305,6 @@ def _dtypes_without_kernel(op: str, device: str) -> frozenset[tf.DType]:
 def _in_the_dtype_of_the_variable(own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method of variables that assigns."""
 
-    @functools.wraps(own)
     def assign(variable: tf.Variable, value: Any, *args: Any, **kwargs: Any) -> Any:
         is_mixed = _is_mixed([_dtype_of(value), variable.dtype])
         if is_mixed and (_thread.rounds or (variable.dtype == tf.float32 and _is_active())):
@@ -327,7 +317,6 @@ def _in_the_dtype_of_the_variable(own: Callable[..., Any]) -> Callable[..., Any]
 def _made_again(own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that makes branches, which may return several dtypes, or a loop."""
 
-    @functools.wraps(own)
     def make(*args: Any, **kwargs: Any) -> Any:
         try:
             return own(*args, **kwargs)
@@ -359,7 +348,6 @@ def _widening(value: Any) -> Any:
 def _in_the_dtype_of_the_array(own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method of `tf.TensorArray` that takes 16 bits for float32, and the reverse."""
 
-    @functools.wraps(own)
     def write(array: tf.TensorArray, *args: Any, **kwargs: Any) -> Any:
         def cast(value: Any) -> Any:
             is_mixed = _is_mixed([_dtype_of(value), array.dtype])

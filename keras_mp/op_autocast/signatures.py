@@ -2,7 +2,7 @@
 
 Functions with an `input_signature`, concrete ones, those of SavedModels, and functions of Python
 that run outside of the graph say which dtypes they take or return. In the reach of keras_mp
-(`support/reach.py`) they get float32 where they were written for it, and 16 bits where they were
+(`hooks/reach.py`) they get float32 where they were written for it, and 16 bits where they were
 written for these. What they return in float32 meets 16 bits as any float32 tensor does. This module
 needs TensorFlow only.
 """
@@ -13,9 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.kernels.replaced import Replacement, replace
-from keras_mp.support import features, reach
-from keras_mp.support.autograph import do_not_convert
+from keras_mp.hooks import Everywhere, Method, Replacement, reach
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import graphs, saving
 from keras_mp.tensorflow_api.features import SIGNATURES
@@ -27,8 +25,10 @@ _PYTHON = {
 }
 
 
-def install(is_active: Callable[[], bool], widened: Callable[[Any], Any]) -> None:
-    """Replaces TensorFlow's functions. To be called once.
+def replacements(
+    is_active: Callable[[], bool], widened: Callable[[Any], Any]
+) -> tuple[Replacement, ...]:
+    """Returns the rows of TensorFlow's functions that are replaced.
 
     Args:
         is_active: whether 16 bits become float32 in this thread.
@@ -46,7 +46,6 @@ def install(is_active: Callable[[], bool], widened: Callable[[Any], Any]) -> Non
         return value if dtype is None or not is_wide else tf.cast(value, dtype)
 
     def with_signature(own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
         def cast_to_spec(spec: tf.TensorSpec, value: Any, context: Any) -> Any:
             if is_active():
                 value = cast(value, spec.dtype)
@@ -55,7 +54,6 @@ def install(is_active: Callable[[], bool], widened: Callable[[Any], Any]) -> Non
         return cast_to_spec
 
     def concrete(own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
         def call_flat(self: Any, tensor_inputs: Any, captured_inputs: Any) -> Any:
             if is_active():
                 wanted = [each.dtype for each in self.graph.inputs]
@@ -65,7 +63,6 @@ def install(is_active: Callable[[], bool], widened: Callable[[Any], Any]) -> Non
         return call_flat
 
     def loaded(own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
         def is_callable_with(function: Any, inputs: Any, allow_conversion: bool) -> bool:
             if own(function, inputs, allow_conversion):
                 return True
@@ -81,8 +78,6 @@ def install(is_active: Callable[[], bool], widened: Callable[[Any], Any]) -> Non
         return is_callable_with
 
     def of_python(own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        @do_not_convert
         def call(func: Any = None, inp: Any = None, Tout: Any = None, **kwargs: Any) -> Any:
             asks_for_low = any(map(_asks_for_low, tf.nest.flatten(Tout)))
             if inp is not None and is_active() and not asks_for_low:
@@ -91,12 +86,12 @@ def install(is_active: Callable[[], bool], widened: Callable[[Any], Any]) -> Non
 
         return call
 
-    spec: Any = tf.TensorSpec
-    spec.cast = with_signature(spec.cast)
-    if features.is_on(SIGNATURES):
-        for name, make in ((graphs.call_flat, concrete), (saving.is_callable_with, loaded)):
-            name.set(make(name.get()))
-    replace(Replacement(own, (own.__name__, name), of_python(own)) for name, own in _PYTHON.items())
+    return (
+        Replacement(Method(tf.TensorSpec, "cast"), with_signature),
+        Replacement(graphs.call_flat, concrete, feature=SIGNATURES),
+        Replacement(saving.is_callable_with, loaded, feature=SIGNATURES),
+        *(Replacement(Everywhere(own, (name,)), of_python) for name, own in _PYTHON.items()),
+    )
 
 
 def _asks_for_low(dtype: Any) -> bool:

@@ -44,7 +44,10 @@ _KERNELS = (operations.definition, operations.kernels_of)
 GRADIENTS = Feature(
     "gradients that are computed like the layer that they are of",
     "TensorFlow computes them: sums of gradients in 16 bits may be wrong, and some are slow.",
-    (*_TRACED, gradients.registry, gradients.of_tape, gradients.should_record, graphs.create_op),
+    (
+        *(*_TRACED, gradients.registry, gradients.find, gradients.of_tape),
+        *(gradients.should_record, graphs.create_op),
+    ),
 )
 REGIONS = Feature(
     "regions of `keras_mp.autocast`, and products with gradients in 16 bits",

@@ -17,6 +17,8 @@ stop_recording = Name("tensorflow.python.eager.record.stop_recording")
 
 # The gradient functions of all operations.
 registry = Name("tensorflow.python.framework.ops.gradient_registry")
+# Finds one of them, in this and in other registries.
+find = Name("tensorflow.python.framework.registry.Registry.lookup")
 # The backward pass of a graph, and of a tape.
 of_graph = Name("tensorflow.python.ops.gradients_util._GradientsHelper")
 of_tape = Name("tensorflow.python.eager.imperative_grad.imperative_grad")

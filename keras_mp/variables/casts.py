@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.support import features, function_graphs, host, op_table, own_gradient
+from keras_mp.hooks import own_gradient
+from keras_mp.support import features, function_graphs, host, op_table
 from keras_mp.support.attributes import replaced
 from keras_mp.tensorflow_api.features import SHARED_CASTS
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp import kernels
-from keras_mp.support import reach
+from keras_mp.hooks import reach
 from keras_mp.support.dtypes import LOW_PRECISION
 
 

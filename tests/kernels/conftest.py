@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from keras_mp import kernels
-from keras_mp.support import reach
+from keras_mp.hooks import reach
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import kernels
+from keras_mp.hooks import reach
 from keras_mp.kernels import slow, sums
-from keras_mp.support import reach
 from tests.common import mirrored, once
 
 K = tf.keras

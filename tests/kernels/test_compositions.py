@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from keras_mp.hooks import reach
 from keras_mp.kernels import compositions
-from keras_mp.support import reach
 from tests.common import IS_KERAS_3, once
 
 ROWS = tf.constant([[300.0, 400.0], [1e-4, 2e-4], [3.0, 4.0]])

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.hardware import fast_dtypes
+from keras_mp.hooks import reach
 from keras_mp.op_autocast import context_manager as module
-from keras_mp.support import regions
 from tests.common import once
 from tests.op_autocast.common import normal
 
@@ -247,7 +247,7 @@ def test_where_no_dtype_is_fast_it_is_said_once(monkeypatch):
 def test_a_measurement_is_not_autocast(monkeypatch):
     found = []
     monkeypatch.setattr(
-        fast_dtypes.stopwatch, "measure", lambda device: found.append(regions.current())
+        fast_dtypes.stopwatch, "measure", lambda device: found.append(reach.region())
     )
     with keras_mp.autocast("bfloat16"):
         fast_dtypes._measure("CPU:0")

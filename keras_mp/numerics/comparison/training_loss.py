@@ -8,12 +8,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api, losses
+from keras_mp.hooks import wrapped
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.numerics import copies
 from keras_mp.numerics.batches import Batch, Structure
 from keras_mp.numerics.comparison.layer_calls import Called, Variables, floating, shape_of
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
-from keras_mp.support import wrapped
 
 # Called with a batch and the predictions of the model.
 Loss = Callable[[Batch, Structure], tf.Tensor]

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from keras_mp.support.once import once
+from keras_mp.hooks.once import once
 from tests.common import once as on_one_keras
 
 pytestmark = on_one_keras

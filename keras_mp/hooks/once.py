@@ -22,7 +22,7 @@ def once(function: Callable[..., None]) -> Callable[..., None]:
 
     Example:
 
-    >>> from keras_mp.support.once import once
+    >>> from keras_mp.hooks.once import once
     >>> @once
     ... def install():
     ...     print("installed")

@@ -99,7 +99,7 @@ def here(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
     Example:
 
     >>> import math
-    >>> from keras_mp.support import wrapped
+    >>> from keras_mp.hooks import wrapped
     >>> with wrapped.here(math, "sqrt", lambda own: lambda x: own(x) + 1):
     ...     math.sqrt(4.0)
     3.0

@@ -1,12 +1,10 @@
 """The functions of TensorFlow that op autocast replaces: all of them, in one table.
 
-While a region is in force in any thread of the process, the functions of the table replace
-TensorFlow's own. When the last region ends, TensorFlow's own are back, so code outside of regions
-is unchanged and as fast as before. One hook stays, since functions that are made later may use
-tensors that were computed in a region. Threads of replicas also go on inheriting regions.
+They act in the threads in which a region is in force, and are TensorFlow's own everywhere else. One
+always acts, since functions that are made later may use tensors that were computed in a region.
 
-When the first region is entered, the hooks are checked. Where TensorFlow has moved something,
-regions refuse to be entered, and TensorFlow is left as it is. This module needs TensorFlow only.
+When the first region is entered, they are checked. Where TensorFlow has moved something, regions
+refuse to be entered, and TensorFlow is left as it is. This module needs TensorFlow only.
 """
 
 import contextlib
@@ -15,39 +13,25 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import kernels
+from keras_mp import hooks, kernels
+from keras_mp.hooks import Replacement, When, reach, replica_threads
+from keras_mp.hooks.reach import Region
 from keras_mp.op_autocast import cast_pairs, dispatch, lower_precision
-from keras_mp.support import features, reach, regions, replica_threads
-from keras_mp.support.regions import Region
+from keras_mp.support import features
 from keras_mp.tensorflow_api import gradients, graphs, operations
-from keras_mp.tensorflow_api.features import REGIONS, VECTORIZED, Feature
-from keras_mp.tensorflow_api.names import Name
-
-
-class _Hook(NamedTuple):
-    """A function of TensorFlow that is replaced.
-
-    Attributes:
-        name: its name.
-        make: function that takes TensorFlow's function and returns ours.
-        feature: what is off without it.
-    """
-
-    name: Name
-    make: Callable[[Callable[..., Any]], Callable[..., Any]]
-    feature: Feature = REGIONS
+from keras_mp.tensorflow_api.features import REGIONS, VECTORIZED
 
 
 def _trace_per_region(own: Callable[..., Any]) -> Callable[..., object]:
     """Makes each region a part of the key of traces, as the device is."""
 
     def make_function_context(*args: Any, **kwargs: Any) -> object:
-        key, region = own(*args, **kwargs), regions.current()
-        return key if region is None else key._replace(context=(key.context, region))
+        key = own(*args, **kwargs)
+        return key._replace(context=(key.context, reach.region()))
 
     return make_function_context
 
@@ -55,9 +39,8 @@ def _trace_per_region(own: Callable[..., Any]) -> Callable[..., object]:
 def _without_region(own: Callable[..., object]) -> Callable[..., object]:
     """Runs the backward pass in the dtypes of the forward pass: nothing of it is cast anew."""
 
-    @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> object:
-        with regions.none():
+        with reach.without_region():
             return own(*args, **kwargs)
 
     return call
@@ -74,7 +57,7 @@ def _with_gradient_as_forward(own: Callable[..., object]) -> Callable[..., objec
         args: Sequence[object],
         kwargs: Mapping[str, object],
     ) -> object:
-        region = regions.current()
+        region = reach.region()
 
         @functools.wraps(function)
         def forward(*args: Any, **kwargs: Any) -> tuple[object, Callable[..., object]]:
@@ -96,7 +79,6 @@ def _with_gradient_as_forward(own: Callable[..., object]) -> Callable[..., objec
 def _without_pairs(own: Callable[..., object]) -> Callable[..., object]:
     """Makes a function of a graph without the casts that cancel."""
 
-    @functools.wraps(own)
     def from_func_graph(name: str, graph: tf.Graph, *args: Any, **kwargs: Any) -> object:
         with cast_pairs.left_out(graph):
             return own(name, graph, *args, **kwargs)
@@ -104,120 +86,64 @@ def _without_pairs(own: Callable[..., object]) -> Callable[..., object]:
     return from_func_graph
 
 
-_HOOKS = (
-    _Hook(operations.run_in_eager, dispatch.in_eager),
-    _Hook(operations.make_in_graph, dispatch.in_graph),
-    _Hook(gradients.record_in_graph, dispatch.on_tape),
-    _Hook(graphs.key_of_trace, _trace_per_region),
-    _Hook(gradients.of_tape, _without_region),
-    _Hook(gradients.of_graph, _without_region),
-    _Hook(gradients.vectorize, _without_region, VECTORIZED),
-    _Hook(gradients.custom_in_eager, _with_gradient_as_forward),
-    _Hook(gradients.custom_in_graph, _with_gradient_as_forward),
-)
-_PERMANENT = _Hook(graphs.function_of_graph, _without_pairs)
+def _rows() -> Iterator[Replacement]:
+    for name, make, feature in (
+        (operations.run_in_eager, dispatch.in_eager, REGIONS),
+        (operations.make_in_graph, dispatch.in_graph, REGIONS),
+        (gradients.record_in_graph, dispatch.on_tape, REGIONS),
+        (graphs.key_of_trace, _trace_per_region, REGIONS),
+        (gradients.of_tape, _without_region, REGIONS),
+        (gradients.of_graph, _without_region, REGIONS),
+        (gradients.vectorize, _without_region, VECTORIZED),
+        (gradients.custom_in_eager, _with_gradient_as_forward, REGIONS),
+        (gradients.custom_in_graph, _with_gradient_as_forward, REGIONS),
+    ):
+        yield Replacement(name, make, When.IN_A_REGION, feature)
+    yield Replacement(graphs.function_of_graph, _without_pairs, When.ALWAYS, REGIONS)
+
+
+REPLACEMENTS = tuple(_rows())
 
 
 class _State:
-    """Whether the hooks were checked in this process, and how many regions are in force in it."""
+    """Whether the functions were checked in this process."""
 
     is_checked = False
-    open_regions = 0
 
 
-_lock = threading.RLock()
-# TensorFlow's functions by ours.
-_own: dict[Callable[..., object], Callable[..., object]] = {}
-# Where ours are, and functions that other code has put around them.
-_placed: set[_Hook] = set()
-_around: dict[_Hook, Callable[..., object]] = {}
+# The check runs in another thread, which must not wait for the lock of `hooks`.
+_lock = threading.Lock()
 
 
-@contextlib.contextmanager
-def entered(region: Region | None) -> Iterator[None]:
-    """Context manager that puts a region in force in this thread, and installs the hooks.
+def entered(region: Region | None) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager that puts a region in force in this thread.
 
     Where TensorFlow has not got a function that is replaced, the region does nothing.
 
     Args:
-        region: Region, or None, which stops autocasting and needs no hooks.
+        region: Region, or None, which stops autocasting and replaces nothing.
 
     Raises:
-        RuntimeError: this TensorFlow is not one that the hooks know.
+        RuntimeError: this TensorFlow is not one that the functions know.
     """
     if region is None:
         # Code of others in a region of the program is not ours, a layer's own code is.
-        dtype = reach.current() if regions.current() is None else None
-        with regions.none(), reach.entered(dtype):
-            yield
-        return
+        return reach.in_region(None, reach.current() if reach.region() is None else None)
     if not features.is_on(REGIONS):
-        yield
-        return
-    with _lock:
-        if not _State.is_checked:
-            _check()
-        _count_regions(1)
-    try:
-        with regions.in_force(region), reach.entered(region.dtype):
-            yield
-    finally:
+        return contextlib.nullcontext()
+    if not _State.is_checked:
         with _lock:
-            _count_regions(-1)
-
-
-def _count_regions(change: int) -> None:
-    """Counts the regions in force, and has the hooks in place while there are any."""
-    was_open = _State.open_regions > 0
-    _State.open_regions += change
-    is_open = _State.open_regions > 0
-    if is_open != was_open:
-        for hook in _HOOKS:
-            if features.is_on(hook.feature):
-                (_put if is_open else _take_back)(hook)
-
-
-@functools.cache
-def _replacement(hook: _Hook, own: Callable[..., Any]) -> Callable[..., Any]:
-    replacement = hook.make(own)
-    _own[replacement] = own
-    return replacement
-
-
-def _put(hook: _Hook) -> None:
-    function = hook.name.get()
-    if not _has_ours(hook, function):
-        hook.name.set(_replacement(hook, function))
-        _placed.add(hook)
-
-
-def _take_back(hook: _Hook) -> None:
-    function = hook.name.get()
-    if function in _own:
-        hook.name.set(_own[function])
-        _placed.discard(hook)
-    elif hook in _placed and function not in _own.values():
-        # Other code has put a function of its own around it meanwhile, and both stay.
-        _around[hook] = function
-
-
-def _has_ours(hook: _Hook, function: Any) -> bool:
-    """Whether a function is ours, or one of other code around ours."""
-    while function is not None:
-        if function in _own or function is _around.get(hook):
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
+            if not _State.is_checked:
+                _check()
+    return reach.in_region(region)
 
 
 def _check() -> None:
     """Checks a product in each mode, before one of the program's is autocast."""
     runs_eagerly = tf.config.functions_run_eagerly()
-    # Below the hooks of regions, which leave when the last region ends.
     kernels.install()
     try:
-        _put(_PERMANENT)
-        _count_regions(1)
+        hooks.install([*REPLACEMENTS, replica_threads.REACH])
         tf.config.run_functions_eagerly(False)  # Functions are checked, too.
         try:
             # A new thread has none of the graphs and tapes that this one is in.
@@ -225,15 +151,13 @@ def _check() -> None:
                 thread.submit(_expect_all).result()
         finally:
             tf.config.run_functions_eagerly(runs_eagerly)
-            _count_regions(-1)
     except Exception as error:
-        _take_back(_PERMANENT)
+        hooks.uninstall(REPLACEMENTS)
         raise RuntimeError(
             f"`keras_mp.autocast` does not know TensorFlow {tf.__version__}, and has left it as it "
             "is. The rest of keras_mp works. Expected a matrix product to run in bfloat16 inside "
             f"of a region, with right gradients. Found: {error!r}"
         ) from error
-    replica_threads.inherit(regions.current, entered)
     _State.is_checked = True
 
 
@@ -252,7 +176,7 @@ def _expect_all() -> None:
         differentiate = functools.partial(_gradients, where="in a function")
         function = tf.function(differentiate, autograph=False)
         results = [function(x)]
-        with regions.in_force(_TRIAL):
+        with reach.in_region(_TRIAL):
             results += [_gradients(x, "in eager"), function(x)]
             nodes = function.get_concrete_function(x).function_def.node_def
         values = [[gradient.numpy().item() for gradient in result] for result in results]
@@ -262,7 +186,7 @@ def _expect_all() -> None:
         casts = {f"{node.name}:y:0" for node in nodes if node.op == "Cast"}
         relus = [node for node in nodes if node.op == "Relu"]
         _expect(len(relus) == 1 and relus[0].input[0] not in casts, "a cast that nothing needs")
-    with tf.Graph().as_default(), regions.in_force(_TRIAL):
+    with tf.Graph().as_default(), reach.in_region(_TRIAL):
         _gradients(tf.constant([[_X]]), "in a graph")
 
 
@@ -274,7 +198,7 @@ def _gradients(x: tf.Tensor, where: str) -> Sequence[Any]:
         result = tf.nn.relu(product)
     differentiate = tf.gradients if where == "in a graph" else tape.gradient
     found = differentiate(result, [x, product])
-    if regions.current() is not None:
+    if reach.region() is not None:
         _expect(product.dtype == tf.float32, f"a result other than float32, {where}")
         for each, op in ((product, "product"), (result, "Relu of it")):
             computed = lower_precision.low_precision_of(each, tf.bfloat16)

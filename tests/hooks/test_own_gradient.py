@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_mp.support import own_gradient
+from keras_mp.hooks import own_gradient
 from tests.common import once
 
 pytestmark = once

@@ -13,7 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.support import features, reach
+from keras_mp.hooks import reach
+from keras_mp.support import features
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.tensorflow_api import gradients
 from keras_mp.tensorflow_api.features import SHARED_CASTS

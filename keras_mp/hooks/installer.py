@@ -1,0 +1,217 @@
+"""Functions of TensorFlow and Keras that others take the place of, for as long as a process runs.
+
+A `Replacement` is a row: the function, what takes its place, and when that acts. A function is
+replaced at most once, by one that asks the state of its thread (`reach.py`) and then calls what the
+rows have made of the library's own function. Rows of one function lie around one another: those
+that always act are the innermost, those of regions the outermost.
+
+This module needs TensorFlow only.
+"""
+
+import enum
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from keras_mp.hooks import reach
+from keras_mp.hooks.once import lock
+from keras_mp.support import features
+from keras_mp.support.autograph import do_not_convert
+from keras_mp.tensorflow_api.features import Feature
+from keras_mp.tensorflow_api.names import Name
+
+Function = Callable[..., Any]
+
+
+class When(enum.IntEnum):
+    """When what takes the place of a function acts; elsewhere the library's own is called."""
+
+    ALWAYS = 0
+    IN_REACH = 1
+    IN_A_REGION = 2
+
+
+class Method(NamedTuple):
+    """A public function of a module, or a method of a class.
+
+    Attributes:
+        owner: the module or class.
+        name: str.
+    """
+
+    owner: Any
+    name: str
+
+    def get(self) -> Function:
+        """Returns the function that is there now."""
+        return getattr(self.owner, self.name)
+
+    def set(self, function: Function) -> None:
+        """Puts a function there.
+
+        Args:
+            function: the function.
+        """
+        setattr(self.owner, self.name, function)
+
+
+class Everywhere(NamedTuple):
+    """A function in all modules of its library that have it: they import it from one another.
+
+    Attributes:
+        function: the function.
+        names: under which modules have it. Defaults to the name that it has itself.
+    """
+
+    function: Function
+    names: tuple[str, ...] = ()
+
+    def get(self) -> Function:
+        """Returns the function."""
+        return self.function
+
+
+class Replacement(NamedTuple):
+    """A row of what is replaced.
+
+    Attributes:
+        place: Name, Method or Everywhere. The function.
+        make: takes the function, and returns what takes its place.
+        when: When. Defaults to code in reach.
+        feature: Feature that is off where TensorFlow or Keras has not got the function, or None.
+    """
+
+    place: Name | Method | Everywhere
+    make: Callable[[Function], Function]
+    when: When = When.IN_REACH
+    feature: Feature | None = None
+
+
+class _Replaced:
+    """A function that is replaced.
+
+    Attributes:
+        own: the library's function.
+        call: what takes its place.
+        rows: the `Replacement`s.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self.own, self.rows = own, []
+        function: Any = own.fget if isinstance(own, property) else own
+        always = in_reach = in_region = function
+        thread = reach.thread
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if thread.dtype is None:
+                return always(*args, **kwargs)
+            if thread.region is None:
+                return in_reach(*args, **kwargs)
+            return in_region(*args, **kwargs)
+
+        def update(rows: list[Replacement]) -> None:
+            nonlocal always, in_reach, in_region
+            made = function
+            made_by: list[Function] = []
+            for when in When:
+                for row in rows:
+                    if row.when == when:
+                        made = row.make(made)
+                made_by.append(made)
+            always, in_reach, in_region = made_by
+            self.rows = rows
+
+        _codes.add(call.__code__)
+        call = functools.wraps(function)(do_not_convert(call))
+        self.call: Any = property(call) if isinstance(own, property) else call
+        self.update = update
+
+
+def caller() -> Any:
+    """Returns the frame that has called the replaced function in whose replacement this runs."""
+    frame: Any = inspect.currentframe()
+    while frame.f_code not in _codes:
+        frame = frame.f_back
+    return frame.f_back
+
+
+# The code of what takes the place of functions: one object.
+_codes: set[types.CodeType] = set()
+# By what takes the place of the function.
+_replaced: dict[Any, _Replaced] = {}
+
+
+def install(rows: Iterable[Replacement]) -> None:
+    """Replaces functions, all or none. A row that is there already changes nothing.
+
+    Args:
+        rows: `Replacement`s. Those of features that are off are left out.
+
+    Raises:
+        MissingName: a row without a feature names a function that is not there.
+    """
+    with lock:
+        there = {row for each in _replaced.values() for row in each.rows}
+        new: dict[Any, list[Replacement]] = {}
+        for row in dict.fromkeys(rows):
+            if row not in there and (row.feature is None or features.is_on(row.feature)):
+                new.setdefault(row.place.get(), []).append(row)
+        changes = []
+        for now, its_rows in new.items():
+            replaced = _replaced.get(now) or _Replaced(now)
+            replaced.update([*replaced.rows, *its_rows])
+            if replaced.call is not now:
+                _replaced[replaced.call] = replaced
+                changes += [(row.place, now, replaced.call) for row in its_rows]
+        _put(changes)
+
+
+def uninstall(rows: Iterable[Replacement]) -> None:
+    """Takes rows out again. Functions that other code has put around ours stay there.
+
+    Args:
+        rows: `Replacement`s that were installed, or not.
+    """
+    with lock:
+        changes = []
+        for replaced in list(_replaced.values()):
+            gone = [row for row in replaced.rows if row in rows]
+            kept = [row for row in replaced.rows if row not in gone]
+            if gone:
+                replaced.update(kept)
+            for row in gone if not kept else ():
+                if isinstance(row.place, Everywhere) or row.place.get() is replaced.call:
+                    changes.append((row.place, replaced.call, replaced.own))
+        _put(changes)
+
+
+def installed() -> list[Replacement]:
+    """Returns all rows that are installed in this process."""
+    return [row for replaced in _replaced.values() for row in replaced.rows]
+
+
+def _put(changes: Iterable[tuple[Name | Method | Everywhere, Any, Any]]) -> None:
+    """Puts functions in the place of others.
+
+    A library has thousands of modules, so what is replaced together takes one pass over them.
+    """
+    by_name: dict[str, list[tuple[str, Any, Any]]] = {}
+    for place, before, after in changes:
+        if not isinstance(place, Everywhere):
+            place.set(after)
+            continue
+        library = place.function.__module__.partition(".")[0]
+        for name in {place.function.__name__, *place.names}:
+            by_name.setdefault(name, []).append((library, before, after))
+    libraries = {library for found in by_name.values() for library, _, _ in found}
+    for module_name, module in list(sys.modules.items()):
+        own_library = module_name.partition(".")[0]
+        if own_library in libraries:
+            for name in by_name.keys() & vars(module).keys():
+                for library, before, after in by_name[name]:
+                    if library == own_library and vars(module)[name] is before:
+                        setattr(module, name, after)
+                        break

@@ -1,0 +1,53 @@
+"""Threads of replicas, which inherit the state of the thread that starts them.
+
+`MirroredStrategy` and `MultiWorkerMirroredStrategy` run each replica in a thread of its own. This
+module needs TensorFlow only.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from keras_mp.hooks import reach
+from keras_mp.hooks.installer import Replacement, When, install
+from keras_mp.tensorflow_api import replicas
+from keras_mp.tensorflow_api.features import REPLICA_THREADS
+
+_State = TypeVar("_State")
+
+
+def inheriting(
+    state: Callable[[], _State], entered: Callable[[_State], AbstractContextManager[Any]]
+) -> Replacement:
+    """Returns the row by which replicas inherit a state of the thread that starts them.
+
+    Args:
+        state: function that returns the state of the current thread.
+        entered: function of a state that returns a context manager, in which a thread has it.
+    """
+
+    def make(own: Callable[..., None]) -> Callable[..., None]:
+        def start(self: threading.Thread) -> None:
+            run, of_starter = self.run, state()
+
+            def run_in_state() -> None:
+                with entered(of_starter):
+                    run()
+
+            self.run = run_in_state
+            own(self)
+
+        return start
+
+    return Replacement(replicas.start_thread, make, When.ALWAYS, REPLICA_THREADS)
+
+
+REACH = inheriting(reach.state, lambda state: reach.in_region(*state))
+
+
+def inherit(
+    state: Callable[[], _State], entered: Callable[[_State], AbstractContextManager[Any]]
+) -> None:
+    """Lets replicas inherit a state, from this call on. See `inheriting`."""
+    install([inheriting(state, entered)])

@@ -1,0 +1,222 @@
+"""The one installer of what keras_mp replaces: when a row acts, order, threads, errors, undoing."""
+
+import inspect
+import sys
+import threading
+import types
+
+import pytest
+import tensorflow as tf
+
+from keras_mp import hooks
+from keras_mp.hooks import Everywhere, Method, Replacement, When, reach
+from keras_mp.tensorflow_api.features import Feature
+from keras_mp.tensorflow_api.names import MissingName, Name
+from tests.common import once
+
+pytestmark = once
+
+REGION = reach.Region(tf.bfloat16)
+
+
+def adding(letter):
+    def make(own):
+        def call(text):
+            return f"{letter}({own(text)})"
+
+        return call
+
+    return make
+
+
+@pytest.fixture
+def library():
+    """Two modules of one library, of which the second has imported a function of the first."""
+
+    def spell(text):
+        return text
+
+    spell.__module__ = "a_library.first"
+    modules = {name: types.ModuleType(name) for name in ("a_library.first", "a_library.second")}
+    for module in modules.values():
+        module.spell = spell
+    before = hooks.installed()
+    sys.modules.update(modules)
+    yield modules
+    hooks.uninstall([row for row in hooks.installed() if row not in before])
+    for name in modules:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def first(library):
+    return library["a_library.first"]
+
+
+@pytest.mark.parametrize("when", When)
+def test_a_row_acts_where_it_says(first, when):
+    own = first.spell
+    hooks.install([Replacement(Method(first, "spell"), adding("a"), when)])
+    assert first.spell is not own
+    assert first.spell("x") == ("a(x)" if when == When.ALWAYS else "x")
+    with reach.entered(tf.float16):
+        assert first.spell("x") == ("x" if when == When.IN_A_REGION else "a(x)")
+    with reach.in_region(REGION):
+        assert first.spell("x") == "a(x)"
+    assert first.spell.__name__ == "spell"
+    assert inspect.unwrap(first.spell) is own
+
+
+def test_rows_of_one_function_lie_around_one_another_in_one_function(first):
+    place = Method(first, "spell")
+    hooks.install([Replacement(place, adding("region"), When.IN_A_REGION)])
+    ours = first.spell
+    hooks.install([Replacement(place, adding("reach")), Replacement(place, adding("reach, later"))])
+    hooks.install([Replacement(place, adding("always"), When.ALWAYS)])
+    assert first.spell is ours
+    assert ours("x") == "always(x)"
+    with reach.in_region(REGION):
+        assert ours("x") == "region(reach, later(reach(always(x))))"
+        with reach.without_region():
+            assert ours("x") == "reach, later(reach(always(x)))"
+
+
+def test_a_row_is_installed_once(first):
+    row = Replacement(Method(first, "spell"), adding("a"), When.ALWAYS)
+    hooks.install([row, row])
+    hooks.install([row])
+    assert first.spell("x") == "a(x)"
+    assert hooks.installed().count(row) == 1
+
+
+def test_threads_that_install_the_same_at_once_install_it_once(first):
+    row = Replacement(Method(first, "spell"), adding("a"), When.ALWAYS)
+    barrier = threading.Barrier(8)
+
+    def install():
+        barrier.wait()
+        hooks.install([row])
+
+    threads = [threading.Thread(target=install) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert first.spell("x") == "a(x)"
+
+
+def test_a_function_is_replaced_in_all_modules_that_have_it(library, first):
+    second = library["a_library.second"]
+    second.alias = own = second.spell
+    hooks.install([Replacement(Everywhere(own), adding("a"), When.ALWAYS)])
+    assert first.spell is second.spell
+    assert first.spell("x") == "a(x)"
+    assert second.alias is own
+    # The public function is ours now. A row for it is one for TensorFlow's own.
+    row = Replacement(Everywhere(first.spell), adding("b"), When.ALWAYS)
+    hooks.install([row])
+    assert second.spell("x") == "b(a(x))"
+    hooks.uninstall([row])
+    assert second.spell("x") == "a(x)"
+
+
+def test_all_names_under_which_modules_have_it(library, first):
+    first.alias = first.spell
+    hooks.install([Replacement(Everywhere(first.spell, ("alias",)), adding("a"), When.ALWAYS)])
+    assert first.alias is first.spell
+    assert first.alias("x") == "a(x)"
+
+
+def test_undone_it_is_the_librarys_own(library, first):
+    own = first.spell
+    rows = [Replacement(Everywhere(own), adding(each), When.ALWAYS) for each in "ab"]
+    hooks.install(rows)
+    hooks.uninstall(rows[:1])
+    assert first.spell("x") == "b(x)"
+    hooks.uninstall(rows)
+    assert first.spell is library["a_library.second"].spell is own
+    assert not set(rows) & set(hooks.installed())
+    hooks.install(rows)
+    assert first.spell("x") == "b(a(x))"
+
+
+def test_what_others_have_put_around_it_stays(first):
+    row = Replacement(Method(first, "spell"), adding("a"), When.ALWAYS)
+    hooks.install([row])
+    ours = first.spell
+    first.spell = theirs = lambda text: f"theirs({ours(text)})"
+    hooks.uninstall([row])
+    assert first.spell is theirs
+    assert first.spell("x") == "theirs(x)"
+
+
+def test_a_property(first):
+    class Owner:
+        @property
+        def spelled(self):
+            return "x"
+
+    own = vars(Owner)["spelled"]
+    row = Replacement(
+        Method(Owner, "spelled"), lambda own: lambda self: f"a({own(self)})", When.ALWAYS
+    )
+    hooks.install([row])
+    assert Owner().spelled == "a(x)"
+    hooks.uninstall([row])
+    assert vars(Owner)["spelled"] is own
+
+
+def test_all_or_none_is_replaced(first):
+    own = first.spell
+    rows = [
+        Replacement(Method(first, "spell"), adding("a")),
+        Replacement(Name("tf.__internal__.there_is_no_such_name"), adding("b")),
+    ]
+    with pytest.raises(MissingName, match="no_such_name"):
+        hooks.install(rows)
+    assert first.spell is own
+    assert not set(rows) & set(hooks.installed())
+
+
+def test_a_row_that_cannot_be_made_changes_nothing(first):
+    own = first.spell
+
+    def make(own):
+        raise ValueError("no")
+
+    row = Replacement(Method(first, "spell"), make)
+    with pytest.raises(ValueError, match="no"):
+        hooks.install([Replacement(Method(first, "spell"), adding("a")), row])
+    assert first.spell is own
+
+
+def test_a_feature_that_is_off_is_left_out(first):
+    name = Name("tf.__internal__.there_is_no_such_name")
+    feature = Feature("something", "Nothing else changes.", (name,))
+    rows = [
+        Replacement(name, adding("a"), feature=feature),
+        Replacement(Method(first, "spell"), adding("b"), When.ALWAYS),
+    ]
+    with pytest.warns(UserWarning, match="does without a feature: something"):
+        hooks.install(rows)
+    assert first.spell("x") == "b(x)"
+    assert rows[0] not in hooks.installed()
+
+
+def test_the_frame_that_called_a_replaced_function(first):
+    found = []
+
+    def make(own):
+        def call(text):
+            found.append(hooks.caller().f_code.co_name)
+            return own(text)
+
+        return call
+
+    hooks.install([Replacement(Method(first, "spell"), make, When.ALWAYS)])
+
+    def the_program():
+        return first.spell("x")
+
+    the_program()
+    assert found == ["the_program"]
