@@ -175,7 +175,9 @@ def _expect_all() -> None:
         x = tf.constant([[_X]])
         differentiate = functools.partial(_gradients, where="in a function")
         function = tf.function(differentiate, autograph=False)
-        results = [function(x)]
+        # In the reach of a region, and without one.
+        with reach.entered(_TRIAL.dtype):
+            results = [function(x)]
         with reach.in_region(_TRIAL):
             results += [_gradients(x, "in eager"), function(x)]
             nodes = function.get_concrete_function(x).function_def.node_def
