@@ -207,7 +207,7 @@ def _put(changes: Iterable[tuple[Name | Method | Everywhere, Any, Any]]) -> None
         for name in {place.function.__name__, *place.names}:
             by_name.setdefault(name, []).append((library, before, after))
     libraries = {library for found in by_name.values() for library, _, _ in found}
-    for module_name, module in list(sys.modules.items()):
+    for module_name, module in list(sys.modules.items()) if libraries else ():
         own_library = module_name.partition(".")[0]
         if own_library in libraries:
             for name in by_name.keys() & vars(module).keys():
