@@ -14,7 +14,7 @@ from keras_mp.grad_scaler import GradScaler
 from keras_mp.step import finiteness, gradients, replicas
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.schedule import MIN_LOSS_SCALE
-from keras_mp.support import validation
+from keras_mp.support import host, validation
 from keras_mp.support.autograph import do_not_convert
 
 
@@ -217,7 +217,7 @@ class LossScaleGradientTape(tf.GradientTape):
 
         state = (tf.constant(0), finiteness.all_finite(first), *(first[i] for i in positions))
         if self._max_retries:
-            state = tf.while_loop(goes_on, again, state)
+            state = host.rare_loop(goes_on, again, state)
         retries, finite, *found = state
         if self._moves_scale and isinstance(self._loss_scale, DynamicLossScale):
             self._move(self._loss_scale, retries, finite, loss_is_finite, scale_after)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 from keras_mp.tensorflow_api import operations
 
@@ -25,6 +26,18 @@ def _allowed_types(op: str, device: str) -> tuple[dict[str, frozenset[int]], ...
     """Returns the dtypes that each kernel allows, by the attributes that it limits."""
     return tuple(
         {each.name: frozenset(each.allowed_values.list.type) for each in kernel.constraint}
-        for kernel in operations.kernels_of(op).kernel
+        for kernel in _kernels().get(op, ())
         if kernel.device_type in (device, "DEFAULT")
     )
+
+
+@functools.cache
+def _kernels() -> dict[str, list[Any]]:
+    """Returns what TensorFlow says about all kernels, by the types of their operations.
+
+    Asked for one operation, it looks through all of them as well.
+    """
+    by_op: dict[str, list[Any]] = {}
+    for kernel in operations.all_kernels().kernel:
+        by_op.setdefault(kernel.op, []).append(kernel)
+    return by_op

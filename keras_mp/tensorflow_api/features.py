@@ -39,7 +39,7 @@ _TRACED = (
     gradients.custom_in_graph,
     graphs.key_of_trace,
 )
-_KERNELS = (operations.definition, operations.kernels_of)
+_KERNELS = (operations.definition, operations.all_kernels)
 
 GRADIENTS = Feature(
     "gradients that are computed like the layer that they are of",

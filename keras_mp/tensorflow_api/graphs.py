@@ -22,6 +22,8 @@ handle_data = Name("tensorflow.python.ops.handle_data_util.get_handle_data")
 xla_context = Name("tf.__internal__.get_enclosing_xla_context")
 # Gives an operation another input.
 update_input = Name("tf.Operation._update_input")
+# Gives an operation another attribute.
+set_attribute = Name("tf.Operation._set_attr")
 # The gradient function of an operation other than that of its type.
 gradient_function = Attribute("tf.Operation._gradient_function")
 

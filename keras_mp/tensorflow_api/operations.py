@@ -21,7 +21,7 @@ GlobalOpDispatcher = Name("tf.__internal__.dispatch.GlobalOpDispatcher")
 
 # The definition of an operation, by its type.
 definition = Name("tensorflow.python.framework.op_def_registry.get")
-kernels_of = Name("tensorflow.python.framework.kernels.get_registered_kernels_for_op")
+all_kernels = Name("tensorflow.python.framework.kernels.get_all_registered_kernels")
 
 # Callbacks after each operation of a thread.
 add_callback = Name("tensorflow.python.framework.op_callbacks.add_op_callback")

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_mp
 from benchmarks import __main__ as command
 from benchmarks import (
     autocast,
     common,
     defects,
+    first,
     fit,
     layers,
     losses,
@@ -348,6 +350,30 @@ def test_tracing_counts_the_operations_of_each_wrapper(monkeypatch):
 
 
 @once
+@pytest.mark.parametrize("kind", first.KINDS)
+def test_what_comes_first_is_measured_in_its_order(kind, monkeypatch):
+    monkeypatch.setattr(first, "BLOCKS", 1)
+    monkeypatch.setattr(first, "STEPS_OF_LOOP", 1)
+    with keras_mp.policy_scope(None):
+        seconds = first.measure("keras_mp", "mixed_float16", kind)
+    assert [*seconds] == ["import tensorflow", "import keras_mp", "model", kind, f"{kind} again"]
+    assert all(each > 0 for each in seconds.values())
+
+
+@once
+def test_what_comes_before_all_kinds_has_one_row():
+    names = ("import tensorflow", "import keras_mp", "model")
+    seconds = dict.fromkeys((*names, "loop", "loop again"), 0.5)
+    ours = {name: 2 * each for name, each in seconds.items()}
+    turns = [{"Keras": seconds, "keras_mp": ours}]
+    assert first.rows_of(turns, "loop") == [
+        ["loop", "0.50", "1.00", "2.00"],
+        ["loop again", "0.50", "1.00", "2.00"],
+    ]
+    assert [row[0] for row in first.rows_of(turns, first.KINDS[0])] == [*names]
+
+
+@once
 def test_the_machine_is_named():
     machine = common.machine()
     assert f"TensorFlow {tf.__version__}" in machine
@@ -374,7 +400,7 @@ def test_a_wrong_name_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmarks", "speed"])
     with pytest.raises(SystemExit):
         command.main()
-    assert "there are ['autocast', 'defects', 'faults', 'fit', " in capsys.readouterr().err
+    assert "there are ['autocast', 'defects', 'faults', 'first', 'fit', " in capsys.readouterr().err
 
 
 @once
