@@ -182,6 +182,26 @@ def paths_in_config(model: tf.keras.Model) -> set[str]:
     return {path for path, *_ in _layer_configs(model.get_config())}
 
 
+def policy_path(model: tf.keras.Model, path: str) -> str | None:
+    """Returns the layer to name for `convert`: this one, or the one around it that has its policy.
+
+    Args:
+        model: A model of `tf.keras`.
+        path: str. The path of a layer.
+
+    Returns:
+        Its path; None if there is no such layer, or if the model has no config.
+    """
+    try:
+        in_config = paths_in_config(model)
+    except Exception:  # A user's class may raise anything.
+        return None
+    layers = layers_by_path(model)
+    while path and not (path in layers and path in in_config):
+        path = path.rpartition("/")[0]
+    return path or None
+
+
 def units_by_path(model: tf.keras.Model) -> dict[str, tf.keras.layers.Layer]:
     """Returns the layers of a model that get a policy each, by their paths.
 

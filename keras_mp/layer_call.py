@@ -94,16 +94,13 @@ def _call_in(
         # Of a layer that was made after `compile`.
         if getattr(layer, "activity_regularizer", None) is not None:
             regularizers.wrap_activity_regularizer(layer)
-    is_at_rim = model_outputs.is_last(layer)
-    if (
+    is_at_rim = model_outputs.is_last(layer) or (
         is_model
-        and not is_at_rim
         and not keras_api.is_in_a_layer(layer)
         and (dtype is not None or _has_outputs_of(policy_class, layer))
-    ):
-        given = tf.nest.flatten((args, kwargs))
-        is_at_rim = not any(map(keras_api.is_symbolic_input, given))
-    if is_at_rim:
+    )
+    # A model that Keras 2 builds in its first call would get a layer for each cast.
+    if is_at_rim and not any(map(keras_api.is_symbolic_input, tf.nest.flatten((args, kwargs)))):
         outputs = model_outputs.call(keras_call, layer, dtype, args, kwargs)
         if not is_model:
             again_in_float32.mark_activations(outputs)

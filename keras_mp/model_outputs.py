@@ -252,7 +252,7 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
         # A layer for raw data has rounded it.
         result: Any = raw_inputs.before_rounding(output)
         if not _is_float32(result):
-            with keras_api.autocast_scope(None):
+            with keras_api.autocast_scope(None), _in_the_scope_of(output):
                 result = exact.of(output)
             is_cast = result is None
             if result is None:
@@ -272,6 +272,13 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
     if all(old is new for old, new in zip(before, after)):
         return outputs
     return tf.nest.pack_sequence_as(outputs, after)
+
+
+def _in_the_scope_of(output: Any) -> contextlib.AbstractContextManager[Any]:
+    """Names operations of a graph as those of the layer that has made a tensor."""
+    is_in_graph = isinstance(output, tf.Tensor) and not tf.executing_eagerly()
+    scope = output.op.name.rpartition("/")[0] if is_in_graph else ""
+    return tf.name_scope(f"{scope}/") if scope else contextlib.nullcontext()
 
 
 def _is_float32(value: object) -> bool:

@@ -4,23 +4,28 @@ import itertools
 import os
 import traceback
 from collections import Counter
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.layer_paths import variables_inside
+from keras_mp.layer_paths import layers_by_path, variables_inside
 from keras_mp.numerics import batches, hazards, own_thread
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.graphs import origins, traces
-from keras_mp.numerics.hazards.traced_step import Suspect, TracedStep
+from keras_mp.numerics.graphs import traces
+from keras_mp.numerics.hazards.observed import Hazard, Observed
+from keras_mp.numerics.hazards.traced_step import TracedStep
 from keras_mp.numerics.results import Finding
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
+from keras_mp.variables import type_errors
+
+# Nothing else can be looked at.
+UNTRACEABLE = ("a custom gradient without dtypes", "dtypes that do not fit")
 
 _DTYPES = (*LOW_PRECISION_NAMES, "half")
 _OURS = os.path.dirname(hazards.__file__)
@@ -101,54 +106,44 @@ def policy_of(model: tf.keras.Model) -> str:
 def _findings(
     model: tf.keras.Model, batch: Batch, device: str | None, progress: Progress
 ) -> Iterator[Finding]:
-    suspects: list[Suspect | Finding] = []
     scopes: dict[str, str] = {}
+    seen: list[tuple[Hazard, Observed]] = []
+    steps: list[TracedStep] = []
 
     @do_not_convert
-    def inspect(result: object) -> list[list[tf.Tensor]]:
-        step = TracedStep(model, batch, result, scopes, device)
+    def inspect(result: object) -> list[dict[str, tf.Tensor]]:
         # A function that makes variables is traced twice. The last trace is the one that runs.
-        begun = [each for hazard in hazards.HAZARDS for each in _begun(hazard(step))]
-        suspects[:] = [suspect for suspect, _ in begun]
-        return [list(measured) for _, measured in begun]
+        steps[:] = [TracedStep(model, batch, result, scopes, device)]
+        seen[:] = [(each, found) for each in hazards.HAZARDS for found in each.measure(steps[0])]
+        return [
+            {name: each for name, each in found.numbers.items() if isinstance(each, tf.Tensor)}
+            for _, found in seen
+        ]
 
     progress.begin("tracing the step")
-    step = traces.step_of(model, batch, scopes, inspect)
+    traced = traces.step_of(model, batch, scopes, inspect)
     progress.begin("running it")
-    measured = _run_and_restore(model, step, batch)
     places = set()
-    for suspect, values in zip(suspects, measured, strict=True):
-        finding = suspect if isinstance(suspect, Finding) else _answer(suspect, values)
+    for (hazard, found), measured in zip(seen, _run_and_restore(model, traced, batch), strict=True):
+        arrays = {name: np.asarray(each) for name, each in measured.items()}
+        numbers = {name: each if each.ndim else each.item() for name, each in arrays.items()}
+        said = hazard.judge(**{**found.numbers, **numbers})
+        if said is None:
+            continue
+        at, line = said.at or found.at, None
+        if isinstance(at, tf.Operation):
+            line = steps[0].line(at)
+            at = steps[0].where(at)
+        finding = Finding(said.hazard, said.where or at, line, said.why, said.cure, said.units)
         # Several operations of one line are one finding.
-        if finding is not None and finding.place not in places:
+        if finding.place not in places:
             places.add(finding.place)
             yield finding
 
 
-def _begun(hazard: Any) -> Iterator[tuple[Suspect | Finding, Sequence[tf.Tensor]]]:
-    """Yields each suspect of a hazard, with the tensors that it waits for."""
-    for each in hazard:
-        if isinstance(each, Finding):
-            yield each, ()
-        elif isinstance(each, Generator):
-            yield from _begun(each)
-        else:
-            yield hazard, each
-            return
-
-
-def _answer(suspect: Suspect, values: Sequence[tf.Tensor]) -> Finding | None:
-    """Sends a suspect the values that it waits for, and returns its finding."""
-    try:
-        suspect.send([np.asarray(value) for value in values])
-    except StopIteration as end:
-        return end.value
-    return None
-
-
 def _run_and_restore(
     model: tf.keras.Model, step: tf.types.experimental.ConcreteFunction, batch: Batch
-) -> list[list[tf.Tensor]]:
+) -> list[dict[str, tf.Tensor]]:
     # The graph knows those that it reads, of the optimizer and of the program, too.
     read = step.graph.variables  # pyright: ignore[reportAttributeAccessIssue]
     variables = {id(each): each for each in (*read, *variables_inside(model))}.values()
@@ -167,30 +162,44 @@ def _is_made_here(error: Exception) -> bool:
 
 def _finding_of_error(model: tf.keras.Model, batch: Batch, error: Exception) -> Finding | None:
     """Returns a finding about an error over dtypes that do not fit; None for other errors."""
-    frames = traceback.extract_tb(error.__traceback__)
-    # AutoGraph puts the user's lines before the message.
-    of_dtypes = [text for text in str(error).splitlines() if any(d in text for d in _DTYPES)]
-    if _is_made_here(error) or not of_dtypes:
+    reason = batches.reason(error)
+    if _is_made_here(error) or not any(dtype in reason for dtype in _DTYPES):
         return None
-    why = f"The step cannot be traced: {of_dtypes[-1].strip()}"
-    lines = [Line(f.filename, f.lineno or 0) for f in frames if not origins.is_library(f.filename)]
+    why = f"The step cannot be traced: {reason}"
+    without_dtypes, unfit = UNTRACEABLE
     custom = _custom_gradients(model, batch)
     if custom:
         return Finding(
-            "a custom gradient without dtypes",
+            without_dtypes,
             " or ".join(custom),
             next(iter(custom.values())),
             why,
             "Let the gradient function of tf.custom_gradient return gradients in the dtypes of "
             "its inputs: tf.cast(gradient, x.dtype).",
         )
+    layer = _layer_that_raised(error)
+    paths = {id(each): path for path, each in layers_by_path(model).items()}
+    if layer is None:
+        where, computes = "the training step", ""
+    else:
+        where = str(paths.get(id(layer), layer.name))
+        computes = f" {layer.name!r} computes in {layer.compute_dtype}."
     return Finding(
-        "dtypes that do not fit",
-        "the training step",
-        lines[-1] if lines else None,
-        why,
-        "Cast to self.compute_dtype, and make variables with `add_weight`, which casts them.",
+        unfit,
+        where,
+        type_errors.users_last_line(error),
+        f"{why}{computes}",
+        "Cast there to self.compute_dtype, and make variables with `add_weight`, which casts them; "
+        'or create the layer with dtype="float32".',
     )
+
+
+def _layer_that_raised(error: Exception) -> Any:
+    """Returns the innermost layer that was being called when an error was raised, or None."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    called = [frame.f_locals.get("self") for frame in frames]
+    layers = [each for each in called if isinstance(each, tf.keras.layers.Layer)]
+    return layers[-1] if layers else None
 
 
 def _custom_gradients(model: tf.keras.Model, batch: Batch) -> dict[str, Line]:

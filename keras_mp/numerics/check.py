@@ -22,11 +22,13 @@ from keras_mp.numerics.comparison.compare import compare, compare_records, recor
 from keras_mp.numerics.comparison.compare_function import compare_function
 from keras_mp.numerics.comparison.compared import Comparison
 from keras_mp.numerics.comparison.layer_distances import MANY_ZEROS
+from keras_mp.numerics.comparison.own_share import UNSCALED
 from keras_mp.numerics.comparison.records import Record
+from keras_mp.numerics.comparison.runs import LOSS
 from keras_mp.numerics.comparison.training_loss import GivenLoss, first_scale
 from keras_mp.numerics.exponents.advice import Advice
 from keras_mp.numerics.exponents.advise import advise
-from keras_mp.numerics.exponents.histogram import round_down
+from keras_mp.numerics.exponents.histogram import exponent_of, round_down
 from keras_mp.numerics.exponents.what_if import WhatIf, what_if
 from keras_mp.numerics.results import Finding, Result
 from keras_mp.op_autocast.context_manager import autocast
@@ -36,13 +38,18 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 # What may not be looked at.
 _DISTANCES, _SCALES = "the distances from the reference", "loss scales"
 
+_SCALE = "the loss scale"
+
 # What follows from these is no finding of its own.
 _CAUSES = (
     *("a constant that is infinite in 16 bits", "an input that 16 bits do not hold"),
     "an overflow in the forward pass",
     *("an underflow in the forward pass", "a result that is not finite in any dtype"),
     *("an epsilon that is 0 in 16 bits", "a batch that is not finite"),
+    *audit.UNTRACEABLE,
 )
+# They explain what the loss makes of the outputs.
+_OF_THE_LOSS = ("a softmax in 16 bits", "a sigmoid in 16 bits", "a loss in 16 bits")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -80,10 +87,13 @@ class Check(Result):
         """What is wrong, the cause first; empty for a model that there is nothing to say about."""
         found = sorted(self.hazards, key=lambda each: each.hazard not in _CAUSES)
         if not self.has_cause:
-            for more in (self.comparison.findings if self.comparison else ()), self._advised():
+            advised = list(self._advised())
+            compared = self.comparison.findings if self.comparison else []
+            is_of_scale = any(each.where == _SCALE for each in advised)
+            for more in (advised, compared) if is_of_scale else (compared, advised):
                 paths = {each.path for each in found}
                 found += [each for each in more if each.path not in paths]
-        return tuple(found)
+        return tuple(each for each in found if not any(_explains(other, each) for other in found))
 
     @property
     def has_cause(self) -> bool:
@@ -97,7 +107,9 @@ class Check(Result):
         falls = 0 < (advice.loss_scale or 0.0) < self.what_if.loss_scale
         is_planned = falls and self.scale_moves and not advice.policies
         if advice.sentences and not is_planned:
-            where = next(iter(advice.policies), "the loss scale")
+            if not advice.policies:
+                advice = self.advice()  # the figure that users get
+            where = next(iter(advice.policies), _SCALE)
             hazard, why = f"numbers that {self.what_if.dtype} loses", " ".join(advice.sentences)
             yield Finding(hazard, where, None, why, _cure(advice))
 
@@ -114,7 +126,8 @@ class Check(Result):
             ValueError: the model was not run at loss scales.
         """
         if self.what_if is None:
-            raise ValueError(f"The model was not run at loss scales. {' '.join(self.notes)}")
+            why = " ".join(self.notes) or "Only a model of `tf.keras` with a loss is."
+            raise ValueError(f"The model was not run at loss scales. {why}")
         return advise(self.what_if, self.what_if.dtype, tolerance)
 
     def to_text(self, rows: int | None = text_tables.MOST) -> str:
@@ -148,12 +161,14 @@ class Check(Result):
         return f"<Check of {self.name!r}: {len(self.findings)} findings>"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the findings and the comparison, as JSON has them."""
+        """Returns the findings, the comparison, loss scales and advice, as JSON has them."""
         return {
             "name": self.name,
             "policy": self.policy,
             "findings": self.findings,
             "comparison": self.comparison and self.comparison.to_dict(),
+            "what_if": self.what_if and self.what_if.to_dict(),
+            "advice": self.what_if and self.advice(),
             "notes": self.notes,
         }
 
@@ -183,6 +198,19 @@ class Check(Result):
         if self.comparison is None:
             raise ValueError(f"Nothing was compared. {' '.join(self.notes)}")
         return self.comparison
+
+
+def _explains(cause: Finding, other: Finding) -> bool:
+    """Whether a finding follows from another one."""
+    if cause.hazard in _OF_THE_LOSS:
+        return other.path == LOSS
+    if cause.hazard == UNSCALED:
+        return other.where == _SCALE
+    if other.hazard.startswith("numbers that ") and cause.path.startswith(f"{other.path}/"):
+        return True  # It names the layer around.
+    # What a loss scale that is too small makes of gradients.
+    is_backward = other.hazard == "a difference in the backward pass"
+    return cause.where == _SCALE and is_backward and other.why.startswith("Underflow")
 
 
 def _first_of(group: Sequence[Finding], where: str) -> Finding:
@@ -218,9 +246,31 @@ def _cure(advice: Advice) -> str:
     """Returns the lines that do what an advice says."""
     lines = [f"keras_mp.convert(model, {advice.policies})"] if advice.policies else []
     if advice.loss_scale:
-        scale = f"keras_mp.DynamicLossScale({advice.loss_scale:g})"
+        scale = f"keras_mp.DynamicLossScale(2.0**{exponent_of(advice.loss_scale)})"
         lines.append(f"keras_mp.LossScaleOptimizer(optimizer, {scale})")
     return f"{' and '.join(lines)}, and check again." if lines else "See the numbers above."
+
+
+def _missing(
+    model: tf.keras.Model,
+    batch: Batch,
+    loss: GivenLoss | None,
+    step: Callable[..., tf.Tensor] | None,
+    dtypes: Sequence[str],
+) -> dict[str, str]:
+    """Returns what cannot be looked at, and why: an argument is missing."""
+    if not dtypes:
+        return {_SCALES: "The model does not compute in 16 bits."}
+    if step is not None:
+        return {_SCALES: "It is not known what `step` multiplies: pass `loss` in its place."}
+    if loss is None and not getattr(model, "loss", None):
+        what = _SCALES if has_own_train_step(model) else f"the backward pass, and {_SCALES}"
+        return {
+            what: f"The loss of {model.name!r} is not known: pass `loss`, or compile the model."
+        }
+    if batch.y is None:
+        return {_SCALES: "The batch has no labels: pass (x, y)."}
+    return {}
 
 
 def check(
@@ -313,6 +363,9 @@ def check(
         )
     found = [audit.audit(narrow, each, device) for each in made]
     checked = Check(narrow.name, audit.policy_of(narrow), tuple(audit.of_batches(found)))
+    if any(each.hazard in audit.UNTRACEABLE for each in checked.hazards):
+        note = f"{_DISTANCES}, and {_SCALES}. The step has to be mended first."
+        return dataclasses.replace(checked, notes=(note,))
     has_own_step = has_own_train_step(narrow)
     notes: dict[str, list[str]] = {}  # What could not be looked at, by the reason.
 
@@ -331,7 +384,6 @@ def check(
             return None
 
     how: dict[str, Any] = {"loss": loss, "step": step, "training": training}
-    is_known = loss is not None or getattr(narrow, "loss", None)
     wanted = sorted({*map(float, scales), round_down(first_scale(narrow))})
 
     def look_at(batch: Batch) -> tuple[Comparison | None, WhatIf | None]:
@@ -351,8 +403,10 @@ def check(
             with own_thread.random_numbers():
                 return what_if(*pair(True), dtypes[0], wanted)
 
-        can_run = dtypes and step is None and is_known and batch.y is not None
-        return look(_DISTANCES, compared), look(_SCALES, run_at_scales) if can_run else None
+        missing = _missing(narrow, batch, loss, step, dtypes)
+        for what in missing:
+            notes.setdefault(missing[what], []).append(what)
+        return look(_DISTANCES, compared), None if missing else look(_SCALES, run_at_scales)
 
     # A record is one of a single batch.
     looked_at = map(look_at, made[:1] if isinstance(reference, Record) else made)

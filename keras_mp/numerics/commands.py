@@ -5,28 +5,30 @@ python -m keras_mp profile MODEL.keras BATCH.npz [--policy NAME] [--device "GPU 
 python -m keras_mp tune MODEL.keras BATCHES.npz [--tolerance 0.05] [--output MIXED.keras]
 python -m keras_mp watch MODEL.keras BATCHES.npz [--policy NAME] [--epochs 1]
 
-Each takes --import MODULE, for a model with layers of your own.
+Each takes the arguments of its tool that a text can express, such as `--leave-out` for `leave_out`,
+and --import MODULE, for a model with layers of your own.
 """
 
 import argparse
 import importlib
+import inspect
 import os
 import pathlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics import copies
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.check import Check, check
+from keras_mp.numerics.check import check
 from keras_mp.numerics.comparison.records import Record
-from keras_mp.numerics.profile import Profile, profile
+from keras_mp.numerics.profile import profile
+from keras_mp.numerics.results import Result
 from keras_mp.numerics.tune import tune
-from keras_mp.numerics.tuned import Tuned
 from keras_mp.numerics.watch import watch
 from keras_mp.support import messages, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -52,22 +54,18 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parse(argv)
     with tf.keras.utils.custom_object_scope(_objects_of(options.modules)):
-        return _look(options)
-
-
-def _look(options: argparse.Namespace) -> int:
-    model, batch = _load_model(options.model), load_batch(options.batch)
-    try:
-        if getattr(options, "policy", None):
-            model = copies.compiled(model, options.policy)
-        result, status = options.look(model, batch, options)
-    except (TypeError, ValueError, ImportError, tf.errors.OpError) as error:
-        # For example, labels of another shape, or matplotlib is missing.
-        _fail(f"{options.model} cannot be {options.looked_at}: {error}")
-    print(result.to_text(options.rows))
-    if options.json:
-        pathlib.Path(options.json).write_text(result.to_json() + "\n", encoding="utf-8")
-    return status
+        model, batch = _load_model(options.model), load_batch(options.batch)
+        try:
+            if options.policy:
+                model = copies.compiled(model, options.policy)
+            result, status = options.command.run(model, batch, options)
+        except (TypeError, ValueError, ImportError, tf.errors.OpError) as error:
+            # For example, labels of another shape, or matplotlib is missing.
+            _fail(f"{options.model} cannot be {options.command.looked_at}: {error}")
+        print(result.to_text(options.rows))
+        if options.json:
+            pathlib.Path(options.json).write_text(result.to_json() + "\n", encoding="utf-8")
+        return status
 
 
 def load_batch(path: str) -> Batch:
@@ -129,15 +127,14 @@ def _objects_of(modules: Sequence[str]) -> dict[str, Any]:
     return objects
 
 
-def _check(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[Check, int]:
-    found = check(
-        model,
-        tuple(batch),
-        reference=_reference(options),
-        loss=options.loss,
-        device=options.device,
-        training=not options.inference,
-    )
+def _check(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[Result, int]:
+    arguments = _arguments(options)
+    reference = options.reference
+    if reference.endswith(".npz"):
+        arguments["reference"] = Record.load(reference)
+    elif reference.endswith((".keras", ".h5")) or os.path.exists(reference):
+        arguments["reference"] = _load_model(reference)
+    found = check(model, tuple(batch), **arguments)
     if options.csv:
         found.to_csv(options.csv)
     if options.picture:
@@ -149,14 +146,14 @@ def _check(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> 
 
 def _profile(
     model: tf.keras.Model, batch: Batch, options: argparse.Namespace
-) -> tuple[Profile, int]:
-    return profile(model, tuple(batch), device=options.device), SOUND
+) -> tuple[Result, int]:
+    return profile(model, tuple(batch), **_arguments(options)), SOUND
 
 
-def _watch(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[watch, int]:
+def _watch(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[Result, int]:
     if getattr(model, "optimizer", None) is None:
         raise ValueError("it is not compiled, so it cannot be trained")
-    watching = watch(model, every=1, weights=True, raises=False)
+    watching = watch(model, **_arguments(options))
     how = {"batch_size": options.batch_size, "epochs": options.epochs, "verbose": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", messages.MixedPrecisionWarning)  # `found` has them.
@@ -165,43 +162,101 @@ def _watch(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> 
     return watching, FOUND if watching.found else SOUND
 
 
-def _reference(options: argparse.Namespace) -> Any:
-    if not options.reference:
-        return "float32"
-    if options.reference.endswith(".npz"):
-        return Record.load(options.reference)
-    return _load_model(options.reference)
-
-
-def _tune(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[Tuned, int]:
-    tuned = tune(
-        model,
-        list(_cut(batch, options.batch_size)),
-        dtype=options.dtype,
-        tolerance=options.tolerance,
-        loss=options.loss,
-        include=options.include or "*",
-        leave_out=options.leave_out,
-    )
+def _tune(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[Result, int]:
+    size = options.batch_size
+    starts = range(0, min(len(each) for each in batch.parts()), size)
+    batches = [tuple(batch.rows(start, start + size)) for start in starts]
+    tuned = tune(model, batches, **_arguments(options))
     if options.output:
         tuned.model.save(options.output)
     return tuned, SOUND if tuned.policies[""] != "float32" else FOUND
 
 
-def _cut(samples: Batch, size: int) -> Iterator[tuple[Any, ...]]:
-    """Cuts samples into batches of that size."""
-    for start in range(0, min(len(each) for each in samples.parts()), size):
-        yield tuple(samples.rows(start, start + size))
+class _Command(NamedTuple):
+    """A tool as a command.
+
+    Attributes:
+        tool: what has the arguments.
+        run: runs it with a model, a batch and the options; returns the result and the exit status.
+        looked_at: what the model has then been.
+        description: str.
+        more: options that are no arguments of the tool.
+        defaults: of arguments, where others suit a command.
+    """
+
+    tool: Callable[..., Any]
+    run: Callable[..., tuple[Result, int]]
+    looked_at: str
+    description: str
+    more: tuple[str, ...] = ()
+    defaults: dict[str, Any] = {}  # noqa: RUF012
+
+
+_COMMANDS = {
+    "check": _Command(
+        *(check, _check, "checked"),
+        "Is a saved model safe and right in 16 bits? Looks for known hazards in its training step, "
+        "compares it with float32 layer by layer, and runs it at its loss scale. The exit status "
+        "is 0 if nothing is found, 1 if something is, 2 if a file cannot be used or a part of this "
+        "cannot be done.",
+        ("--inference", "--csv", "--picture"),
+    ),
+    "profile": _Command(
+        *(profile, _profile, "profiled"),
+        "Why is a saved model not faster? Prints what computes in which dtype and why, the time of "
+        "a training step by class of operation, and the changes that save most.",
+    ),
+    "watch": _Command(
+        *(watch, _watch, "watched"),
+        "What happens while a saved model trains? Trains it, and prints the first operation that "
+        "is not finite, and the exponents of gradients and outputs. The exit status is 1 if an "
+        "operation is not finite. The file is not changed.",
+        ("--epochs", "--batch-size"),
+        {"every": 1, "weights": True, "raises": False},
+    ),
+    "tune": _Command(
+        *(tune, _tune, "tuned"),
+        "Finds the policy of each layer of a saved model: as many multiplications in 16 bits as a "
+        "tolerance allows, measured on batches, of which the last quarter is held out. The exit "
+        "status is 0 if layers may compute in 16 bits, 1 if none may, 2 if a file cannot be used. "
+        "The JSON has the policies, which keras_mp.convert and --policy of the other commands "
+        "take.",
+        ("--batch-size", "--output"),
+    ),
+}
+
+
+def _parameters(command: _Command) -> Iterator[tuple[str, inspect.Parameter]]:
+    """Yields the flags and parameters of a tool that a text can express, but for the policy."""
+    for parameter in inspect.signature(command.tool).parameters.values():
+        flag = f"--{parameter.name.replace('_', '-')}"
+        is_simple = isinstance(parameter.default, bool | int | float | str)
+        if flag not in _COMMON and (is_simple or flag in _OPTIONS):
+            yield flag, parameter
+
+
+def _arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the keyword arguments of a tool, those that were given or have a default."""
+    found = {p.name: getattr(options, p.name) for _, p in _parameters(options.command)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m keras_mp")
     commands = parser.add_subparsers(required=True)
-    for name, (look, looked_at, description, options) in _COMMANDS.items():
-        command = commands.add_parser(name, description=description)
-        command.set_defaults(look=look, looked_at=looked_at)
-        for option in (*_COMMON, *options):
-            command.add_argument(option, **_OPTIONS[option])
+    for name, command in _COMMANDS.items():
+        made = commands.add_parser(name, description=command.description)
+        for flag, parameter in _parameters(command):
+            default, how = parameter.default, _OPTIONS.get(flag, {})
+            kind: dict[str, Any] = {} if "action" in how else {"default": default}
+            if isinstance(default, bool):
+                kind["action"] = argparse.BooleanOptionalAction
+            elif isinstance(default, int | float):
+                kind |= {"type": type(default), "metavar": "N"}
+            made.add_argument(flag, **{**kind, **how})
+        for flag in ("model", "batch", *_COMMON, *command.more):
+            made.add_argument(flag, **_OPTIONS[flag])
+        made.set_defaults(command=command, **command.defaults)
     return parser.parse_args(argv)
 
 
@@ -232,9 +287,9 @@ def _positive(text: str) -> int:
     return value
 
 
-_COMMON = ("model", "batch", "--all-rows", "--json", "--import")
+_COMMON = ("--policy", "--all-rows", "--json", "--import")
 _COUNT = {"type": _positive, "metavar": "N"}
-_PATTERNS = {"action": "append", "default": [], "metavar": "PATTERN"}
+_PATTERNS = {"action": "append", "metavar": "PATTERN"}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"metavar": "MODEL.keras", "help": "a model that tf.keras has saved"},
     "batch": {
@@ -262,6 +317,15 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "for a model that was saved in float32: for example mixed_float16, or a .json file "
         "of tune",
     },
+    "--csv": {"type": _path(".csv"), "metavar": "PATH"},
+    "--picture": {"type": _path(".png", ".svg", ".pdf"), "metavar": "PATH"},
+    "--epochs": {"default": 1, **_COUNT},
+    "--batch-size": {"default": 32, "help": "samples in a batch (default: %(default)s)", **_COUNT},
+    "--output": {
+        "type": _path(".keras"),
+        "metavar": "MIXED.keras",
+        "help": "the mixed model, not compiled",
+    },
     "--loss": {"metavar": "NAME", "help": "a loss of tf.keras (default: that of the model)"},
     "--device": {
         "metavar": "GPU",
@@ -269,73 +333,30 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--reference": {
         "metavar": "OTHER",
-        "help": "compare with this model (.keras), or with this record (.npz), instead of float32",
+        "help": "compare with this policy, model (.keras) or record (.npz) (default: %(default)s)",
+    },
+    "--scales": {
+        "nargs": "+",
+        "action": "extend",
+        "type": float,
+        "metavar": "SCALE",
+        "help": "more loss scales to run it at",
     },
     "--inference": {
-        "action": "store_true",
+        "action": "store_false",
+        "dest": "training",
         "help": "call layers with training=False (no dropout)",
     },
-    "--csv": {"type": _path(".csv"), "metavar": "PATH"},
-    "--picture": {"type": _path(".png", ".svg", ".pdf"), "metavar": "PATH"},
-    "--epochs": {"default": 1, **_COUNT},
-    "--batch-size": {"default": 32, "help": "samples in a batch (default: %(default)s)", **_COUNT},
     "--tolerance": {
-        "type": float,
-        "default": 0.05,
         "help": "the largest relative distance of outputs, loss and gradients from float32 "
         "(default: %(default)s)",
     },
-    "--dtype": {"choices": LOW_PRECISION_NAMES, "default": "float16"},
+    "--dtype": {"choices": LOW_PRECISION_NAMES},
     "--include": {
-        "help": "layers that may compute in 16 bits, such as encoder/* (default: all); may be "
-        "repeated",
+        "help": "layers to take, such as encoder/* (default: all); may be repeated",
         **_PATTERNS,
     },
     "--leave-out": {"help": "layers that stay in float32; may be repeated", **_PATTERNS},
-    "--output": {
-        "type": _path(".keras"),
-        "metavar": "MIXED.keras",
-        "help": "the mixed model, not compiled",
-    },
-}
-
-# What looks at a model, what it has then been, a description, and options beside `_COMMON`.
-_COMMANDS: dict[str, tuple[Callable[..., Any], str, str, tuple[str, ...]]] = {
-    "check": (
-        _check,
-        "checked",
-        "Is a saved model safe and right in 16 bits? Looks for known hazards in its training step, "
-        "compares it with float32 layer by layer, and runs it at its loss scale. The exit status "
-        "is 0 if nothing is found, 1 if something is, 2 if a file cannot be used or a part of this "
-        "cannot be done.",
-        ("--policy", "--loss", "--device", "--reference", "--inference", "--csv", "--picture"),
-    ),
-    "profile": (
-        _profile,
-        "profiled",
-        "Why is a saved model not faster? Prints what computes in which dtype and why, the time of "
-        "a training step by class of operation, and the changes that save most.",
-        ("--policy", "--device"),
-    ),
-    "watch": (
-        _watch,
-        "watched",
-        "What happens while a saved model trains? Trains it, and prints the first operation that "
-        "is not finite, and the exponents of gradients and outputs. The exit status is 1 if an "
-        "operation is not finite. The file is not changed.",
-        ("--policy", "--epochs", "--batch-size"),
-    ),
-    "tune": (
-        _tune,
-        "tuned",
-        "Finds the policy of each layer of a saved model: as many multiplications in 16 bits as a "
-        "tolerance allows, measured on batches, of which the last quarter is held out. The exit "
-        "status is 0 if layers may compute in 16 bits, 1 if none may, 2 if a file cannot be used. "
-        "The JSON has the policies, which keras_mp.convert and --policy of the other commands "
-        "take.",
-        (
-            *("--loss", "--tolerance", "--dtype", "--batch-size", "--include", "--leave-out"),
-            "--output",
-        ),
-    ),
+    "--exclude": {"help": "operations not to look at; may be repeated", **_PATTERNS},
+    "--last-step": _COUNT,
 }

@@ -16,17 +16,21 @@ UNIT_ROUNDOFF = {
 }
 
 # The smallest numbers above 0.
-SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149}
+SMALLEST = {
+    "float16": 2.0**-24,
+    "bfloat16": 2.0**-133,
+    "float32": 2.0**-149,
+    "float8_e4m3fn": 2.0**-9,
+    "float8_e5m2": 2.0**-16,
+}
+
+# The largest, of dtypes that are easily exceeded.
+LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 # A distance of more units is a finding: about 1 % in float16, 8 % in bfloat16. Sound layers have
 # 0.2 to 1, and gradients of convolutions in float16 up to 15, since kernels for CPUs add up some
 # thousand products in it. Planted defects begin at 100.
 LIMIT = 16.0
-
-
-# Inputs of a batch, and weights, that make an overflow their own: networks begin with numbers of
-# about 1, and few that train have weights of more than 10.
-LARGE_INPUTS, LARGE_WEIGHTS = 1000.0, 100.0
 
 
 @dataclasses.dataclass(frozen=True)

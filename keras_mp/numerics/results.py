@@ -48,7 +48,9 @@ class Finding(NamedTuple):
         return self.hazard, self.where, self.line
 
     def __str__(self) -> str:
-        at = f" ({self.line.file}:{self.line.number})" if self.line else ""
+        at = ""
+        if self.line is not None and not self.where.endswith(f"({self.line.short})"):
+            at = f" ({self.line.file}:{self.line.number})"
         return f"{self.hazard}, in {self.where}{at}\n    {self.why}\n    Cure: {self.cure}"
 
 

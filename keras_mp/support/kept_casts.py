@@ -115,6 +115,8 @@ def is_finite(value: tf.Tensor) -> tf.Tensor:
     Returns:
         bool tensor.
     """
+    if value.dtype.size == 1:
+        value = tf.cast(value, tf.float32)  # There is no kernel for 8 bits.
     if not (is_low(value.dtype) and may_be_compiled_by_xla()):
         return tf.math.is_finite(value)
     bits, exponents = tf.bitcast(value, tf.uint16), _EXPONENTS[value.dtype]

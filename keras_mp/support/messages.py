@@ -37,6 +37,11 @@ class Line(NamedTuple):
     file: str
     number: int
 
+    @property
+    def short(self) -> str:
+        """Such as "model.py:12"."""
+        return f"{os.path.basename(self.file)}:{self.number}"
+
 
 def users_line() -> Line:
     """Returns the line of the first caller outside the libraries."""

@@ -133,14 +133,15 @@ def _said(error: Exception) -> str:
 
 def _where(error: Exception) -> tuple[str, str]:
     """Returns where the user's program ran into an error, in words, and its source."""
-    line = _users_last_line(error)
+    line = users_last_line(error)
     if line is None:
         return "in it", ""
     source = linecache.getline(*line).strip()
     return f"in line {line.number} of {line.file} (`{source}`)", source
 
 
-def _users_last_line(error: Exception) -> messages.Line | None:
+def users_last_line(error: Exception) -> messages.Line | None:
+    """Returns the innermost line of the user's program that an error has come through, or None."""
     # AutoGraph runs a copy of the program, and notes to which lines of it the copy's belong.
     converted = getattr(error, "ag_error_metadata", None)
     stack = list(converted.translated_stack)[::-1] if converted else []

@@ -105,7 +105,7 @@ def compare(narrow: Runner, wide: Runner) -> Comparison:
         name=_describe(narrow.model),
         reference=_describe(wide.model),
         layers=layers,
-        findings=own or ([first.finding()] if first else []),
+        findings=own or ([first.finding(narrow.model)] if first else []),
         losses=(run.loss, other.loss),
         loss_scale=run.loss_scale,
     )

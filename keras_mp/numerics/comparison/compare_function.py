@@ -300,7 +300,8 @@ def _explained(first: TooFar, run: Run, exact: Run, dtype: str) -> Finding:
         reason = Explanation(what, line)
     elif not is_forward or not reason.line:
         reason = reason._replace(line=line)
-    return difference(layer, side, reason, distance, is_layer=False)
+    in_float32 = "run it in float32: with keras_mp.autocast(enabled=False):"
+    return difference(layer, side, reason, distance, in_float32)
 
 
 def _until(run: Run, path: str | None) -> KeptOperations:

@@ -13,6 +13,7 @@ from keras_mp.numerics.comparison.runs import array
 from keras_mp.numerics.distances import SMALLEST, UNIT_ROUNDOFF, relative, rms, underflow
 from keras_mp.numerics.operations.kept import KeptOperation, KeptOperations
 from keras_mp.support import op_table
+from keras_mp.support.messages import Line
 
 _REDUCTIONS = op_table.ops("sums over axes", "sums of tensors", "gradients of biases")
 _PRODUCTS = op_table.ops("matrix products", "matrix products into another dtype") | {"Conv2D"}
@@ -32,11 +33,11 @@ class Explanation(NamedTuple):
 
     Attributes:
         what: str. The operation and its error.
-        line: str or None. The line of the program.
+        line: the line of the program, or None.
     """
 
     what: str
-    line: str | None
+    line: Line | None
 
 
 def explain(

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
+from keras_mp.conversion import policy_path
+from keras_mp.numerics.causes import CURES
 from keras_mp.numerics.comparison.compared import ComparedLayer
 from keras_mp.numerics.comparison.explanations import Explanation
 from keras_mp.numerics.comparison.layer_calls import LayerCall
@@ -37,9 +40,10 @@ class TooFar(NamedTuple):
     name: str
     distance: Distance
 
-    def finding(self) -> Finding:
+    def finding(self, model: tf.keras.Model | None = None) -> Finding:
         """Returns what is wrong, as far as what the layer returned tells."""
-        return difference(self.layer, self.side, Explanation(_what(self), None), self.distance)
+        reason = Explanation(_what(self), None)
+        return difference(self.layer, self.side, reason, self.distance, cure_in(model, self.layer))
 
 
 def difference(
@@ -47,7 +51,7 @@ def difference(
     side: str,
     reason: Explanation,
     distance: Distance,
-    is_layer: bool = True,
+    in_float32: str,
 ) -> Finding:
     """Returns the finding that a layer differs from the reference.
 
@@ -56,24 +60,35 @@ def difference(
         side: "forward" or "backward".
         reason: Explanation.
         distance: Distance.
-        is_layer: bool. False for an operation of a function. Defaults to True.
+        in_float32: str. What else to do than to change the line.
     """
-    at = f" ({reason.line})" if reason.line else ""
+    at = f" ({reason.line.short})" if reason.line else ""
     why = reason.what[0].upper() + reason.what[1:]
     if math.isfinite(distance.units):
         why += f": {distance.units:,.0f} times as far off as rounding explains"
-    in_float32 = "it in float32: with keras_mp.autocast(enabled=False):"
-    if is_layer:
-        convert = f'keras_mp.convert(model, {{"{layer.path}": "float32"}})'
-        in_float32 = f"the layer in float32: {convert}"
     return Finding(
         f"a difference in the {side} pass",
         f"{layer.path} ({layer.kind}){at}",
-        None,
+        reason.line,
         f"{why}.",
-        f"Change that line, or run {in_float32}.",
+        CURES["off"].format(in_float32=in_float32),
         distance.units,
     )
+
+
+def cure_in(model: tf.keras.Model | None, layer: LayerRecord | LayerCall) -> str:
+    """Returns what lets a layer compute in float32, as words that follow "or".
+
+    Args:
+        model: whose layer it is; None if it is not known.
+        layer: LayerRecord or LayerCall.
+    """
+    if layer.path == LOSS:
+        return "cast to float32 in the loss: tf.cast(predictions, tf.float32)"
+    path = layer.path if model is None else policy_path(model, layer.path)
+    if path is None or layer.kind == "Sequential":
+        return 'compute it in float32: cast there, or create the layer with dtype="float32"'
+    return f'run the layer in float32: keras_mp.convert(model, {{"{path}": "float32"}})'
 
 
 def compare_layers(

@@ -1,16 +1,23 @@
 """The errors of each layer alone: it runs again in both dtypes, on its inputs in 16 bits."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
+from keras_mp.numerics.causes import CURES
 from keras_mp.numerics.comparison import runs
 from keras_mp.numerics.comparison.compared import ComparedLayer
 from keras_mp.numerics.comparison.explanations import Explanation, explain
 from keras_mp.numerics.comparison.layer_calls import Called, LayerCall, RandomNumbers
-from keras_mp.numerics.comparison.layer_distances import difference, distances, largest_gradients
+from keras_mp.numerics.comparison.layer_distances import (
+    cure_in,
+    difference,
+    distances,
+    largest_gradients,
+)
 from keras_mp.numerics.comparison.noise import NOISE, NOISY_RUNS, Noise
 from keras_mp.numerics.comparison.records import SIDES, LayerRecord
 from keras_mp.numerics.comparison.records import explain as explain_by_noise
@@ -22,6 +29,10 @@ from keras_mp.numerics.results import Finding
 # A layer amplifies rounding if its outputs move so many times as far as its inputs, and if on this
 # batch the outputs of the two runs are so many times further apart than the inputs.
 _AMPLIFIES, _RISES = 64.0, 16.0
+
+UNSCALED = "a gradient that ignores the loss scale"
+# A gradient does not grow with the loss scale if it is further from that, as a share of its size.
+_NOT_LINEAR = 0.1
 
 
 class _Own(NamedTuple):
@@ -71,6 +82,7 @@ def judge(
         The rows, with each layer's own distances; and the findings, the forward pass first. Of
         nested layers, the innermost is named. A layer whose inputs are not finite is not blamed.
     """
+    unscaled = [] if run.loss_scale == 1 else _unscaled(rows, run, other, numbers)
     judged: list[ComparedLayer] = []
     forward: list[_Culprit] = []
     backward: list[_Culprit] = []
@@ -91,11 +103,74 @@ def judge(
         is_inside = any(call.contains(culprit.call) for culprit in backward)
         if own.backward is not None and own.backward.units > LIMIT and not is_inside:
             backward.append(_Culprit(call, wide, "backward", own.backward))
+    if unscaled:
+        backward.clear()  # What comes of gradients of another size is no finding of its own.
     # Gradients come in reverse order. A cell that is called for each time step is named once.
     first: dict[tuple[str, str], _Culprit] = {}
     for culprit in (*forward, *reversed(backward)):
         first.setdefault((culprit.call.path, culprit.side), culprit)
-    return judged, [_finding(culprit, run, numbers) for culprit in first.values()]
+    findings = [_finding(culprit, run, numbers) for culprit in first.values()]
+    return judged, [*findings, *unscaled]
+
+
+def _unscaled(
+    rows: Sequence[ComparedLayer], run: Run, other: Run, numbers: RandomNumbers
+) -> list[Finding]:
+    """Returns findings about calls whose gradients do not grow with the loss scale.
+
+    That is tried with twice the upstream gradient, if gradients are off. Of nested calls, the
+    innermost is named.
+    """
+    if not any(row.gradient is not None and row.gradient.units > LIMIT for row in rows):
+        return []
+    found: list[LayerCall] = []
+    findings = []
+    for call, wide in zip(run.calls, other.calls):
+        upstream = run.gradients[call.position]
+        if any(map(call.contains, found)) or not runs.are_finite([*call.inputs, *upstream]):
+            continue
+        doubled = [None if each is None else 2 * each for each in upstream]
+        with kept() as operations:
+            once, twice = (
+                runs.replay(call, wide.layer, each, numbers=numbers, dtype="float32").gradients
+                for each in (upstream, doubled)
+            )
+        growth = _growth(once, twice)
+        if growth is None:
+            continue
+        found.append(call)
+        lines = (each.line for each in operations.operations if each.is_gradient and each.line)
+        at = next(lines, None)
+        findings.append(
+            Finding(
+                UNSCALED,
+                f"{call.path} ({call.kind})",
+                at,
+                f"With twice the upstream gradient, the gradient of its {growth.name} is "
+                f"{growth.times:.3g} times as large, not 2. So it is not multiplied by the loss "
+                f"scale, {run.loss_scale:g}, by which it is divided later.",
+                CURES["unscaled"],
+            )
+        )
+    return findings
+
+
+class _Growth(NamedTuple):
+    """How many times as large a gradient is with twice the upstream gradient."""
+
+    name: str
+    times: float
+
+
+def _growth(once: Mapping[str, tf.Tensor], twice: Mapping[str, tf.Tensor]) -> _Growth | None:
+    """Returns the gradient that is furthest from being twice as large, if one is far from it."""
+    worst, furthest = None, _NOT_LINEAR
+    for name, gradient in once.items():
+        one, two = runs.array(gradient), runs.array(twice[name])
+        size = rms(one) if np.isfinite(one).all() else 0.0
+        if size and relative(two, 2 * one) > furthest:
+            worst, furthest = _Growth(name, rms(two) / size), relative(two, 2 * one)
+    return worst
 
 
 def _own(call: LayerCall, wide: LayerCall, run: Run, numbers: RandomNumbers) -> _Own:
@@ -163,7 +238,7 @@ def _finding(culprit: _Culprit, run: Run, numbers: RandomNumbers) -> Finding:
     call, wide, side, distance, text = culprit
     text = text or _of_other_weights(call.layer, wide.layer)
     reason = Explanation(text, None) if text else _explanation(call, wide, side, run, numbers)
-    return difference(call, side, reason, distance)
+    return difference(call, side, reason, distance, cure_in(run.model, call))
 
 
 def _of_other_weights(layer: Called, wide: Called) -> str | None:

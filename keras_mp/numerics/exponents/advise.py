@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from keras_mp.numerics.distances import LARGE_INPUTS, LARGE_WEIGHTS, UNIT_ROUNDOFF
+from keras_mp.numerics.causes import LARGE_INPUTS, LARGE_WEIGHTS, SAID
+from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.exponents.advice import Advice, Facts, power, share_of
 from keras_mp.numerics.exponents.gradient_advice import about_gradients, overflow
 from keras_mp.numerics.exponents.reports import Report
@@ -119,15 +120,9 @@ def _cause(facts: Facts, layer: str) -> list[str]:
         return []
     weight = runs.largest_weights.get(layer, 0.0)
     if weight >= LARGE_WEIGHTS:
-        return [
-            f"The weights of `{layer}` reach {weight:.3g}. If training has made them so large, it "
-            "has diverged: lower the learning rate, and restart from earlier weights."
-        ]
+        return [f"The weights of `{layer}` reach {weight:.3g}. {SAID['weights']}"]
     if runs.largest_input >= LARGE_INPUTS:
-        return [
-            f"The inputs reach {runs.largest_input:.3g}: normalize them first, for example "
-            "with tf.keras.layers.Normalization."
-        ]
+        return [f"The inputs reach {runs.largest_input:.3g}: {SAID['inputs']}"]
     return []
 
 

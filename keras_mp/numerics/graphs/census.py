@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_mp import model_outputs
 from keras_mp.grappler import optimize, passes
 from keras_mp.grappler import report as rewrites
 from keras_mp.numerics import batches, own_thread
@@ -25,6 +26,10 @@ from keras_mp.support import op_table, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
+
+# Where keras_mp computes outputs of subclassed models once more.
+_MADE_AGAIN = ("exact_outputs.py", "again_in_float32.py")
+_RETURNED = "the model returns float32"
 
 # They hand on the numbers that they get, and compute none.
 _NO_COMPUTATIONS = op_table.ops(
@@ -138,7 +143,7 @@ class Census(Result):
         name: str. The name of the function, or of the model.
         traced: `Graph`, as it was traced.
         optimized: `Graph`, as grappler leaves it and TensorFlow runs it; None where XLA compiles
-            it as a whole, which grappler does not see.
+            it as a whole, which grappler does not see, or where grappler fails.
         device: str. The GPU that it is about; None if it is about this machine.
         sending: `Sending`, what the host sends to a GPU; None where none computes, and where XLA
             compiles it as a whole.
@@ -271,7 +276,10 @@ def _census(
     if rewrites.is_compiled(concrete) or getattr(model, "jit_compile", False) is True:
         return Census(name, traced, None, device)
     rewritten_to = passes.enabled_dtype()
-    graph = rewrites.optimized(meta, rewritten_to, device)
+    try:
+        graph = rewrites.optimized(meta, rewritten_to, device)
+    except tf.errors.UnimplementedError:  # of a dtype that a pass of it does not know
+        return Census(name, traced, None, device)
     reader.rewritten_to = rewritten_to
     nodes = Walk(graph, walk).nodes
     sent = sending.of(nodes, device, model)
@@ -292,6 +300,7 @@ class _Reader:
     ) -> None:
         self._made = {op.name: op for op in graph.get_operations()}
         self._layers, self._is_model = origins.Layers(model, scopes), model is not None
+        self._last = set() if model is None else _last_layers(model)
         self._is_autocast = any(_is_autocast(name) for name in self._made)
         # By path, the dtypes before the graph was rewritten.
         self._before: dict[str, str] = {}
@@ -323,6 +332,12 @@ class _Reader:
         takes = () if call is None or call.type not in CALLS else call.inputs
         calls = [each.op.name for each in takes if each.op.type in CALLS]
         return next(filter(self._layers.path, calls), path)
+
+    def _is_returned(self, path: str) -> bool:
+        """Whether an operation is in float32 since the model returns that."""
+        made = self._made.get(origins.forward_name(path, self._made))
+        is_made_again = made is not None and origins.is_made_in(made, _MADE_AGAIN)
+        return is_made_again or id(self._layers.layer(path)) in self._last
 
     def _operation(self, node: Node) -> Operation:
         work = node.work
@@ -359,6 +374,8 @@ class _Reader:
                 "loss, metrics or optimizer" if self._is_model and not is_users else "the program"
             )
         policy = layer.dtype_policy.name
+        if dtype == "float32" and self._is_returned(node.path):
+            return _RETURNED
         if dtype == layer.compute_dtype:
             return f"policy {policy}"
         if made is not None and origins.maker_of(made) == "user":
@@ -379,11 +396,13 @@ class _Reader:
             after or own,
             before or own,
             self._line(name),
-            self._why_cast(name, source, after, before),
+            self._why_cast(name, source, after, before, takers if dtype == "float32" else ()),
             size * math.prod(length or 0 for length in shape or ()) * node.turns,
         )
 
-    def _why_cast(self, name: str, source: Node | None, after: str, before: str) -> str:
+    def _why_cast(
+        self, name: str, source: Node | None, after: str, before: str, takers: Sequence[str]
+    ) -> str:
         made = self._made.get(name)
         if name.endswith("AutoMixedPrecision"):
             return "the graph rewrite"
@@ -396,6 +415,8 @@ class _Reader:
         maker = None if made is None else origins.maker_of(made)
         if maker == "user":
             return "the program's own cast"
+        if any(map(self._is_returned, takers)):
+            return _RETURNED
         if maker == "keras_mp":
             return "keras_mp: loss, loss scaling or float32 sums"
         if not self._layers.name(name) and not before:
@@ -405,6 +426,19 @@ class _Reader:
     def _line(self, name: str) -> Line | None:
         made = self._made.get(name)
         return None if made is None else origins.line_of(made)
+
+
+def _last_layers(model: Any) -> set[int]:
+    """Returns the ids of the layers that a model calls in float32, since it returns that."""
+    found: set[int] = set()
+    waiting = list(model_outputs.last_layers(model))
+    while waiting:
+        layer = waiting.pop()
+        waiting += model_outputs.last_layers(layer)
+        policy = getattr(layer, "dtype_policy", None)
+        if policy is not None and model_outputs.returns_float32(model, policy):
+            found.add(id(layer))
+    return found
 
 
 def _is_autocast(name: str) -> bool:

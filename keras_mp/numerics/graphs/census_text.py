@@ -151,7 +151,7 @@ def _sentences(census: "Census") -> Iterator[str]:
     if census.sending is not None:
         yield from sending.sentences(census.sending)
     if census.optimized is None:
-        yield "XLA compiles it: it is shown as it was traced, and XLA may leave casts out."
+        yield "It is shown as it was traced: XLA compiles it, or grappler fails on it."
 
 
 def _some(names: Iterable[str]) -> str:

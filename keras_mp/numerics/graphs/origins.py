@@ -5,7 +5,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -85,6 +85,22 @@ class Layers:
         """Returns the innermost layer of an operation, or None."""
         path = self.path(name)
         return path[-1][1] if path else None
+
+
+def forward_name(name: str, known: Container[str]) -> str:
+    """Returns the name of the operation that one of the backward pass belongs to.
+
+    Args:
+        name: str. Of any operation.
+        known: the names of all operations.
+    """
+    before, is_gradient, after = name.partition(f"{_GRADIENT}/")
+    around = before + after if is_gradient else ""
+    while around:
+        around = around.rpartition("/")[0]
+        if around in known:
+            return around
+    return name
 
 
 def is_of_backward_pass(name: str) -> bool:

@@ -1,12 +1,10 @@
-"""The hazards that `keras_mp.numerics.audit` looks for.
+"""The hazards that `check` looks for in a training step.
 
-Each is a function that takes a `TracedStep`. It is a `Suspect` itself, or yields several, or
-findings that need no measurement. A suspect yields tensors to measure, gets their values, and
-returns a `Finding`, or None. To add a hazard, write such a function, put it into `HAZARDS`, causes
-before their consequences, and plant the defect in a model in the tests.
+Each has two functions. The one measures: it goes through a `TracedStep` and yields what is
+`Observed`, with names for the numbers that tell whether it matters. The other judges these numbers,
+and returns what is `Said`, or None. To add a hazard, write both, put them into `HAZARDS`, causes
+before their consequences, test the judge with numbers, and plant the defect in a model.
 """
-
-from collections.abc import Callable, Iterator
 
 from keras_mp.numerics.hazards import (
     dtypes,
@@ -17,31 +15,32 @@ from keras_mp.numerics.hazards import (
     step,
     values,
 )
-from keras_mp.numerics.hazards.traced_step import Suspect, TracedStep
-from keras_mp.numerics.results import Finding
+from keras_mp.numerics.hazards.observed import Hazard
 
-HAZARDS: tuple[Callable[[TracedStep], Suspect | Iterator[Suspect | Finding]], ...] = (
-    values.vanished_epsilon,
-    rounded.inputs_that_are_rounded,
-    not_finite.not_finite,
-    values.long_sums,
-    values.labels_beyond_the_outputs,
-    probabilities.softmax_before_a_logarithm,
-    probabilities.softmax_that_does_not_add_up,
-    probabilities.loss_in_16_bits,
-    dtypes.layers_in_float32,
-    dtypes.casts_there_and_back,
-    dtypes.float64,
-    dtypes.dtypes_for_no_tensor_core,
-    dtypes.shapes_for_no_tensor_core,
-    step.gradients_that_vanish,
-    step.loss_multiplied_by_a_number,
-    step.clipping_before_unscaling,
-    step.accumulation_under_a_moving_scale,
-    step.epsilon_of_the_optimizer,
-    step.weights_that_are_lost,
-    step.replicas_that_do_not_agree,
-    step.updates_that_are_lost,
-    rounded.weights_written_in_16_bits,
-    states.states_in_16_bits,
+HAZARDS = (
+    Hazard(values.epsilons, values.judge_epsilon),
+    Hazard(rounded.inputs, rounded.judge_input),
+    Hazard(not_finite.numbers, not_finite.judge),
+    Hazard(values.sums, values.judge_sum),
+    Hazard(values.labels, values.judge_labels),
+    Hazard(probabilities.before_a_logarithm, probabilities.judge_before_a_logarithm),
+    Hazard(probabilities.sums, probabilities.judge_sum),
+    Hazard(probabilities.cross_entropies, probabilities.judge_cross_entropy),
+    Hazard(dtypes.layers_in_float32, dtypes.judge_layer_in_float32),
+    Hazard(dtypes.casts_there_and_back, dtypes.judge_cast_there_and_back),
+    Hazard(dtypes.float64_data, dtypes.judge_float64_data),
+    Hazard(dtypes.float64_layers, dtypes.judge_float64_layer),
+    Hazard(dtypes.without_tensor_cores, dtypes.judge_without_tensor_cores),
+    Hazard(dtypes.odd_shapes, dtypes.judge_odd_shape),
+    Hazard(step.small_gradients, step.judge_small_gradients),
+    Hazard(step.factors, step.judge_factor),
+    Hazard(step.clipping, step.judge_clipping),
+    Hazard(step.accumulation, step.judge_accumulation),
+    Hazard(step.epsilon, step.judge_epsilon),
+    Hazard(step.weights, step.judge_weights),
+    Hazard(step.replicas, step.judge_replicas),
+    Hazard(step.updates, step.judge_updates),
+    Hazard(rounded.written_weights, rounded.judge_written_weight),
+    Hazard(states.sums, states.judge_sum),
+    Hazard(states.averages, states.judge_average),
 )

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from keras_mp import kernels
-from keras_mp.numerics.hazards.traced_step import UNIT_ROUNDOFF, Suspect, TracedStep, widened
+from keras_mp.numerics.distances import UNIT_ROUNDOFF
+from keras_mp.numerics.hazards.observed import Observed, Said
+from keras_mp.numerics.hazards.traced_step import TracedStep, widened
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION
 
@@ -24,47 +26,46 @@ _CROSS_ENTROPIES = {
 }
 
 
-def softmax_before_a_logarithm(traced: TracedStep) -> Iterator[Suspect]:
+def before_a_logarithm(step: TracedStep) -> Iterator[Observed]:
     """A loss takes the logarithm of probabilities that 16 bits have rounded."""
-    for operation, probabilities in _probabilities(traced):
-        if traced.leads_to(probabilities, ("Log", "Log1p"), _ON_THE_WAY, steps=12) is not None:
-            yield _before_a_logarithm(traced, operation, probabilities)
+    for operation, probabilities in _probabilities(step):
+        if step.leads_to(probabilities, ("Log", "Log1p"), _ON_THE_WAY, steps=12) is None:
+            continue
+        wide, logits = widened(probabilities), widened(operation.inputs[0])
+        is_true = _labels(step, wide)
+        if is_true is None:
+            continue
+        if operation.type == "Softmax":
+            exact, of_label = tf.nn.log_softmax(logits), wide
+        else:
+            exact = tf.where(is_true, tf.math.log_sigmoid(logits), tf.math.log_sigmoid(-logits))
+            of_label = tf.where(is_true, wide, 1.0 - wide)
+            is_true = tf.ones_like(is_true)
+        errors = tf.abs(tf.math.log(tf.clip_by_value(of_label, _SMALLEST, 1.0)) - exact)
+        worst = tf.reduce_max(tf.where(is_true, errors, 0.0))
+        dtype = probabilities.dtype.name
+        yield Observed(operation, kind=operation.type.lower(), dtype=dtype, worst=worst)
 
 
-def _before_a_logarithm(
-    traced: TracedStep, operation: tf.Operation, probabilities: tf.Tensor
-) -> Suspect:
-    logits, wide = widened(operation.inputs[0]), widened(probabilities)
-    is_true = _labels(traced, wide)
-    if is_true is None:
-        return None
-    if operation.type == "Softmax":
-        exact, of_label = tf.nn.log_softmax(logits), wide
-    else:
-        exact = tf.where(is_true, tf.math.log_sigmoid(logits), tf.math.log_sigmoid(-logits))
-        of_label = tf.where(is_true, wide, 1.0 - wide)
-        is_true = tf.ones_like(is_true)
-    errors = tf.abs(tf.math.log(tf.clip_by_value(of_label, _SMALLEST, 1.0)) - exact)
-    [worst] = yield [tf.reduce_max(tf.where(is_true, errors, 0.0))]
+def judge_before_a_logarithm(kind: str, dtype: str, worst: float) -> Said | None:
+    """The logarithm for a label of the batch is far from that of float32."""
     if worst < _TOO_FAR:
         return None
-    return traced.finding(
-        operation,
-        f"a {operation.type.lower()} in 16 bits",
-        f"The loss takes the logarithm of what a {operation.type.lower()} returns in "
-        f"{probabilities.dtype.name}: for a label of this batch it is {worst:.3g} away from that "
-        "of float32.",
+    return Said(
+        f"a {kind} in 16 bits",
+        f"The loss takes the logarithm of what a {kind} returns in {dtype}: for a label of this "
+        f"batch it is {worst:.3g} away from that of float32.",
         "Return logits and use a loss with from_logits=True, or give the activation "
         'dtype="float32". A loss of keras_mp.losses computes it from the logits by itself.',
     )
 
 
-def _probabilities(traced: TracedStep) -> Iterator[tuple[tf.Operation, tf.Tensor]]:
+def _probabilities(step: TracedStep) -> Iterator[tuple[tf.Operation, tf.Tensor]]:
     """Yields each softmax and sigmoid in 16 bits, and what it returns.
 
     Where a kernel of keras_mp computes it in float32 inside, that is the cast of the result.
     """
-    for operation in traced.forward:
+    for operation in step.forward:
         if operation.type not in ("Softmax", "Sigmoid"):
             continue
         output = operation.outputs[0]
@@ -77,10 +78,10 @@ def _probabilities(traced: TracedStep) -> Iterator[tuple[tf.Operation, tf.Tensor
                 yield operation, rounded
 
 
-def _labels(traced: TracedStep, probabilities: tf.Tensor) -> tf.Tensor | None:
+def _labels(step: TracedStep, probabilities: tf.Tensor) -> tf.Tensor | None:
     """Returns where a probability is that of the true class, by the labels of the batch."""
     shape = probabilities.shape
-    for labels in tf.nest.flatten(traced.batch.y):
+    for labels in tf.nest.flatten(step.batch.y):
         if labels is None or not (labels.dtype.is_floating or labels.dtype.is_integer):
             continue
         if _are_alike(labels.shape, shape):
@@ -103,45 +104,45 @@ def _are_alike(labels: tf.TensorShape, probabilities: tf.TensorShape) -> bool:
     return columns[0] == columns[1] or labels[-1:] == probabilities[-1:]
 
 
-def softmax_that_does_not_add_up(traced: TracedStep) -> Iterator[Suspect]:
+def sums(step: TracedStep) -> Iterator[Observed]:
     """Probabilities do not add up to 1, since their sum was made in 16 bits."""
-    for operation in traced.in_16_bits(("Softmax",)):
-        yield _sum_of_probabilities(traced, operation)
+    for operation in step.in_16_bits(("Softmax",)):
+        output = operation.outputs[0]
+        total = tf.reduce_sum(widened(output), -1)
+        off = tf.where(tf.math.is_finite(total), tf.abs(total - 1.0), 0.0)
+        numbers = {"dtype": output.dtype.name, "length": output.shape[-1]}
+        yield Observed(operation, **numbers, worst=tf.reduce_max(off))
 
 
-def _sum_of_probabilities(traced: TracedStep, operation: tf.Operation) -> Suspect:
-    output = operation.outputs[0]
-    total = tf.reduce_sum(widened(output), -1)
-    off = tf.where(tf.math.is_finite(total), tf.abs(total - 1.0), 0.0)
-    [worst] = yield [tf.reduce_max(off)]
-    if worst < 16 * UNIT_ROUNDOFF[output.dtype]:
+def judge_sum(dtype: str, length: int | None, worst: float) -> Said | None:
+    """Rounding each of them explains less."""
+    if worst < 16 * UNIT_ROUNDOFF[dtype]:
         return None
-    return traced.finding(
-        operation,
+    return Said(
         "a softmax in 16 bits",
-        f"A softmax over {output.shape[-1]} values in {output.dtype.name} returns probabilities "
-        f"whose sum is up to {worst:.2g} away from 1: it adds up in {output.dtype.name}.",
+        f"A softmax over {length} values in {dtype} returns probabilities whose sum is up to "
+        f"{worst:.2g} away from 1: it adds up in {dtype}.",
         'Give the softmax a layer of its own with dtype="float32", or cast its inputs to float32.',
     )
 
 
-def loss_in_16_bits(traced: TracedStep) -> Iterator[Suspect]:
+def cross_entropies(step: TracedStep) -> Iterator[Observed]:
     """A cross entropy is computed in 16 bits."""
-    for operation in traced.in_16_bits(_CROSS_ENTROPIES):
-        yield _cross_entropy(traced, operation)
+    for operation in step.in_16_bits(_CROSS_ENTROPIES):
+        (logits, labels), output = operation.inputs, operation.outputs[0]
+        labels = widened(labels) if labels.dtype in LOW_PRECISION else labels
+        right = _CROSS_ENTROPIES[operation.type](labels=labels, logits=widened(logits))
+        loss, exact = tf.reduce_mean(widened(output)), tf.reduce_mean(right)
+        yield Observed(operation, dtype=output.dtype.name, loss=loss, exact=exact)
 
 
-def _cross_entropy(traced: TracedStep, operation: tf.Operation) -> Suspect:
-    (logits, labels), output = operation.inputs, operation.outputs[0]
-    labels = widened(labels) if labels.dtype in LOW_PRECISION else labels
-    right = _CROSS_ENTROPIES[operation.type](labels=labels, logits=widened(logits))
-    loss, exact = yield tf.reduce_mean(widened(output)), tf.reduce_mean(right)
-    if abs(loss - exact) <= 4 * UNIT_ROUNDOFF[output.dtype] * abs(exact):
+def judge_cross_entropy(dtype: str, loss: float, exact: float) -> Said | None:
+    """Its mean is further from that of float32 than rounding explains."""
+    if abs(loss - exact) <= 4 * UNIT_ROUNDOFF[dtype] * abs(exact):
         return None
-    return traced.finding(
-        operation,
+    return Said(
         "a loss in 16 bits",
-        f"The cross entropy is computed in {output.dtype.name}, where its mean is {loss:.6g}; in "
-        f"float32 it is {exact:.6g}.",
+        f"The cross entropy is computed in {dtype}, where its mean is {loss:.6g}; in float32 it is "
+        f"{exact:.6g}.",
         "Cast the inputs of the loss to float32, or use a loss of keras_mp.losses.",
     )

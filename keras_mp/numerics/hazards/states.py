@@ -2,18 +2,14 @@
 
 import math
 from collections.abc import Hashable, Iterator, Mapping
+from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.numerics.distances import LIMIT
+from keras_mp.numerics.distances import LIMIT, UNIT_ROUNDOFF
 from keras_mp.numerics.graphs.origins import MOVES
-from keras_mp.numerics.hazards.traced_step import (
-    UNIT_ROUNDOFF,
-    Suspect,
-    TracedStep,
-    static_value,
-    widened,
-)
+from keras_mp.numerics.hazards.observed import Observed, Said
+from keras_mp.numerics.hazards.traced_step import TracedStep, static_value, widened
 from keras_mp.support.dtypes import LOW_PRECISION
 
 # By how much an operation that writes a variable multiplies its old value, and what it is given.
@@ -27,10 +23,25 @@ _SUMS = ("Add", "AddV2", "Sub")
 _CURE = 'Make the variable in float32: self.add_weight(..., dtype="float32").'
 
 
-def states_in_16_bits(traced: TracedStep) -> Iterator[Suspect]:
-    """A layer adds to a variable, or moves an average, in 16 bits."""
-    for write in traced.forward:
-        if write.type not in _WRITES or write.inputs[0].ref() in traced.trained:
+class _Write(NamedTuple):
+    """A variable is written in 16 bits.
+
+    Attributes:
+        operation: the one that writes.
+        dtype: str.
+        kept: float. By which number the old value is in the new one.
+        added: the tensors that are added to it.
+    """
+
+    operation: tf.Operation
+    dtype: str
+    kept: float
+    added: list[tf.Tensor]
+
+
+def _writes(step: TracedStep) -> Iterator[_Write]:
+    for write in step.forward:
+        if write.type not in _WRITES or write.inputs[0].ref() in step.trained:
             continue
         of_old, of_value = _WRITES[write.type]
         value, terms = write.inputs[1], [write.inputs[1]]
@@ -40,24 +51,62 @@ def states_in_16_bits(traced: TracedStep) -> Iterator[Suspect]:
                 value = value.op.inputs[0]
                 dtypes.add(value.dtype)
             terms = list(value.op.inputs) if value.op.type in _SUMS else []
-        low = dtypes.intersection(LOW_PRECISION)
-        if not low:
-            continue
-        dtype = max(low, key=UNIT_ROUNDOFF.__getitem__)
-        factors = _factors(traced, write)
-        kept = of_old + of_value * factors.get(value.ref(), 0.0)
-        added = [each for each in terms if each.ref() not in factors]
-        if kept == 1 and added:
-            yield _sum(traced, write, added[0], dtype)
-        elif 1 - 1 / LIMIT < kept < 1:
-            yield _average(traced, write, dtype, kept)
+        low = [each.name for each in dtypes.intersection(LOW_PRECISION)]
+        if low:
+            factors = _factors(step, write)
+            kept = of_old + of_value * factors.get(value.ref(), 0.0)
+            added = [each for each in terms if each.ref() not in factors]
+            yield _Write(write, max(low, key=UNIT_ROUNDOFF.__getitem__), kept, added)
 
 
-def _factors(traced: TracedStep, write: tf.Operation) -> Mapping[Hashable, float]:
+def sums(step: TracedStep) -> Iterator[Observed]:
+    """A layer adds to a variable in 16 bits."""
+    for write in _writes(step):
+        if write.kept == 1 and write.added:
+            added = widened(write.added[0])
+            least, most = tf.reduce_min(added), tf.reduce_max(added)
+            yield Observed(write.operation, dtype=write.dtype, least=least, most=most)
+
+
+def judge_sum(dtype: str, least: float, most: float) -> Said | None:
+    """A sum of numbers of both signs need not grow."""
+    largest = max(most, -least)
+    if least < 0 < most or not largest:
+        return None
+    return Said(
+        "a sum that stops in 16 bits",
+        f"Up to {largest:.3g} is added to a variable in each step, in {dtype}: from "
+        f"{largest / UNIT_ROUNDOFF[dtype]:,.0f} on, that changes nothing.",
+        _CURE,
+    )
+
+
+def averages(step: TracedStep) -> Iterator[Observed]:
+    """A layer moves an average in 16 bits."""
+    for write in _writes(step):
+        if 1 - 1 / LIMIT < write.kept < 1:
+            largest = tf.reduce_max(tf.abs(widened(write.operation.inputs[1])))
+            yield Observed(write.operation, dtype=write.dtype, kept=write.kept, largest=largest)
+
+
+def judge_average(dtype: str, kept: float, largest: float) -> Said | None:
+    """Rounding holds it where it moves by less than that."""
+    if not largest:
+        return None
+    off = UNIT_ROUNDOFF[dtype] / (1 - kept)
+    return Said(
+        "an average that sticks in 16 bits",
+        f"A moving average, up to {largest:.3g} here, keeps {kept:.4g} of itself in each step, in "
+        f"{dtype}: it stays up to {off:.0%} away from what it is an average of.",
+        _CURE,
+    )
+
+
+def _factors(step: TracedStep, write: tf.Operation) -> Mapping[Hashable, float]:
     """Returns by which number each tensor has the old value of what is written in it.
 
     Args:
-        traced: TracedStep.
+        step: TracedStep.
         write: an operation that writes a variable.
 
     Returns:
@@ -66,7 +115,7 @@ def _factors(traced: TracedStep, write: tf.Operation) -> Mapping[Hashable, float
     """
     factors: dict[Hashable, float] = {}
     # The maker of a tensor comes before its consumers.
-    for operation in traced.forward:
+    for operation in step.forward:
         if operation is write:
             break
         if operation.type == "ReadVariableOp" and operation.inputs[0] is write.inputs[0]:
@@ -89,32 +138,3 @@ def _factor(operation: tf.Operation, factors: list[float]) -> float:
             if number is not None and number.size == 1:
                 return float(number.item()) * factor
     return math.nan
-
-
-def _sum(traced: TracedStep, write: tf.Operation, added: tf.Tensor, dtype: tf.DType) -> Suspect:
-    least, most = yield tf.reduce_min(widened(added)), tf.reduce_max(widened(added))
-    largest = max(most, -least)
-    # A sum of numbers of both signs need not grow.
-    if least < 0 < most or not largest:
-        return None
-    return traced.finding(
-        write,
-        "a sum that stops in 16 bits",
-        f"Up to {largest:.3g} is added to a variable in each step, in {dtype.name}: from "
-        f"{largest / UNIT_ROUNDOFF[dtype]:,.0f} on, that changes nothing.",
-        _CURE,
-    )
-
-
-def _average(traced: TracedStep, write: tf.Operation, dtype: tf.DType, kept: float) -> Suspect:
-    [largest] = yield [tf.reduce_max(tf.abs(widened(write.inputs[1])))]
-    if not largest:
-        return None
-    off = UNIT_ROUNDOFF[dtype] / (1 - kept)
-    return traced.finding(
-        write,
-        "an average that sticks in 16 bits",
-        f"A moving average, up to {largest:.3g} here, keeps {kept:.4g} of itself in each step, in "
-        f"{dtype.name}: it stays up to {off:.0%} away from what it is an average of.",
-        _CURE,
-    )

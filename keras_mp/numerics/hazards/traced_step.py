@@ -1,23 +1,19 @@
 """The graph of one step, with its layers and the tensors of one batch, for hazards to inspect."""
 
 import functools
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api, layer_paths, model_outputs
-from keras_mp.numerics import distances
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.graphs import origins, traces, work
-from keras_mp.numerics.results import Finding
 from keras_mp.support import kept_casts
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.messages import Line
 
-# The largest error that rounding explains.
-UNIT_ROUNDOFF = {dtype: distances.UNIT_ROUNDOFF[dtype.name] for dtype in LOW_PRECISION}
 # Numbers of a batch are lost if rounding them to 16 bits takes a larger share of their variance.
 MOST_VARIANCE = 0.01
 
@@ -27,11 +23,6 @@ _APPLYING = (
     *("apply_gradients", "apply", "minimize", "unscale", "get_unscaled_gradients"),
     *("compute_metrics", "update_state"),
 )
-
-
-# A possible hazard: yields tensors of the graph, which are computed for one batch together with the
-# step; is sent their values, NumPy arrays; and returns a `Finding`, or None.
-Suspect: TypeAlias = Generator[Sequence[tf.Tensor], Sequence[np.ndarray], Finding | None]
 
 
 class TracedStep:
@@ -78,25 +69,13 @@ class TracedStep:
         """Returns the path of an operation's layer, or words for what is outside of layers."""
         return self.layers.name(operation.name) or "the training step, outside of layers"
 
-    def finding(self, operation: tf.Operation, hazard: str, why: str, cure: str) -> Finding:
-        """Makes a finding about an operation."""
-        return Finding(hazard, self.where(operation), self.line(operation), why, cure)
-
     def line(self, operation: tf.Operation) -> Line | None:
         """Returns the program's line that made an operation, or that of which it is a gradient."""
         return origins.line_of(self.forward_of(operation))
 
     def forward_of(self, operation: tf.Operation) -> tf.Operation:
         """Returns the operation of the forward pass that one of the backward pass belongs to."""
-        before, is_gradient, after = operation.name.partition("gradient_tape/")
-        if not is_gradient:
-            return operation
-        name = before + after
-        while "/" in name:
-            name = name.rpartition("/")[0]
-            if name in self._by_name:
-                return self._by_name[name]
-        return operation
+        return self._by_name[origins.forward_name(operation.name, self._by_name)]
 
     @functools.cached_property
     def _by_name(self) -> dict[str, tf.Operation]:
@@ -233,6 +212,11 @@ def static_value(tensor: tf.Tensor) -> np.ndarray | None:
         return tf.get_static_value(tensor)
 
 
+def is_narrow(dtype: tf.DType) -> bool:
+    """Whether numbers of a dtype have 16 bits, or fewer."""
+    return dtype.is_floating and dtype.size < 4
+
+
 def widened(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a tensor in float32, to measure something of it."""
     return kept_casts.as_float32(tensor)
@@ -252,17 +236,30 @@ def in_float32(operation: tf.Operation) -> tf.Tensor | None:
     attrs = {}
     for name, value in operation.node_def.attr.items():
         if not name.startswith("_"):
-            is_low = value.type in {dtype.as_datatype_enum for dtype in LOW_PRECISION}
+            is_low = value.WhichOneof("value") == "type" and is_narrow(tf.as_dtype(value.type))
             attrs[name] = type(value)(type=tf.float32.as_datatype_enum) if is_low else value
-    inputs = [_wider(tensor) for tensor in operation.inputs]
+    inputs = [widened(each) if is_narrow(each.dtype) else each for each in operation.inputs]
     try:
         return operation.graph.create_op(operation.type, inputs, attrs=attrs).outputs[0]
     except (TypeError, ValueError, tf.errors.OpError):
         return None
 
 
-def _wider(tensor: tf.Tensor) -> tf.Tensor:
-    return widened(tensor) if tensor.dtype in LOW_PRECISION else tensor
+def share_of_variance(
+    values: tf.Tensor, rounded: tf.Tensor, axes: Sequence[int] | None = None
+) -> tf.Tensor:
+    """Returns which share of the variance of values rounding takes; 0 for constants.
+
+    Args:
+        values: float32 tensor.
+        rounded: the same, rounded.
+        axes: over which it is computed. Defaults to all.
+    """
+    error = tf.reduce_mean(tf.square(values - rounded), axes)
+    variance = tf.math.reduce_variance(values, axes)
+    # A constant tells nothing apart.
+    varies = variance > 1e-10 * tf.reduce_mean(tf.square(values), axes)
+    return tf.where(varies, tf.math.divide_no_nan(error, variance), 0.0)
 
 
 def count(condition: tf.Tensor) -> tf.Tensor:
@@ -278,6 +275,8 @@ def not_finite_of(variables: Iterable[tf.Variable]) -> tf.Tensor:
 def health(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a float64 tensor: an id, the size, and how many values are -inf, inf and NaN."""
     # The operation of `tf.debugging.experimental.enable_dump_debug_info`, mode CONCISE_HEALTH.
+    # It has no kernel for 8 bits.
+    tensor = widened(tensor) if tensor.dtype.size == 1 else tensor
     return tf.raw_ops.DebugNumericSummaryV2(
         input=tensor, output_dtype=tf.float64, tensor_debug_mode=3
     )

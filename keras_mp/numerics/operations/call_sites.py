@@ -38,16 +38,20 @@ class CallSite(NamedTuple):
 
     Attributes:
         is_gradient: whether it is a part of a gradient.
-        line: the innermost line that is the user's own or that of a layer of Keras, as
-            "model.py:12", or None.
+        at: the innermost line that is the user's own or that of a layer of Keras, or None.
         is_data: whether it belongs to a pipeline of `tf.data`.
         is_of_a_tool: whether a tool of this subpackage made it, such as histograms that count.
     """
 
     is_gradient: bool
-    line: str | None
+    at: messages.Line | None
     is_data: bool
     is_of_a_tool: bool
+
+    @property
+    def line(self) -> str | None:
+        """The line, as "model.py:12"."""
+        return self.at and self.at.short
 
 
 def place() -> CallSite:
@@ -82,7 +86,7 @@ def place_in(frames: Iterable[tuple[str, int]]) -> CallSite:
         if kind == "end" and (line is not None or is_gradient):
             break
         if kind == "shown" and line is None:
-            line = f"{os.path.basename(file)}:{number}"
+            line = messages.Line(file, number)
         is_gradient = is_gradient or kind == "gradient"
         is_data = is_data or kind == "data"
     return CallSite(is_gradient, line, is_data, bool(is_of_a_tool))

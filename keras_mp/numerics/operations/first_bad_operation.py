@@ -16,8 +16,7 @@ import tensorflow as tf
 
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
-from keras_mp.numerics import patterns, watching
-from keras_mp.numerics.distances import LARGE_WEIGHTS
+from keras_mp.numerics import causes, patterns, watching
 from keras_mp.numerics.operations import graph_recorder
 from keras_mp.numerics.operations.not_finite import NotFiniteError, Range
 from keras_mp.numerics.operations.rows import (
@@ -237,29 +236,21 @@ class FirstBadOperation:
         behind = {first, *inputs, *(j for i in inputs for j in rows[i].inputs)}
         weights = [rows[i].range(measured[i]) for i in behind if rows[i].operation in READS]
         size = max((math.inf if each.bad else each.size for each in weights), default=0.0)
+        is_input = row.operation == "Cast" and any(rows[i].operation in PASSED_IN for i in inputs)
+        cause = "unknown"
         if row.operation in PASSED_IN:
-            return "It was already not finite when it was passed in."
-        if row.is_gradient and not self._scales:
-            return (
-                "If a dynamic loss scale skips such steps, pass the model or the optimizer to "
-                "`watch`, which then goes on."
-            )
-        if size >= LARGE_WEIGHTS:
-            reached = f"reach {size:.3g}" if math.isfinite(size) else "are not finite"
-            return (
-                f"Weights {reached}: if training has made them so, it has diverged. Lower the "
-                "learning rate, and restart from earlier weights."
-            )
-        if row.operation == "Cast" and any(rows[i].operation in PASSED_IN for i in inputs):
-            return f"This input is too large for {row.dtype}: normalize it first, in float32."
-        if row.operation in op_table.ops("constants"):
-            return (
-                f"This constant is too large for {row.dtype}. For a mask, use the lowest number of "
-                "the dtype, or tf.where on the result."
-            )
-        if not self._models:
+            cause = "passed in"
+        elif row.is_gradient and not self._scales:
+            cause = "unscaled"
+        elif size >= causes.LARGE_WEIGHTS:
+            return causes.of_weights(size)
+        elif is_input:
+            cause = "an input"
+        elif row.operation in op_table.ops("constants"):
+            cause = "a constant"
+        elif not self._models:
             return ""
-        return "print(keras_mp.numerics.check(model, (x, y))), with this batch, names the cure."
+        return causes.SAID[cause].format(dtype=row.dtype)
 
     def _forget_traces(self) -> None:
         for model in self._models:

@@ -15,6 +15,7 @@ from keras_mp.numerics import watching
 from keras_mp.numerics.operations.call_sites import CallSite, place_in
 from keras_mp.numerics.operations.rows import PASSED_IN, READS, OperationTable, layers_of_scope
 from keras_mp.support import function_graphs, handles, kept_casts
+from keras_mp.support.messages import Line
 
 # Rows of a variable. Operations that come later are not watched.
 CAPACITY = 2**14
@@ -37,7 +38,7 @@ class GraphRecorder(OperationTable):
         self._bad: dict[int, tf.Tensor] = {}
         # The layer and the line of each operation of a forward pass, by its name; and the layers of
         # the scopes that they are in.
-        self._forward: dict[str, tuple[str, str | None]] = {}
+        self._forward: dict[str, tuple[str, Line | None]] = {}
         self._layer_of_scope: dict[str, str] = {}
         # By device: each replica has one.
         self._states: dict[str, tf.Tensor] = {}
@@ -79,7 +80,7 @@ class GraphRecorder(OperationTable):
         if site.is_data or site.is_of_a_tool:
             return
         layer, line = self._origin(kind, layers_of_scope(name or ""), site)
-        site = site._replace(line=line)
+        site = site._replace(at=line)
         for value in inputs:
             if not value.dtype.is_floating or self.rows_of([value]):
                 continue
@@ -94,20 +95,20 @@ class GraphRecorder(OperationTable):
             self._measure(graph, value.op.type, layer, site, [value], before, is_given=True)
         self._measure(graph, kind, layer, site, checked, self.rows_of(inputs))
 
-    def _origin(self, kind: str, name: str, site: CallSite) -> tuple[str, str | None]:
+    def _origin(self, kind: str, name: str, site: CallSite) -> tuple[str, Line | None]:
         """Returns the layer and the line of an operation; for a gradient, of what it is of."""
         scope, running = name.rpartition("/")[0], watching.running_layer()
         if not site.is_gradient:
             if running:
                 self._layer_of_scope[scope] = running
-            self._forward[name] = running or scope, site.line
+            self._forward[name] = running or scope, site.at
             return self._forward[name]
         # The name scope of a gradient is the name of the operation that it is of.
         if scope in self._forward:
             return self._forward[scope]
         if running:
             # A custom gradient, whose operations have no scope of the forward pass.
-            return running, site.line
+            return running, site.at
         # Or the two are next to each other, SqrtGrad and Sqrt.
         beside = f"{scope}/{kind.removesuffix('Grad')}".strip("/")
         if beside in self._forward:
@@ -116,8 +117,8 @@ class GraphRecorder(OperationTable):
         while around:
             around = around.rpartition("/")[0]
             if around in self._layer_of_scope:
-                return self._layer_of_scope[around], site.line
-        return scope, site.line
+                return self._layer_of_scope[around], site.at
+        return scope, site.at
 
     def _measure(
         self,

@@ -8,12 +8,18 @@ import tensorflow as tf
 
 from keras_mp.numerics.operations.call_sites import place
 from keras_mp.support import op_callbacks, op_table
+from keras_mp.support.messages import Line
 
 # Operations that move or rename numbers, and compute none.
 SAFE = op_table.ops(
     *("arguments", "constants", "reads of variables", "fills", "no numbers"),
     *op_table.SAME_NUMBERS,
 )
+
+
+def is_safe(kind: str, outputs: Sequence[tf.Tensor]) -> bool:
+    """Whether an operation returns the numbers that it takes: a cast to 8 bits changes many."""
+    return kind in SAFE and not any(each.dtype.size == 1 for each in outputs)
 
 
 class KeptOperation(NamedTuple):
@@ -24,8 +30,8 @@ class KeptOperation(NamedTuple):
         inputs: the tensors that went in.
         outputs: those that came out.
         is_gradient: whether it ran for a gradient.
-        line: the line of the program that it came from, "model.py:12"; None where only libraries
-            had to do with it.
+        line: the line of the program that it came from; None where only libraries had to do with
+            it.
         scope: the name scope that it ran in.
     """
 
@@ -33,7 +39,7 @@ class KeptOperation(NamedTuple):
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     is_gradient: bool
-    line: str | None
+    line: Line | None
     scope: str
 
 
@@ -70,7 +76,7 @@ class KeptOperations:
         kind = kind.decode() if isinstance(kind, bytes) else kind
         if not any(value.dtype.is_floating for value in outputs):
             return
-        if kind not in SAFE:
+        if not is_safe(kind, outputs):
             maker = len(self.operations)
             where = place()
             self.operations.append(
@@ -79,7 +85,7 @@ class KeptOperations:
                     tuple(inputs),
                     tuple(outputs),
                     where.is_gradient,
-                    where.line,
+                    where.at,
                     tf.get_current_name_scope(),
                 )
             )

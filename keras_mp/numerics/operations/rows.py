@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_mp.numerics import watching
 from keras_mp.numerics.operations.call_sites import CallSite, place
-from keras_mp.numerics.operations.kept import SAFE
+from keras_mp.numerics.operations.kept import is_safe
 from keras_mp.numerics.operations.not_finite import Range
 from keras_mp.support import op_table
 
@@ -102,7 +102,7 @@ class OperationTable:
             outputs: what it returns.
         """
         known = self.rows_of(inputs)
-        if kind in SAFE:
+        if is_safe(kind, outputs):
             # The result is as good as what goes in.
             if known:
                 self._keep(known[0], outputs)

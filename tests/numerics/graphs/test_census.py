@@ -429,3 +429,42 @@ def test_equal_layers_of_blocks_are_one_row():
     assert re.search(r"12 kB     12  float32  float16  block_\[0-11\]/norm > block_", text)
     every = found.to_text(rows=None)
     assert (every.count("  block_"), every.count("8.3%  float16")) == (24, 12)
+
+
+class _Subclassed(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (tf.keras.layers.Dense(8, name=name) for name in ("one", "two"))
+
+    def call(self, x):
+        return self.two(self.one(x))
+
+
+def _with_a_model_inside():
+    inputs, layers = tf.keras.Input([8]), tf.keras.layers
+    inner = tf.keras.Sequential([tf.keras.Input([8]), layers.Dense(8, name="two")], name="inner")
+    outputs = layers.Activation("softmax")(inner(layers.Dense(8, name="one")(inputs)))
+    return tf.keras.Model(inputs, outputs)
+
+
+def _sequential():
+    layers = [tf.keras.layers.Dense(8, name=name) for name in ("one", "two")]
+    return tf.keras.Sequential([tf.keras.Input([8]), *layers])
+
+
+@pytest.mark.parametrize("make", [_sequential, _Subclassed, _with_a_model_inside])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_what_makes_the_outputs_is_in_float32_since_the_model_returns_that(make, policy):
+    with keras_mp.policy_scope(policy):
+        model = make()
+        model(tf.ones([4, 8]))
+        model.compile("sgd", "mse")
+    graph = census(model, (tf.ones([4, 8]), tf.ones([4, 8]))).runs
+    products = [each for each in graph.operations if each.work]
+    layers = [each.layer.rpartition("/")[2] for each in products]
+    assert sorted(layers) == ["one"] * 2 + ["two"] * 3
+    wide = [each for each in products if each.dtype == "float32"]
+    assert [(each.layer.rpartition("/")[2], each.why) for each in wide] == [
+        ("two", "the model returns float32")
+    ]
+    assert "the model returns float32" in {each.why for each in graph.casts}

@@ -1,0 +1,66 @@
+"""What is said of each cause of a wrong number, and its cure: the words of all tools."""
+
+import math
+
+# Inputs of a batch, and weights, that make an overflow their own: networks begin with numbers of
+# about 1, and few that train have weights of more than 10.
+LARGE_INPUTS, LARGE_WEIGHTS = 1000.0, 100.0
+
+_NORMALIZE = "for example with tf.keras.layers.Normalization"
+_RESTART = "lower the learning rate, and restart from earlier weights"
+
+# By cause, a sentence that a tool completes with what it has measured.
+SAID = {
+    "weights": "If training has made them so large, it has diverged: " + _RESTART + ".",
+    "inputs": "normalize them first, " + _NORMALIZE + ".",
+    "an input": "This input is too large for {dtype}: normalize it first, in float32.",
+    "passed in": "It was already not finite when it was passed in.",
+    "a constant": "This constant is too large for {dtype}. For a mask, use the lowest number of "
+    "the dtype, or tf.where on the result.",
+    "unscaled": "If a dynamic loss scale skips such steps, pass the model or the optimizer to "
+    "`watch`, which then goes on.",
+    "unknown": "print(keras_mp.numerics.check(model, (x, y))), with this batch, names the cure.",
+}
+
+# By cause, what to change.
+CURES = {
+    "weights": f"Training has diverged: {_RESTART}. If such weights are intended: ",
+    "inputs": f"Normalize the inputs first, in float32, {_NORMALIZE}. Or: ",
+    "an input": f"Normalize the inputs first, in float32, {_NORMALIZE} or Rescaling as the first "
+    "layer.",
+    "a constant": "Use a number that the dtype can represent: at most {largest:.5g}. For a mask, "
+    "use its lowest number, {lowest:.5g}, or tf.where on the result.",
+    "too large": "Compute it in float32, or scale its inputs down.",
+    "too large for float16": "Compute it in float32, scale its inputs down, or use mixed_bfloat16.",
+    "too small": "Compute it in float32, or scale its inputs up. An epsilon must be a number that "
+    "{dtype} can represent.",
+    "not finite": "Keep its inputs where its results are finite: for example, with "
+    "tf.maximum(x, 1e-4) before a division or a logarithm.",
+    "a cast to 8 bits": "If that is not intended, leave the cast to {dtype} out.",
+    "unscaled": "In the function of tf.custom_gradient, multiply by what it gets: upstream * ...",
+    "off": "Change that line, or {in_float32}.",
+}
+
+
+def of_weights(largest: float) -> str:
+    """Returns a sentence about weights that are too large, or not finite."""
+    reached = f"reach {largest:.3g}" if math.isfinite(largest) else "are not finite"
+    restart = _RESTART[0].upper() + _RESTART[1:]
+    return f"Weights {reached}: if training has made them so, it has diverged. {restart}."
+
+
+def of_overflow(dtype: str, largest_weight: float, largest_input: float) -> tuple[str, str]:
+    """Returns what to add to a sentence about an overflow, and its cure.
+
+    Args:
+        dtype: str. In which it is.
+        largest_weight: float, of the model; NaN where weights are not finite.
+        largest_input: float, of the batch.
+    """
+    cure = CURES["too large for float16" if dtype == "float16" else "too large"]
+    later = cure[0].lower() + cure[1:]
+    if not largest_weight < LARGE_WEIGHTS:
+        return f" Weights reach {largest_weight:.3g}.", CURES["weights"] + later
+    if largest_input >= LARGE_INPUTS:
+        return f" The inputs of the batch reach {largest_input:.3g}.", CURES["inputs"] + later
+    return "", cure

@@ -1,0 +1,345 @@
+"""What `check` says first, where, and what to paste: the cause before what follows from it."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.__main__ import main
+from keras_mp.numerics import check, record
+from keras_mp.numerics.comparison.layer_distances import cure_in
+from keras_mp.numerics.comparison.records import LayerRecord
+from tests.common import IS_KERAS_3, once
+
+K, L = tf.keras, tf.keras.layers
+X = np.random.default_rng(5).normal(size=[32, 24]).astype("float32")
+Y = np.random.default_rng(6).integers(0, 4, 32).astype("int32")
+FROM_LOGITS = K.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def line_with(text):
+    with open(__file__) as file:
+        return next(i for i, line in enumerate(file, 1) if text in line)
+
+
+def made(*layers, policy="mixed_float16", loss=FROM_LOGITS, head=None):
+    K.utils.set_random_seed(3)
+    with keras_mp.policy_scope(policy):
+        last = head() if head else L.Dense(4, dtype="float32", name="logits")
+        model = K.Sequential([K.Input([24]), *(make() for make in layers), last], name="net")
+        model.compile("sgd", loss)
+    return model
+
+
+def relu(name):
+    return lambda: L.Dense(24, "relu", name=name)
+
+
+def log_loss(y, p):
+    labels = tf.one_hot(tf.cast(tf.reshape(y, [-1]), tf.int32), 4)
+    logs = tf.math.log(tf.clip_by_value(tf.cast(p, tf.float32), 1e-7, 1.0))
+    return -tf.reduce_sum(labels * logs, -1)
+
+
+def test_what_the_loss_makes_of_rounded_probabilities_is_no_second_finding():
+    policy = keras_mp.Policy("mixed_float16", model_outputs=None)
+    model = made(relu("in"), policy=policy, loss=log_loss, head=lambda: L.Dense(4, "softmax"))
+    wrong = np.asarray(model(X * 12), "float32").argmin(-1).astype("int32")
+    [finding] = check(model, (X * 12, wrong)).findings
+    assert finding.hazard == "a softmax in 16 bits"
+
+
+class Off(L.Layer):
+    def call(self, x):
+        return (x + tf.cast(3000.0, x.dtype)) - tf.cast(3000.0, x.dtype)
+
+
+class Inside(L.Layer):
+    """A layer whose config has no policy for the one inside of it."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.off = Off(name="off", dtype=self.dtype_policy)
+
+    def build(self, shape):
+        self.off.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.off(x)
+
+
+class Between(K.Model):
+    """A model that computes between its layers, and has no config."""
+
+    def __init__(self):
+        super().__init__(name="between")
+        self.one, self.two = L.Dense(24), L.Dense(4, dtype="float32")
+
+    def call(self, x):
+        return self.two(tf.cast(self.one(x), tf.float16) + 3000.0 - 3000.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "cure"),
+    [
+        (lambda: made(relu("in"), lambda: Off(name="off")), "off", '{"off": "float32"}'),
+        (
+            lambda: made(relu("in"), lambda: Inside(name="around")),
+            "around/off",
+            '{"around": "float32"}',
+        ),
+    ],
+    ids=["layer", "inside"],
+)
+def test_each_cure_can_be_pasted(make, path, cure):
+    model = make()
+    [finding] = check(model, (X, Y)).findings
+    assert finding.path == path
+    assert cure in finding.cure
+    line = finding.cure[finding.cure.index("keras_mp.convert(") : -1]
+    assert not check(eval(line), (X, Y), loss=FROM_LOGITS).findings
+
+
+def test_what_has_no_policy_is_not_converted():
+    model = Between()
+    model(X)
+    for name, kind, cure in (
+        ("loss", "loss", "cast to float32 in the loss"),
+        ("between", "Between", 'create the layer with dtype="float32"'),
+        ("one", "Dense", 'create the layer with dtype="float32"'),
+    ):
+        assert cure in cure_in(model, LayerRecord(name, kind, "float16", 2.0**-11))
+
+
+@pytest.mark.parametrize("make", [lambda: made(relu("in"), lambda: Off(name="off"))])
+def test_a_difference_has_a_line(make):
+    checked = check(make(), (X, Y))
+    [finding] = checked.findings
+    assert finding.line == (__file__, line_with("return (x + tf.cast(3000.0"))
+    assert str(checked).count("test_findings.py:") == 1
+    [described] = json.loads(checked.to_json())["findings"]
+    assert described["line"] == {"file": __file__, "number": finding.line.number}
+
+
+class Adds(L.Layer):
+    def call(self, x):
+        return tf.add(x, tf.ones([24], tf.float32))
+
+
+class Late(K.Model):
+    def __init__(self):
+        super().__init__(name="late")
+        # Keras's own policy: one of keras_mp would take the wider dtype.
+        self.adds = Adds(name="adds", dtype=K.mixed_precision.Policy("mixed_float16"))
+        self.last = L.Dense(4, dtype="float32")
+
+    def call(self, x):
+        return self.last(self.adds(x))
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_a_step_that_cannot_be_traced_has_the_layer_the_line_the_dtypes_and_a_cure(is_built):
+    with keras_mp.policy_scope("mixed_float16"):
+        model = Late()
+        model.compile("sgd", FROM_LOGITS)
+    if is_built:
+        with pytest.raises((TypeError, ValueError, tf.errors.InvalidArgumentError)):
+            model(X)
+        model.built = True
+    checked = check(model, (X, Y))
+    [finding] = checked.findings
+    assert (finding.hazard, finding.where) == ("dtypes that do not fit", "adds")
+    assert finding.line == (__file__, line_with("return tf.add(x, tf.ones"))
+    for text in ("float32", "float16", "AddV2", "'adds' computes in float16"):
+        assert text in finding.why
+    assert "self.compute_dtype" in finding.cure
+    assert len(checked.notes) == 1
+
+
+def tiny_loss(y, p):
+    return FROM_LOGITS(y, p) * 2.0**-30
+
+
+@once
+def test_a_scale_that_is_too_small_comes_first_with_one_figure():
+    checked = check(made(relu("a"), relu("b"), loss=tiny_loss), (X, Y))
+    [finding] = checked.findings
+    assert finding.where == "the loss scale"
+    scale = checked.advice().loss_scale
+    exponent = int(np.log2(scale))
+    assert scale == 2.0**exponent > 2.0**15
+    assert f"DynamicLossScale(2.0**{exponent})" in finding.cure
+    assert f"loss scale at 2^{exponent}:" in finding.why
+    loud = made(relu("a"), relu("b"), loss=tiny_loss)
+    loud.compile(keras_mp.LossScaleOptimizer("sgd", keras_mp.DynamicLossScale(scale)), tiny_loss)
+    assert check(loud, (X, Y)).findings == ()
+
+
+@tf.custom_gradient
+def squares(p):
+    return tf.reduce_sum(p * p), lambda upstream: 2 * p
+
+
+def squared_loss(y, p):
+    return squares(tf.cast(p, tf.float32))
+
+
+@tf.custom_gradient
+def forgetful(x):
+    return tf.identity(x), lambda upstream: tf.ones_like(x) * tf.cast(1e-3, x.dtype)
+
+
+@tf.custom_gradient
+def honest(x):
+    return tf.identity(x), lambda upstream: upstream * tf.cast(0.5, x.dtype)
+
+
+class Forgets(L.Layer):
+    def call(self, x):
+        return forgetful(x)
+
+
+class Halves(L.Layer):
+    def call(self, x):
+        return honest(x)
+
+
+@once
+def test_a_loss_whose_gradient_ignores_the_loss_scale():
+    model = made(relu("in"), loss=squared_loss)
+    [finding] = check(model, (X, Y)).findings
+    assert (finding.hazard, finding.path) == ("a gradient that ignores the loss scale", "loss")
+    assert finding.line.number == line_with("return tf.reduce_sum(p * p), lambda")
+    assert "convert(" not in finding.cure
+
+
+@once
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_layer_whose_gradient_ignores_the_loss_scale(policy):
+    for layer in (Forgets, Halves):
+        model = made(relu("in"), lambda each=layer: each(name="calls"), relu("out"), policy=policy)
+        found = check(model, (X, Y)).findings
+        # Nothing scales the loss in bfloat16.
+        is_found = layer is Forgets and policy == "mixed_float16"
+        assert [each.path for each in found] == ["calls"] * is_found, found
+        assert all(each.hazard == "a gradient that ignores the loss scale" for each in found)
+
+
+@pytest.mark.parametrize(
+    ("how", "missing"),
+    [
+        ({}, "pass `loss`, or compile the model"),
+        ({"loss": FROM_LOGITS, "labels": None}, "pass (x, y)"),
+        ({"step": lambda model, x, y: tf.reduce_mean(model(x))}, "pass `loss` in its place"),
+    ],
+    ids=["loss", "labels", "step"],
+)
+def test_what_was_not_looked_at_is_said_with_the_missing_argument(how, missing):
+    with keras_mp.policy_scope("mixed_float16"):
+        model = K.Sequential([K.Input([24]), L.Dense(8), L.Dense(4)])
+    labels = how.pop("labels", Y)
+    checked = check(model, (X, labels) if labels is not None else X, **how)
+    assert checked.findings == ()
+    [note] = checked.notes
+    assert "loss scales" in note
+    assert missing in note
+    assert f"Not looked at: {note}"[:60] in " ".join(str(checked).split())
+    with pytest.raises(ValueError, match="not run at loss scales. .*") as raised:
+        checked.advice()
+    assert missing in str(raised.value)
+
+
+@once
+def test_advice_about_what_is_no_model_says_why_there_is_none():
+    for checked in (
+        check(tf.matmul, (X, X.T)),
+        check(record(made(), X), reference=record(made(), X)),
+    ):
+        with pytest.raises(ValueError, match="Only a model of `tf.keras` with a loss is"):
+            checked.advice()
+
+
+class Needs(L.Layer):
+    """A layer that is not made from its config."""
+
+    def __init__(self, function):
+        super().__init__(name="needs")
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+    def get_config(self):
+        return super().get_config()
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_the_layer_that_cannot_be_made_again_is_named(is_built):
+    with keras_mp.policy_scope("mixed_float16"):
+        inputs = [K.Input([24])] if is_built else []
+        model = K.Sequential([*inputs, Needs(tf.identity), L.Dense(4)])
+        model.compile("sgd", FROM_LOGITS)
+    [note] = check(model, (X, Y)).notes
+    assert "its layer 'needs' cannot be recreated" in note
+    assert "give the class Needs a `get_config`" in note
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_model_that_its_first_call_builds_is_looked_at_as_a_whole(dtype):
+    with keras_mp.policy_scope(f"mixed_{dtype}"):
+        model = K.Sequential([L.Dense(8, "relu"), L.Dense(4)])
+        model.compile("sgd", FROM_LOGITS)
+    checked = check(model, (X, Y))
+    assert (checked.findings, checked.notes) == ((), ())
+    assert [type(layer).__name__ for layer in model.layers] == ["Dense", "Dense"]
+    assert keras_mp.convert(model, "float32")(X).dtype == tf.float32
+
+
+def test_the_json_and_the_command_have_all_that_the_text_has(tmp_path, capsys):
+    loss = "mse"
+    model = made(lambda: L.Dense(8, name="dense"), loss=loss)
+    checked = check(model, (X, X[:, :4]), scales=[1.0, 2.0**20])
+    described = json.loads(checked.to_json())
+    assert {run["scale"] for run in described["what_if"]["runs"]} >= {1.0, 2.0**20}
+    advice = checked.advice()
+    assert described["advice"]["sentences"] == advice.sentences
+    assert described["advice"]["loss_scale"] == advice.loss_scale
+    files = [os.fspath(tmp_path / name) for name in ("model.keras", "batch.npz")]
+    report = os.fspath(tmp_path / "report.json")
+    model.save(files[0])
+    np.savez(files[1], x=X, y=X[:, :4])
+    assert main(["check", *files, "--scales", "1", "1048576", "--json", report]) == 0
+    with open(report) as file:
+        runs = json.load(file)["what_if"]["runs"]
+    assert {run["scale"] for run in runs} >= {1.0, 2.0**20}
+    main(["watch", *files, "--no-outputs", "--updates"])
+    printed = capsys.readouterr().out
+    assert "update" in printed
+    assert "output" not in printed
+
+
+@once
+def test_a_command_has_the_arguments_of_its_tool(capsys):
+    for command, flags in {
+        "check": ("--scales", "--device", "--training", "--inference", "--reference"),
+        "watch": ("--every", "--updates", "--exclude", "--last-step", "--epochs"),
+        "tune": ("--seed", "--leave-out", "--tolerance", "--batch-size"),
+        "profile": ("--steps", "--device"),
+    }.items():
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        text = capsys.readouterr().out
+        assert [flag for flag in flags if flag not in text] == []
+
+
+if not IS_KERAS_3:
+
+    def test_a_model_of_keras_2_that_its_first_call_builds_has_no_layers_for_casts():
+        with keras_mp.policy_scope("mixed_float16"):
+            model = K.Sequential([L.Lambda(lambda x: x * 2), L.Dense(8), L.Softmax()])
+            model(X)
+        assert [type(layer).__name__ for layer in model.layers] == ["Lambda", "Dense", "Softmax"]
