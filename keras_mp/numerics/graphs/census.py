@@ -435,8 +435,8 @@ def _last_layers(model: Any) -> set[int]:
     while waiting:
         layer = waiting.pop()
         waiting += model_outputs.last_layers(layer)
-        policy = getattr(layer, "dtype_policy", None)
-        if policy is not None and model_outputs.returns_float32(model, policy):
+        is_low = getattr(layer, "compute_dtype", None) in LOW_PRECISION_NAMES
+        if is_low and model_outputs.returns_float32(model, layer.dtype_policy):
             found.add(id(layer))
     return found
 

@@ -452,6 +452,14 @@ def _sequential():
     return tf.keras.Sequential([tf.keras.Input([8]), *layers])
 
 
+@pytest.mark.parametrize("make", [_sequential, _Subclassed])
+def test_a_model_in_float32_has_its_policy_as_the_reason(make):
+    with keras_mp.policy_scope("float32"):
+        model = make()
+        found = census(model, tf.ones([4, 8])).runs.operations
+    assert {each.why for each in found if each.work} == {"policy float32"}
+
+
 @pytest.mark.parametrize("make", [_sequential, _Subclassed, _with_a_model_inside])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_what_makes_the_outputs_is_in_float32_since_the_model_returns_that(make, policy):

@@ -6,7 +6,9 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.numerics import NotFiniteError, check, profile, watch
+from tests.common import once
 
+pytestmark = once
 L = tf.keras.layers
 X = np.random.default_rng(5).normal(size=[32, 24]).astype("float32")
 Y = np.ones([32, 4], "float32")
