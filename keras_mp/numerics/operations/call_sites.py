@@ -20,6 +20,7 @@ _GRADIENT_FILES = tuple(
 _BELOW_TOOLS = (
     os.path.join("tensorflow", "python", ""),
     os.path.join("keras_mp", "support", ""),
+    os.path.join("keras_mp", "hooks", ""),
     os.path.join("keras_mp", "op_autocast", "promotion.py"),
     os.path.join("keras_mp", "kernels", "backward.py"),
     os.sep + "contextlib.py",
