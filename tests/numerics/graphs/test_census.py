@@ -431,7 +431,7 @@ def test_equal_layers_of_blocks_are_one_row():
     assert (every.count("  block_"), every.count("8.3%  float16")) == (24, 12)
 
 
-class _Subclassed(tf.keras.Model):
+class Subclassed(tf.keras.Model):
     def __init__(self):
         super().__init__()
         self.one, self.two = (tf.keras.layers.Dense(8, name=name) for name in ("one", "two"))
@@ -452,7 +452,7 @@ def _sequential():
     return tf.keras.Sequential([tf.keras.Input([8]), *layers])
 
 
-@pytest.mark.parametrize("make", [_sequential, _Subclassed])
+@pytest.mark.parametrize("make", [_sequential, Subclassed])
 def test_a_model_in_float32_has_its_policy_as_the_reason(make):
     with keras_mp.policy_scope("float32"):
         model = make()
@@ -460,7 +460,7 @@ def test_a_model_in_float32_has_its_policy_as_the_reason(make):
     assert {each.why for each in found if each.work} == {"policy float32"}
 
 
-@pytest.mark.parametrize("make", [_sequential, _Subclassed, _with_a_model_inside])
+@pytest.mark.parametrize("make", [_sequential, Subclassed, _with_a_model_inside])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_what_makes_the_outputs_is_in_float32_since_the_model_returns_that(make, policy):
     with keras_mp.policy_scope(policy):
