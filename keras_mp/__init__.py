@@ -3,7 +3,16 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from keras_mp import callbacks, compile_hook, hardware, layers, loss_scale, losses, regularizers
+from keras_mp import (
+    callbacks,
+    compile_hook,
+    extensions,
+    hardware,
+    layers,
+    loss_scale,
+    losses,
+    regularizers,
+)
 from keras_mp._version import __version__
 from keras_mp.all_reduce_optimizer import AllReduceOptimizer
 from keras_mp.kernels.slow import enable_float32_where_faster
@@ -99,6 +108,7 @@ _LATER = {
 }
 
 compile_hook.install(Policy)
+extensions.attach()
 
 
 if not TYPE_CHECKING:  # To a checker, any name would be there.

@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from keras_mp import (
     all_reduce_optimizer,
-    hardware,
     hooks,
     keras_api,
     losses,
@@ -28,8 +27,7 @@ from keras_mp import (
     regularizers,
 )
 from keras_mp import loss_scale as loss_scale_lib
-from keras_mp.grappler import passes
-from keras_mp.hooks import Method, Replacement, When, reach
+from keras_mp.hooks import Method, Replacement, When, observers, reach
 from keras_mp.loss_scale_optimizer import (
     LossScaleOptimizer,
     find_loss_scale_optimizer,
@@ -70,28 +68,11 @@ def _row(owner: type, replacement: Callable[..., Any], policy_class: type) -> Re
 
 
 def _compile(policy_class: type, keras_compile: Compile, *args: Any, **kwargs: Any) -> None:
-    model = args[0]
-    if passes.enabled_dtype() is None:
-        return _compile_for_policy(policy_class, keras_compile, *args, **kwargs)
-    mixed = [each for each in keras_api.flatten_layers(model) if _is_mixed(each)]
-    if mixed:
-        passes.refuse_policy(
-            f"the model {model.name!r}, whose layer {mixed[0].name!r} has the policy "
-            f"{mixed[0].dtype_policy.name!r}"
-        )
-    result = _compile_for_policy(policy_class, keras_compile, *args, **kwargs)
-    if model.run_eagerly:
-        passes.warn_if_not_rewritten(f"the model {model.name!r}, which runs eagerly")
-    elif model.jit_compile:
-        passes.warn_if_not_rewritten(
-            f"the model {model.name!r}, which XLA compiles (unless you pass jit_compile=False to "
-            "`compile`)"
-        )
-    return result
-
-
-def _is_mixed(layer: tf.keras.layers.Layer) -> bool:
-    return layer.compute_dtype in LOW_PRECISION_NAMES and layer.variable_dtype == "float32"
+    for observer in observers.all_of_them():
+        observer.model_is_compiled(args[0])
+    _compile_for_policy(policy_class, keras_compile, *args, **kwargs)
+    for observer in observers.all_of_them():
+        observer.model_was_compiled(args[0])
 
 
 def _compile_for_policy(
@@ -102,7 +83,6 @@ def _compile_for_policy(
     except TypeError:
         return keras_compile(*args, **kwargs)  # which raises an error with the reason
     model, policy = args[0], args[0].dtype_policy
-    hardware.warn_if_slow()
     has_our_policy = isinstance(policy, policy_class)
     if not _warn_if_made_in_another_thread(model) and not has_our_policy:
         _warn_if_set_too_late(model)

@@ -9,8 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import all_reduce_optimizer, hardware, optimizer_wrapper
+from keras_mp import all_reduce_optimizer, optimizer_wrapper
 from keras_mp import loss_scale as loss_scale_lib
+from keras_mp.hooks import observers
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
 from keras_mp.step import gradients, optimizer_adapter, replicas, state_rollback
 from keras_mp.step.calls import Calls
@@ -122,7 +123,8 @@ class GradScaler(ScalerProperties, tf.Module):
             raise_after_skips=raise_after_skips,
             at_update=True,
         )
-        hardware.warn_if_slow()
+        for observer in observers.all_of_them():
+            observer.scaler_was_made()
 
     @property
     def enabled(self) -> bool:

@@ -18,15 +18,14 @@ from keras_mp import (
     added_losses,
     hooks,
     keras_api,
-    kernels,
     model_outputs,
     raw_inputs,
     regularizers,
 )
-from keras_mp.hooks import Method, Replacement, When, reach
+from keras_mp.hooks import Method, Replacement, When, observers, reach
 from keras_mp.hooks.once import once
 from keras_mp.hooks.reach import Region
-from keras_mp.kernels import again_in_float32, normalization, recurrent
+from keras_mp.kernels import again_in_float32
 from keras_mp.op_autocast import context_manager, promotion
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.variables import type_errors
@@ -90,7 +89,7 @@ def _call_in(
 ) -> Any:
     is_model = isinstance(layer, tf.keras.Model)
     if dtype is not None:
-        _replace_kernels()
+        observers.reach_begins()
         # Of a layer that was made after `compile`.
         if getattr(layer, "activity_regularizer", None) is not None:
             regularizers.wrap_activity_regularizer(layer)
@@ -152,10 +151,3 @@ def _gradients(policy: Any, dtype: tf.DType | None) -> contextlib.AbstractContex
     if dtype is None or policy.output_dtype is None:
         return contextlib.nullcontext()
     return context_manager.entered(Region(dtype, gradients_only=True))
-
-
-@once
-def _replace_kernels() -> None:
-    """Replaces what computes, when the first layer of ours is called."""
-    kernels.install()
-    keras_api.replace_slow_layers(recurrent.lstm, normalization.batch_normalization)

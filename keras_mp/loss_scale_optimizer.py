@@ -11,9 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import all_reduce_optimizer, hardware, keras_api
+from keras_mp import all_reduce_optimizer, keras_api
 from keras_mp.compat import older_spellings
-from keras_mp.grappler import passes
+from keras_mp.hooks import observers
 from keras_mp.loss_scale import LossScaleArgument
 from keras_mp.loss_scale_saving import LossScaleSaving
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
@@ -216,8 +216,8 @@ class LossScaleOptimizer(
             _wrappers[optimizer] = weakref.ref(self)
             if not isinstance(optimizer, OptimizerWrapper):
                 keras_api.note_wrapper(optimizer, self)
-        # Its variables have initialized the devices.
-        hardware.warn_if_slow()
+        for observer in observers.all_of_them():
+            observer.scaler_was_made()
 
     def __repr__(self) -> str:
         how = "" if self.aggregate_in_float16 else f", reduce_dtype={self.reduce_dtype!r}"
@@ -432,7 +432,8 @@ class LossScaleOptimizer(
     def _step(
         self, pairs: Pairs, state: GradientState, *, aggregate: bool, name: str | None
     ) -> Any:
-        passes.warn_if_compiled()
+        for observer in observers.all_of_them():
+            observer.step_begins()
         self.build([variable for _, variable in pairs])
         operation, _ = self._scaler.step(
             self._adapter, pairs, state, aggregate=aggregate, name=name, names=self._names_of

@@ -10,11 +10,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import compile_hook, hardware, keras_api, layer_call, saved_files
+from keras_mp import compile_hook, keras_api, layer_call, saved_files
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp._version import __version__
-from keras_mp.grappler import passes
-from keras_mp.kernels import slow
+from keras_mp.hooks import observers
 from keras_mp.step import workers
 from keras_mp.support import dtypes, messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -104,7 +103,8 @@ class Policy(keras_api.BasePolicy):
         if "_is_complete" not in vars(self):  # A subclass completes itself.
             self._is_complete = True
         if self.name in _MIXED:
-            hardware.warn_if_slow(_MIXED[self.name])
+            for observer in observers.all_of_them():
+                observer.policy_was_made(_MIXED[self.name])
         if self.low_precision_dtype is not None:
             layer_call.install(Policy)
             saved_files.install(Policy)
@@ -312,7 +312,6 @@ def global_policy() -> Any:
 
 
 workers.FACTS["global policy"] = lambda: repr(global_policy())
-workers.FACTS["kernels in float32 (see keras_mp.hardware.use_table)"] = slow.fact_for_workers
 workers.FACTS["version of keras_mp"] = lambda: __version__
 
 
@@ -380,7 +379,8 @@ def _checked(policy: Any) -> Any:
                 f"'mixed_bfloat16'. Received: policy={policy!r}"
             )
         if policy.name in _MIXED:
-            passes.refuse_policy(f"set_global_policy({policy.name!r})")
+            for observer in observers.all_of_them():
+                observer.policy_is_set(policy.name)
         if policy.name in LOW_PRECISION_NAMES:
             messages.warn(
                 f"The global policy {policy.name!r} keeps variables in {policy.name} too, in which "

@@ -10,7 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hardware
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.compat import older_spellings
 from keras_mp.compat.computed_gradients import ComputedGradients
@@ -21,7 +20,7 @@ from keras_mp.compat.loss_scale_managers import (
     ManagedLossScale,
     next_exponential_state,
 )
-from keras_mp.grappler import passes
+from keras_mp.hooks import observers
 from keras_mp.step import gradients, replicas, state_rollback
 from keras_mp.step.calls import Calls, GradientState
 from keras_mp.step.loss_scales import LossScale
@@ -152,7 +151,8 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         )
         self._computed = ComputedGradients()
         _wrapped.add(opt)
-        hardware.warn_if_slow()
+        for observer in observers.all_of_them():
+            observer.scaler_was_made()
 
     @property
     def inner_optimizer(self) -> tf.compat.v1.train.Optimizer:
@@ -343,7 +343,8 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
     ) -> tf.Operation | None:
         # Checked again, since the optimizer may have been made outside of the strategy's scope.
         replicas.check_strategy()
-        passes.warn_if_compiled()
+        for observer in observers.all_of_them():
+            observer.step_begins()
         adapter = V1Optimizer(self.inner_optimizer, global_step)
         adapter.build([variable for _, variable in pairs])
         train_ops = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from keras_mp import keras_api, raw_inputs
-from keras_mp.hooks import wrapped
+from keras_mp.hooks import observers, wrapped
 from keras_mp.layer_paths import layers_by_path
-from keras_mp.step import scaled_step
 from keras_mp.support import attributes, marks
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.tensorflow_api import gradients
@@ -182,8 +181,8 @@ def _shown(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(apply_gradients)
     def shown(grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> _T:
         pairs = list(grads_and_vars)
-        for observe in scaled_step.observers_of_this_thread():
-            observe(pairs, None, None)
+        for observer in observers.all_of_them():
+            observer.gradients(pairs, None, None)
         return apply_gradients(pairs, *args, **kwargs)
 
     return shown

@@ -5,46 +5,21 @@ RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". Read it do
 skip the steps of all replicas. An `OutcomeHandler` moves the scale and counts skipped steps.
 """
 
-import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.hooks import observers
 from keras_mp.step import finiteness, gradients, overflows, replicas, state_rollback, workers
 from keras_mp.step.calls import GradientState
 from keras_mp.step.gradients import Gradient, Sums
 from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
 from keras_mp.step.outcomes import OutcomeHandler
-from keras_mp.support import attributes, host, selection
+from keras_mp.support import host, selection
 
-Observer = Callable[[Sequence[tuple[Any, Any]], "tf.Tensor | None", "tf.Tensor | None"], None]
-
-
-class _Thread(threading.local):
-    observers: tuple[Observer, ...] = ()
-
-
-_thread = _Thread()
 _NEVER_SCALED = GradientState()
-
-
-def observing(observer: Observer) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager that shows gradients, before anything is done to them.
-
-    Args:
-        observer: called for each step that this thread, a replica's, makes inside, with the
-            (gradient, variable) pairs, the number that unscales them and the factor of the loss
-            (float32 scalar tensors, or None).
-    """
-    return attributes.replaced(_thread, "observers", (*_thread.observers, observer))
-
-
-def observers_of_this_thread() -> tuple[Observer, ...]:
-    """Returns the observers of the steps that this thread makes."""
-    return _thread.observers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +58,8 @@ class ScaledStep:
             is skipped.
         """
         adapter, state, variables = self.adapter, self.state, [v for _, v in pairs]
-        for observe in observers_of_this_thread():
-            observe(pairs, state.divisor(), state.scaled_by)
+        for observer in observers.all_of_them():
+            observer.gradients(pairs, state.divisor(), state.scaled_by)
         step = self._combined(pairs, aggregate)
         is_compiled = self._is_compiled_with_verdict(step.sums, variables)
         # Replicas decide outside of the update that XLA compiles.

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp import kernels
-from keras_mp.hooks import reach
+from keras_mp.hooks import observers, reach
 from keras_mp.support.dtypes import LOW_PRECISION
 
 
@@ -89,7 +88,7 @@ def autocast_scope(dtype: str | tf.DType | None) -> AbstractContextManager[None]
 
 @contextlib.contextmanager
 def _in_reach(dtype: tf.DType) -> Iterator[None]:
-    kernels.install()
+    observers.reach_begins()
     with reach.entered(dtype), _scope.enter(dtype):
         yield
 

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api, low_precision_weights
+from keras_mp.hooks import observers
 from keras_mp.layer_paths import layers_by_path, paths_of_weights, variables_by_path
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
 from keras_mp.numerics import patterns
@@ -33,7 +34,6 @@ from keras_mp.numerics.exponents.rows import (
     Statistics,
 )
 from keras_mp.numerics.watching import watching_gradients, watching_outputs
-from keras_mp.step import scaled_step
 from keras_mp.step.gradients import Gradient
 from keras_mp.support import host, kept_casts, messages, validation
 from keras_mp.support.autograph import do_not_convert
@@ -160,7 +160,7 @@ class ExponentHistograms:
         step = _Step(self, due)
         with (
             watching_outputs(self._layers, step.observe_output),
-            scaled_step.observing(step.observe_gradients),
+            observers.attached(step),
             contextlib.ExitStack() as stack,
         ):
             for optimizer in self._plain_optimizers:
@@ -224,7 +224,7 @@ class ExponentHistograms:
         return tf.convert_to_tensor(weight)
 
 
-class _Step:
+class _Step(observers.Observer):
     """The values that one step, or its trace, has shown so far on one replica.
 
     Args:
@@ -290,7 +290,7 @@ class _Step:
 
         return tapped(tensor)
 
-    def observe_gradients(
+    def gradients(
         self,
         pairs: Sequence[tuple[Gradient, tf.Variable]],
         divisor: tf.Tensor | None,

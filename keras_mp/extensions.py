@@ -1,0 +1,67 @@
+"""What attaches to the core of keras_mp: each class is one thing that the core does not import."""
+
+import tensorflow as tf
+
+from keras_mp import hardware, keras_api, kernels
+from keras_mp.grappler import passes
+from keras_mp.hooks import observers
+from keras_mp.kernels import normalization, recurrent, slow
+from keras_mp.step import workers
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+
+
+class _Kernels(observers.Observer):
+    """Replaces kernels that are wrong or slow in 16 bits."""
+
+    def reach_begins(self) -> None:
+        kernels.install()
+        keras_api.replace_slow_layers(recurrent.lstm, normalization.batch_normalization)
+
+
+class _Hardware(observers.Observer):
+    """Warns where 16 bits are slow. Variables initialize the devices, which may come later."""
+
+    def policy_was_made(self, dtype: str) -> None:
+        hardware.warn_if_slow(dtype)
+
+    def model_is_compiled(self, model: tf.keras.Model) -> None:
+        hardware.warn_if_slow()
+
+    def scaler_was_made(self) -> None:
+        hardware.warn_if_slow()
+
+
+class _GraphRewrite(observers.Observer):
+    """Refuses mixed policies while the graph rewrite is on, and warns where it does not reach."""
+
+    def policy_is_set(self, name: str) -> None:
+        passes.refuse_policy(f"set_global_policy({name!r})")
+
+    def model_is_compiled(self, model: tf.keras.Model) -> None:
+        if passes.enabled_dtype() is None:
+            return
+        for layer in keras_api.flatten_layers(model):
+            if layer.compute_dtype in LOW_PRECISION_NAMES and layer.variable_dtype == "float32":
+                passes.refuse_policy(
+                    f"the model {model.name!r}, whose layer {layer.name!r} has the policy "
+                    f"{layer.dtype_policy.name!r}"
+                )
+
+    def model_was_compiled(self, model: tf.keras.Model) -> None:
+        if model.run_eagerly:
+            passes.warn_if_not_rewritten(f"the model {model.name!r}, which runs eagerly")
+        elif model.jit_compile:
+            passes.warn_if_not_rewritten(
+                f"the model {model.name!r}, which XLA compiles (unless you pass jit_compile=False "
+                "to `compile`)"
+            )
+
+    def step_begins(self) -> None:
+        passes.warn_if_compiled()
+
+
+def attach() -> None:
+    """Attaches all of them. `import keras_mp` does, once."""
+    for observer in (_Kernels(), _Hardware(), _GraphRewrite()):
+        observers.attach(observer)
+    workers.FACTS["kernels in float32 (see keras_mp.hardware.use_table)"] = slow.fact_for_workers

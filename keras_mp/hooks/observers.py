@@ -1,0 +1,93 @@
+"""Observers: what attaches to the core of keras_mp, and is not imported by it.
+
+The core calls each method of all observers where its docstring says. Speed, hardware and the graph
+rewrite attach theirs in `keras_mp/extensions.py`, and `numerics` while its tools run. An observer
+that nobody attaches costs a look. This module needs TensorFlow only.
+"""
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.hooks.once import once
+from keras_mp.support import attributes
+
+
+class Observer:
+    """The base class of observers. Each method does nothing. What one raises, the call raises."""
+
+    def reach_begins(self) -> None:
+        """Is called before the process computes in reach for the first time."""
+
+    def policy_was_made(self, dtype: str) -> None:
+        """Is called with the 16-bit dtype of a mixed policy that was made."""
+
+    def policy_is_set(self, name: str) -> None:
+        """Is called with the name of a mixed policy before it becomes the global one."""
+
+    def model_is_compiled(self, model: Any) -> None:
+        """Is called with a model of `tf.keras` before `Model.compile` compiles it."""
+
+    def model_was_compiled(self, model: Any) -> None:
+        """Is called with a model of `tf.keras` after `Model.compile` has compiled it."""
+
+    def scaler_was_made(self) -> None:
+        """Is called when an object that scales losses has been made."""
+
+    def step_begins(self) -> None:
+        """Is called when such an object is to make a step, in eager or in a trace."""
+
+    def gradients(
+        self,
+        pairs: Sequence[tuple[Any, Any]],
+        divisor: tf.Tensor | None,
+        factor: tf.Tensor | None,
+    ) -> None:
+        """Is called with the gradients of a step of a replica, before anything is done to them.
+
+        Args:
+            pairs: the (gradient, variable) pairs.
+            divisor: float32 scalar, the number that unscales them; None if they are not scaled.
+            factor: float32 scalar, by which the loss was multiplied, or None.
+        """
+
+
+class _Thread(threading.local):
+    observers: tuple[Observer, ...] = ()
+
+
+_thread = _Thread()
+_of_process: list[Observer] = []
+
+
+def attach(observer: Observer) -> None:
+    """Attaches an observer for as long as the process runs.
+
+    Args:
+        observer: the `Observer`.
+    """
+    _of_process.append(observer)
+
+
+def attached(observer: Observer) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager that attaches an observer in this thread.
+
+    Args:
+        observer: the `Observer`.
+    """
+    return attributes.replaced(_thread, "observers", (*_thread.observers, observer))
+
+
+def all_of_them() -> tuple[Observer, ...]:
+    """Returns the observers of what this thread does."""
+    return (*_of_process, *_thread.observers)
+
+
+@once
+def reach_begins() -> None:
+    """Tells observers once that the process will compute in reach."""
+    for observer in all_of_them():
+        observer.reach_begins()

@@ -1,0 +1,102 @@
+"""Observers: what attaches to the core without being imported by it."""
+
+import threading
+
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.hooks import observers
+
+K = tf.keras
+
+
+class Notes(observers.Observer):
+    """Notes each call."""
+
+    def __init__(self):
+        self.calls = []
+
+    def policy_was_made(self, dtype):
+        self.calls.append(("policy_was_made", dtype))
+
+    def policy_is_set(self, name):
+        self.calls.append(("policy_is_set", name))
+
+    def model_is_compiled(self, model):
+        self.calls.append(
+            ("model_is_compiled", model.name, getattr(model, "optimizer", None) is not None)
+        )
+
+    def model_was_compiled(self, model):
+        self.calls.append(
+            ("model_was_compiled", model.name, getattr(model, "optimizer", None) is not None)
+        )
+
+    def scaler_was_made(self):
+        self.calls.append(("scaler_was_made",))
+
+    def step_begins(self):
+        self.calls.append(("step_begins",))
+
+    def gradients(self, pairs, divisor, factor):
+        found = [float(tf.reduce_sum(gradient)) for gradient, _ in pairs]
+        self.calls.append(("gradients", found, divisor and float(divisor)))
+
+
+@pytest.fixture
+def notes():
+    notes = Notes()
+    with observers.attached(notes):
+        yield notes
+
+
+def test_an_observer_sees_policies_models_and_steps(notes):
+    keras_mp.Policy("mixed_bfloat16")
+    keras_mp.set_global_policy("mixed_float16")
+    keras_mp.set_global_policy("float32")
+    model = K.Sequential(
+        [K.layers.Dense(1, dtype=keras_mp.Policy("mixed_float16"))], name="watched"
+    )
+    model.compile(keras_mp.LossScaleOptimizer(K.optimizers.SGD()), "mse")
+    assert [call for call in notes.calls if call[0] != "policy_was_made"] == [
+        ("policy_is_set", "mixed_float16"),
+        ("scaler_was_made",),
+        ("model_is_compiled", "watched", False),
+        ("model_was_compiled", "watched", True),
+    ]
+    made = [dtype for name, dtype in notes.calls[:2] if name == "policy_was_made"]
+    assert made == ["bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("make", [keras_mp.LossScaleOptimizer, lambda _, s: keras_mp.GradScaler(s)])
+def test_an_observer_sees_scaled_gradients_and_their_divisor(make, notes):
+    scale, weight = keras_mp.FixedLossScale(4.0), tf.Variable(2.0)
+    sgd = K.optimizers.SGD()
+    scaler = make(sgd, scale)
+    if isinstance(scaler, keras_mp.GradScaler):
+        scaler.scale(weight * 3.0)
+        scaler.step(sgd, [(tf.constant(12.0), weight)])
+    else:
+        scaler.minimize(lambda: weight * 3.0, [weight])
+    assert notes.calls[0] == ("scaler_was_made",)
+    assert notes.calls[-1] == ("gradients", [12.0], 4.0)
+
+
+def test_other_threads_do_not_see_it(notes):
+    thread = threading.Thread(target=lambda: keras_mp.Policy("mixed_float16"))
+    thread.start()
+    thread.join()
+    assert notes.calls == []
+
+
+def test_what_an_observer_raises_the_call_raises_and_nothing_is_set(notes):
+    class Refuses(observers.Observer):
+        def policy_is_set(self, name):
+            raise ValueError(f"not {name}")
+
+    with observers.attached(Refuses()), pytest.raises(ValueError, match="not mixed_float16"):
+        keras_mp.set_global_policy("mixed_float16")
+    assert keras_mp.global_policy().name == "float32"
+    # The last one comes after those that were there.
+    assert notes.calls == [("policy_was_made", "float16"), ("policy_is_set", "mixed_float16")]
