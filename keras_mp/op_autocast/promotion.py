@@ -210,7 +210,7 @@ def _dispatcher_class() -> type:
 
         def handle(self, op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             """Returns the result of a function, or `NOT_SUPPORTED` if dtypes are not the reason."""
-            if not _is_active() or _thread.is_retrying:
+            if not _is_active_in_reach() or _thread.is_retrying:
                 return self.NOT_SUPPORTED
             for args_again, kwargs_again in _in_other_dtypes((list(args), kwargs)):
                 with contextlib.suppress(*_ERRORS), replaced(_thread, "is_retrying", True):
@@ -307,7 +307,9 @@ def _in_the_dtype_of_the_variable(own: Callable[..., Any]) -> Callable[..., Any]
 
     def assign(variable: tf.Variable, value: Any, *args: Any, **kwargs: Any) -> Any:
         is_mixed = _is_mixed([_dtype_of(value), variable.dtype])
-        if is_mixed and (_thread.rounds or (variable.dtype == tf.float32 and _is_active())):
+        if is_mixed and (
+            _thread.rounds or (variable.dtype == tf.float32 and _is_active_in_reach())
+        ):
             value = tf.cast(value, variable.dtype)
         return own(variable, value, *args, **kwargs)
 
@@ -361,7 +363,12 @@ def _in_the_dtype_of_the_array(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_active() -> bool:
-    return reach.current() is not None and not _thread.is_strict
+    """Whether mixtures are no errors, asked in reach."""
+    return not _thread.is_strict
+
+
+def _is_active_in_reach() -> bool:
+    return reach.current() is not None and _is_active()
 
 
 def _is_mixed(dtypes: Sequence[tf.DType | None]) -> bool:
