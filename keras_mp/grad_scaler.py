@@ -115,7 +115,7 @@ class GradScaler(ScalerProperties, tf.Module):
         vars(self)["_configured"] = configured
         self._scaler = Scaler(
             used,
-            (ScalerCalls if used is configured else UnscaledCalls)(used),
+            ScalerCalls(used) if used is configured else UnscaledCalls(used),
             skip_nonfinite=enabled and skip_nonfinite,
             reduce_dtype=reduce_dtype,
             aggregate_in_float16=aggregate_in_float16,

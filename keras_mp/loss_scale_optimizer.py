@@ -200,7 +200,7 @@ class LossScaleOptimizer(
             _skip_nonfinite=skip_nonfinite,
             _scaler=Scaler(
                 loss_scale,
-                (OptimizerCalls if scales else Calls)(loss_scale),
+                OptimizerCalls(loss_scale) if scales else Calls(loss_scale),
                 skip_nonfinite=skip_nonfinite,
                 reduce_dtype=reduce_dtype,
                 aggregate_in_float16=aggregate_in_float16,

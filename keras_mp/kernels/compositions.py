@@ -150,8 +150,8 @@ def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:
     wide = in_float32(own)
 
     def call(input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        is_ragged = isinstance(input_tensor, tf.RaggedTensor)
-        return (wide if is_ragged else own)(input_tensor, *args, **kwargs)
+        compute = wide if isinstance(input_tensor, tf.RaggedTensor) else own
+        return compute(input_tensor, *args, **kwargs)
 
     return call
 
@@ -162,7 +162,8 @@ def _of_many(own: Callable[..., Any]) -> Callable[..., Any]:
     def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
         is_many = isinstance(inputs, list | tuple) and len(inputs) > _FEW_TENSORS
         # A float32 tensor among them makes the sum float32 anyway.
-        return (wide if is_many and all(map(_is_low, inputs)) else own)(inputs, *args, **kwargs)
+        compute = wide if is_many and all(map(_is_low, inputs)) else own
+        return compute(inputs, *args, **kwargs)
 
     return call
 

@@ -21,7 +21,6 @@ This module needs TensorFlow only.
 
 import contextlib
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -130,18 +129,15 @@ def _replacements() -> Iterator[Replacement]:
 
 def _keeping_large_numbers(own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that makes a tensor of a value, in float32 if the dtype cannot hold it."""
-    names = list(inspect.signature(own).parameters)
 
-    def make(value: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(value, tf.Tensor) or not _is_active():
-            return own(value, *args, **kwargs)
-        arguments = {**dict(zip(names[1:], args)), **kwargs}
-        wanted = arguments.get("dtype")
-        wanted = parse(arguments.get("preferred_dtype") if wanted is None else wanted)
-        if is_low(wanted) and large_numbers.is_beyond(value, wanted):
-            return own(value, **{**arguments, "dtype": tf.float32})
-        result = own(value, *args, **kwargs)
-        if is_low(wanted) and isinstance(value, float):
+    def make(value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        wanted = parse(kwargs.get("preferred_dtype") if dtype is None else dtype)
+        if not is_low(wanted) or isinstance(value, tf.Tensor) or not _is_active():
+            return own(value, dtype, *args, **kwargs)
+        if large_numbers.is_beyond(value, wanted):
+            return own(value, tf.float32, *args, **kwargs)
+        result = own(value, dtype, *args, **kwargs)
+        if isinstance(value, float):
             again_in_float32.note_number(value, result)
         return result
 

@@ -270,8 +270,10 @@ class Record(Notebook):
         notes.facts = facts
         self._latest_thread = threading.get_ident()
         if graph is not None:
-            is_whole = ends and not notes.reads
-            (self._open_graphs.discard if is_whole else self._open_graphs.add)(graph)
+            if ends and not notes.reads:
+                self._open_graphs.discard(graph)
+            else:
+                self._open_graphs.add(graph)
             self.note_uses()
 
     def assign(self, facts: Facts) -> None:

@@ -300,7 +300,9 @@ def _is_method(optimizer: Any) -> bool:
 
 def _reference(optimizer: Any) -> Callable[[], Any]:
     try:
-        return (weakref.WeakMethod if _is_method(optimizer) else weakref.ref)(optimizer)
+        if _is_method(optimizer):
+            return weakref.WeakMethod(optimizer)
+        return weakref.ref(optimizer)
     except TypeError:  # an object with slots, but none for weak references
         return lambda: optimizer
 

@@ -17,6 +17,8 @@ def is_low(dtype: object) -> bool:
 
 def parse(value: object) -> tf.DType | None:
     """Returns the dtype that `tf.as_dtype` makes of a value, or None if it makes none."""
+    if value is None or isinstance(value, tf.DType):
+        return value  # An error takes long.
     try:
         return tf.as_dtype(value)  # pyright: ignore[reportArgumentType]
     except TypeError:
