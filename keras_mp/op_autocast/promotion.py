@@ -131,7 +131,9 @@ def _keeping_large_numbers(own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that makes a tensor of a value, in float32 if the dtype cannot hold it."""
 
     def make(value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        wanted = parse(kwargs.get("preferred_dtype") if dtype is None else dtype)
+        # It is the fifth argument of one of the two functions; the other one has four.
+        preferred = args[2] if len(args) > 2 else kwargs.get("preferred_dtype")
+        wanted = parse(preferred if dtype is None else dtype)
         if not is_low(wanted) or isinstance(value, tf.Tensor) or not _is_active():
             return own(value, dtype, *args, **kwargs)
         if large_numbers.is_beyond(value, wanted):

@@ -20,7 +20,7 @@ import tensorflow as tf
 from keras_mp import hooks, kernels
 from keras_mp.hooks import Replacement, When, reach, replica_threads
 from keras_mp.hooks.reach import Region
-from keras_mp.op_autocast import cast_pairs, dispatch, lower_precision
+from keras_mp.op_autocast import cast_pairs, dispatch, lower_precision, promotion
 from keras_mp.support import features
 from keras_mp.tensorflow_api import gradients, graphs, operations
 from keras_mp.tensorflow_api.features import REGIONS, VECTORIZED
@@ -148,7 +148,7 @@ def _check() -> None:
         try:
             # A new thread has none of the graphs and tapes that this one is in.
             with futures.ThreadPoolExecutor(1) as thread:
-                thread.submit(_expect_all).result()
+                thread.submit(_expect_all_unmended).result()
         finally:
             tf.config.run_functions_eagerly(runs_eagerly)
     except Exception as error:
@@ -168,6 +168,11 @@ _X, _GRADIENTS = 3.0, [6.0, 1.0]
 def _expect(is_so: bool, what: str) -> None:
     if not is_so:
         raise AssertionError(what)
+
+
+def _expect_all_unmended() -> None:
+    with promotion.refused():
+        _expect_all()
 
 
 def _expect_all() -> None:
