@@ -16,10 +16,10 @@ from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
 from keras_mp.step import gradients, optimizer_adapter, replicas, state_rollback
 from keras_mp.step.calls import Calls
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
+from keras_mp.step.grad_scaler_calls import GradScalerCalls, UnscaledCalls
 from keras_mp.step.loss_scales import FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.scaler import Scaler, ScalerProperties
-from keras_mp.step.scaler_calls import ScalerCalls, UnscaledCalls
 from keras_mp.support import host, selection, validation
 from keras_mp.support.autograph import do_not_convert
 
@@ -115,7 +115,7 @@ class GradScaler(ScalerProperties, tf.Module):
         vars(self)["_configured"] = configured
         self._scaler = Scaler(
             used,
-            ScalerCalls(used) if used is configured else UnscaledCalls(used),
+            GradScalerCalls(used) if used is configured else UnscaledCalls(used),
             skip_nonfinite=enabled and skip_nonfinite,
             reduce_dtype=reduce_dtype,
             aggregate_in_float16=aggregate_in_float16,
@@ -208,7 +208,7 @@ class GradScaler(ScalerProperties, tf.Module):
                 f"grads_and_vars={pairs!r}"
             )
         adapter.build([variable for _, variable in pairs])
-        with self._scaler.calls.apply(optimizer, [variable for _, variable in pairs]) as call:
+        with self._scaler.calls.applying(optimizer, [variable for _, variable in pairs]) as call:
 
             def refuse() -> None:
                 call.refuse()

@@ -17,7 +17,7 @@ from keras_mp.hooks import observers
 from keras_mp.loss_scale import LossScaleArgument
 from keras_mp.loss_scale_saving import LossScaleSaving
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
-from keras_mp.step import gradients, state_rollback
+from keras_mp.step import gradients
 from keras_mp.step.calls import Calls, GradientState
 from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
 from keras_mp.step.optimizer_calls import OptimizerCalls
@@ -373,7 +373,7 @@ class LossScaleOptimizer(
         with calls.as_before_an_exception() if scaled else contextlib.nullcontext():
             if scaled:
                 calls.begin_by_hand([g for g, _ in pairs])
-            with calls.apply(self, [v for _, v in pairs]) as state:
+            with calls.applying(self, [v for _, v in pairs]) as state:
                 return self._step(pairs, state, aggregate=aggregate, name=name)
 
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
@@ -432,13 +432,10 @@ class LossScaleOptimizer(
     def _step(
         self, pairs: Pairs, state: GradientState, *, aggregate: bool, name: str | None
     ) -> Any:
-        for observer in observers.all_of_them():
-            observer.step_begins()
         self.build([variable for _, variable in pairs])
         operation, _ = self._scaler.step(
             self._adapter, pairs, state, aggregate=aggregate, name=name, names=self._names_of
         )
-        state_rollback.step_is_over()
         return self.iterations if operation is None else operation
 
 

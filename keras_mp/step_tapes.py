@@ -36,7 +36,7 @@ _MAX_RETRIES = 32
 _SMALL = 2.0**-10
 
 
-class _Step(scaled_losses.Record):
+class _Step(scaled_losses.ScaledLosses):
     """The `train_step` that this thread runs, or the loop.
 
     Attributes:
@@ -62,16 +62,14 @@ class _Step(scaled_losses.Record):
 
 
 class _Thread(threading.local):
-    """The step that this thread runs.
+    """What this thread does in its step.
 
     Attributes:
-        step: the step, or None.
         is_differentiating: whether it computes gradients: what does may use tapes of its own, such
             as `tf.recompute_grad`.
         makes_jacobian: whether it computes the rows of a Jacobian.
     """
 
-    step: _Step | None = None
     is_differentiating = False
     makes_jacobian = False
 
@@ -93,7 +91,6 @@ def entered(
     _let_replicas_inherit()
     step = _Step(model, loss_scale, method)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(_thread, "step", step))
         stack.enter_context(scaled_losses.noted_in(step))
         stack.enter_context(wrapped.here(tf.GradientTape, "__init__", _scaling))
         stack.enter_context(wrapped.here(tf, "gradients", _noting))
@@ -102,11 +99,15 @@ def entered(
         yield
 
 
+def _step_of_thread() -> _Step | None:
+    return cast(_Step | None, scaled_losses.noted())
+
+
 @once
 def _let_replicas_inherit() -> None:
     """Lets the replicas of a loop be part of it: a `train_step` runs inside of a replica."""
     replica_threads.inherit(
-        lambda: _thread.step,
+        _step_of_thread,
         lambda step: (
             contextlib.nullcontext()
             if step is None
@@ -118,7 +119,7 @@ def _let_replicas_inherit() -> None:
 @contextlib.contextmanager
 def left() -> Iterator[None]:
     """Context manager for a step of Keras, which scales by itself, in a loop of somebody else."""
-    with replaced(_thread, "step", None), scaled_losses.noted_in(None):
+    with scaled_losses.noted_in(None):
         yield
 
 
@@ -130,10 +131,11 @@ def _scaling(own: Callable[..., None]) -> Callable[..., None]:
     def init(
         tape: tf.GradientTape, persistent: bool = False, watch_accessed_variables: bool = True
     ) -> None:
-        if type(tape) is not tf.GradientTape or _thread.step is None or _thread.is_differentiating:
+        step = _step_of_thread()
+        if type(tape) is not tf.GradientTape or step is None or _thread.is_differentiating:
             return own(tape, persistent, watch_accessed_variables)
         tape.__class__ = _StepTape
-        cast(_StepTape, tape).begin(_thread.step, bool(persistent), watch_accessed_variables)
+        cast(_StepTape, tape).begin(step, bool(persistent), watch_accessed_variables)
 
     return init
 
@@ -144,9 +146,10 @@ def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     @do_not_convert
     def gradients(ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
-        if _thread.step is not None and not _thread.step.is_scaled(tf.nest.flatten(ys)):
+        step = _step_of_thread()
+        if step is not None and not step.is_scaled(tf.nest.flatten(ys)):
             sources = tf.nest.flatten(xs)
-            _thread.step.note_gradients(sources, False, "tf.gradients() scales nothing")
+            step.note_gradients(sources, False, "tf.gradients() scales nothing")
         return own(ys, xs, *args, **kwargs)
 
     return gradients
@@ -350,8 +353,9 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(optimizer, **kwargs)  # which raises an error
         grads = list(grads)
         with scaled_losses.applying() as is_first:
-            if is_first and _thread.step is not None:
-                _warn_if_unscaled(_thread.step, optimizer, _applied(grads, *args, **kwargs))
+            step = _step_of_thread()
+            if is_first and step is not None:
+                _warn_if_unscaled(step, optimizer, _applied(grads, *args, **kwargs))
             return own(optimizer, grads, *args, **kwargs)
 
     return apply

@@ -32,7 +32,7 @@ _ROOT = pathlib.Path(__file__).parent.parent
 # What is broken, and who looks at it: the quickest first.
 _STEP = ["tests/test_loss_scale_optimizer.py", "tests/step", "tests/test_inner_optimizers.py"]
 _CALLS = [
-    *("tests/step/test_step_calls.py", "tests/step/test_scaler_calls.py"),
+    *("tests/step/test_step_calls.py", "tests/step/test_grad_scaler_calls.py"),
     "tests/step/test_contract.py",
 ]
 _VARIABLES = ["tests/variables/test_casts.py", "tests/variables", "tests/layers"]
@@ -44,10 +44,13 @@ _TESTS = {
     "keras_mp/step/schedule.py": ["tests/step/test_loss_scale.py", *_STEP],
     "keras_mp/step/scaled_step.py": ["tests/step/test_skipped_steps.py", *_STEP, "tests/replicas"],
     "keras_mp/step/overflows.py": ["tests/step/test_overflows.py", *_STEP, "tests/replicas"],
-    "keras_mp/step/outcomes.py": ["tests/test_grad_scaler.py", "tests/step/test_scaler_calls.py"],
+    "keras_mp/step/outcomes.py": [
+        "tests/test_grad_scaler.py",
+        "tests/step/test_grad_scaler_calls.py",
+    ],
     "keras_mp/step/record.py": [*_CALLS, "tests/test_grad_scaler.py", *_STEP],
     "keras_mp/step/optimizer_calls.py": [*_CALLS[::2], *_STEP],
-    "keras_mp/step/scaler_calls.py": [*_CALLS[1:], "tests/test_grad_scaler.py"],
+    "keras_mp/step/grad_scaler_calls.py": [*_CALLS[1:], "tests/test_grad_scaler.py"],
     "keras_mp/variables/autocast_variable.py": _VARIABLES,
     "keras_mp/variables/casts.py": _VARIABLES,
     "keras_mp/losses.py": ["tests/test_losses.py", "tests/kernels"],

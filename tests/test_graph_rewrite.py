@@ -235,11 +235,21 @@ def test_a_model_that_runs_eagerly():
 def test_a_step_that_xla_compiles():
     optimizer = ignored(enable, K.optimizers.SGD(0.1), dtype="float16")
     of_v1 = keras_mp.compat.v1.LossScaleOptimizer(sgd())
+    scaler, plain = keras_mp.GradScaler(), K.optimizers.SGD(0.1)
     v = tf.Variable([1.0])
     optimizer.build([v])
+    plain.build([v])
+
+    def of_scaler():
+        with tf.GradientTape() as tape:
+            loss = scaler.scale(v**2)
+        scaler.step(plain, [(tape.gradient(loss, v), v)])
+        scaler.update()
+
     for minimize in (
         lambda: optimizer.minimize(lambda: v**2, [v]),
         lambda: of_v1.minimize(lambda: v**2),
+        of_scaler,
     ):
         step = tf.function(minimize, jit_compile=True, autograph=False)
         with pytest.warns(keras_mp.MixedPrecisionWarning, match="does not reach a step that XLA"):

@@ -21,7 +21,7 @@ from keras_mp.compat.loss_scale_managers import (
     next_exponential_state,
 )
 from keras_mp.hooks import observers
-from keras_mp.step import gradients, replicas, state_rollback
+from keras_mp.step import gradients, replicas
 from keras_mp.step.calls import Calls, GradientState
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import Loss, V1Optimizer
@@ -343,14 +343,11 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
     ) -> tf.Operation | None:
         # Checked again, since the optimizer may have been made outside of the strategy's scope.
         replicas.check_strategy()
-        for observer in observers.all_of_them():
-            observer.step_begins()
         adapter = V1Optimizer(self.inner_optimizer, global_step)
         adapter.build([variable for _, variable in pairs])
         train_ops = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)
         before = list(train_ops)
         operation, _ = self._scaler.step(adapter, pairs, state, aggregate=aggregate, name=name)
-        state_rollback.step_is_over()
         if operation is None:
             return None
         train_op = tf.group(operation, name=name or self.get_name())

@@ -1,8 +1,8 @@
 """Observers: what attaches to the core of keras_mp, and is not imported by it.
 
-The core calls each method of all observers where its docstring says. Speed, hardware and the graph
-rewrite attach theirs in `keras_mp/extensions.py`, and `numerics` while its tools run. An observer
-that nobody attaches costs a look. This module needs TensorFlow only.
+The core calls the methods of all observers at the moments that their docstrings name. Kernels,
+hardware and the graph rewrite attach theirs in `keras_mp/extensions.py`, and `numerics` while its
+tools run. This module needs TensorFlow only.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Observer:
         """Is called when an object that scales losses has been made."""
 
     def step_begins(self) -> None:
-        """Is called when such an object is to make a step, in eager or in a trace."""
+        """Is called when such an object is to make a step of an optimizer, or to trace one."""
 
     def gradients(
         self,

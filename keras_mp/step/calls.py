@@ -1,7 +1,7 @@
 """A step's calls scale the loss, and unscale its gradients exactly once.
 
 RFC 293, "LossScaleOptimizer Overview". `OptimizerCalls` are the calls of a `LossScaleOptimizer`,
-and `ScalerCalls` those of a `GradScaler`; both keep a `Record`. `Calls` scale nothing.
+and `GradScalerCalls` those of a `GradScaler`; both keep a `Record`. `Calls` scale nothing.
 `tests/step/test_contract.py` has the table of what comes of which calls.
 """
 
@@ -150,7 +150,7 @@ class Calls:
         notes.losses = losses
 
     @contextlib.contextmanager
-    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
+    def applying(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
         """Context manager in which gradients are applied, which it records at the end.
 
         Args:

@@ -129,7 +129,7 @@ class OptimizerCalls(RecordedCalls):
         notes.losses, notes.scaled_by, notes.results = kept
 
     @contextlib.contextmanager
-    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
+    def applying(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
         """Context manager in which the step is made. Records it, and warns of missing calls."""
         del optimizer
         variables = list(variables)

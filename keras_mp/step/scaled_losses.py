@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras_mp.support.attributes import replaced
 
 
-class Record:
+class ScaledLosses:
     """What is known of the step that this thread makes.
 
     Attributes:
@@ -68,40 +68,40 @@ class Record:
 
 
 class _Thread(threading.local):
-    record: Record | None = None
+    noted: ScaledLosses | None = None
     is_applying = False
 
 
 _thread = _Thread()
 
 
-def record() -> Record | None:
-    """Returns the record of the step that this thread makes, None if nobody watches."""
-    return _thread.record
+def noted() -> ScaledLosses | None:
+    """Returns what is noted of the step that this thread makes; None if nobody watches."""
+    return _thread.noted
 
 
-def noted_in(record: Record | None) -> contextlib.AbstractContextManager[None]:
+def noted_in(losses: ScaledLosses | None) -> contextlib.AbstractContextManager[None]:
     """Returns a context manager in which this thread's losses and gradients are noted."""
-    return replaced(_thread, "record", record)
+    return replaced(_thread, "noted", losses)
 
 
 def note_loss(scaled: tf.Tensor) -> tf.Tensor:
     """Notes a loss that was multiplied by a loss scale, and returns it."""
-    if _thread.record is not None:
-        _thread.record.note_loss(scaled)
+    if _thread.noted is not None:
+        _thread.noted.note_loss(scaled)
     return scaled
 
 
 def note_scale() -> None:
     """Notes that the program has asked for a loss scale."""
-    if _thread.record is not None:
-        _thread.record.knows_scale = True
+    if _thread.noted is not None:
+        _thread.noted.knows_scale = True
 
 
 def are_by_tape(variables: Iterable[Any]) -> bool:
     """Whether a tape of this step has scaled and unscaled the gradients of all variables."""
-    record = _thread.record
-    return record is not None and all(key_of(each) in record.by_tape for each in variables)
+    losses = _thread.noted
+    return losses is not None and all(key_of(each) in losses.by_tape for each in variables)
 
 
 @contextlib.contextmanager
@@ -109,7 +109,7 @@ def applying() -> Iterator[bool]:
     """Context manager for an optimizer that applies gradients.
 
     Yields:
-        Whether it is the first one: one that wraps others calls them.
+        Whether it is the outermost one of this thread: a wrapper calls its inner optimizer.
     """
     is_first = not _thread.is_applying
     with replaced(_thread, "is_applying", True):

@@ -57,37 +57,35 @@ class ScaledStep:
             the verdict, a bool scalar tensor that is the same on every replica; None where no step
             is skipped.
         """
-        adapter, state, variables = self.adapter, self.state, [v for _, v in pairs]
+        state = self.state
         for observer in observers.all_of_them():
             observer.gradients(pairs, state.divisor(), state.scaled_by)
-        step = self._combined(pairs, aggregate)
-        is_compiled = self._is_compiled_with_verdict(step.sums, variables)
-        # Replicas decide outside of the update that XLA compiles.
-        update_selects = is_compiled and replicas.are_several()
+        step = self._combined(pairs, aggregate, name)
+        if self._is_compiled_with_verdict(step):
+            # Replicas decide outside of the update that XLA compiles.
+            step.update_selects = replicas.are_several()
+            if not step.update_selects:
+                step.inputs = [_summary(each) for each in step.inputs]
+                compiled = tf.function(
+                    lambda: self._finish(step, aggregate)[1], autograph=False, jit_compile=True
+                )
+                return None, compiled()
+        return self._finish(step, aggregate)
 
-        def apply(step: ReplicaStep) -> Any:
-            to_apply = list(zip(step.sums.one_by_one(), variables, strict=True))
-            verdict = step.finite if update_selects else None
-            return adapter.update(to_apply, name, divisor=step.sums.divisor, verdict=verdict)
+    def _finish(
+        self, step: "ReplicaStep", aggregate: bool
+    ) -> tuple[tf.Operation | None, tf.Tensor | None]:
+        """Tests the gradients and agrees with other replicas, which then decide as one."""
+        step.judge(aggregate)
+        operation = replicas.decide_for_all_replicas(
+            lambda *given: Decision(*given).carry_out(),
+            (step.finite, self.state.is_allowed),
+            step,
+            ReplicaStep.apply,
+        )
+        return operation, step.finite
 
-        def finish() -> tuple[tf.Operation | None, tf.Tensor | None]:
-            # Test the gradients, and agree with the other replicas.
-            step.judge(aggregate)
-            # Once for all replicas: update or skip, move the scale, and note what happened.
-            operation = replicas.decide_for_all_replicas(
-                lambda *given: Decision(update_selects, *given).carry_out(),
-                (step.finite, state.is_allowed),
-                step,
-                apply,
-            )
-            return operation, step.finite
-
-        if not is_compiled or update_selects:
-            return finish()
-        step.inputs = [_summary(each) for each in step.inputs]
-        return None, tf.function(lambda: finish()[1], autograph=False, jit_compile=True)()
-
-    def _combined(self, pairs: Pairs, aggregate: bool) -> "ReplicaStep":
+    def _combined(self, pairs: Pairs, aggregate: bool, name: str | None) -> "ReplicaStep":
         """Sums the gradients of all replicas, and keeps what a skipped step needs.
 
         The sums are unscaled, unless the update does that. In place of the gradients of variables
@@ -100,7 +98,7 @@ class ScaledStep:
         if self.state.unclipped:
             self.state.unclipped.clear()
         grads, new_values = self._split(pairs)
-        grads = [*adapter.widened(grads), *self._marks(kept, has_examples)]
+        grads = [*adapter.widened(grads), *self._verdicts(kept, has_examples)]
         sums, sent = self._sum(grads, variables, aggregate)
         is_one_by_one = bool(new_values) or adapter.accumulates()
         # A compiled update unscales in its own pass over the gradients.
@@ -109,7 +107,7 @@ class ScaledStep:
         if is_one_by_one:
             sums = Sums([new_values.get(i, g) for i, g in enumerate(sums.one_by_one())])
         inputs = state_rollback.inputs()
-        return ReplicaStep(self, variables, sums, sent, kept, inputs, has_examples, unclipped)
+        return ReplicaStep(self, variables, sums, sent, kept, inputs, has_examples, unclipped, name)
 
     def _split(self, pairs: Pairs) -> tuple[list[Gradient], dict[int, Gradient]]:
         """Splits gradients from new values of variables, which some have in place of a gradient.
@@ -129,7 +127,9 @@ class ScaledStep:
                     [values[i]] = gradients.scale([gradient], factor)
         return grads, values
 
-    def _marks(self, kept: state_rollback.Kept, has_examples: tf.Tensor | None) -> list[Gradient]:
+    def _verdicts(
+        self, kept: state_rollback.Kept, has_examples: tf.Tensor | None
+    ) -> list[Gradient]:
         """Returns verdicts as gradients, NaN for False, which are summed and tested with others."""
         # Of a batch without examples, statistics are not finite, though gradients may be.
         is_marked = has_examples is not None and kept.may_have_changed()
@@ -177,7 +177,7 @@ class ScaledStep:
         sums = Sums(summed, divisor, lambda sums: unpack(gradients.cast_as(sums, packed)))
         return sums, Sums(sent[: len(packed)], None, unpack, count)
 
-    def _is_compiled_with_verdict(self, sums: Sums, variables: list[Any]) -> bool:
+    def _is_compiled_with_verdict(self, step: "ReplicaStep") -> bool:
         """Whether XLA compiles an update that is told whether the gradients are finite.
 
         It compiles the verdict and the outcome together with it, unless there are replicas: these
@@ -191,8 +191,8 @@ class ScaledStep:
         has_replicas = replicas.are_several()
         if has_replicas and (workers.are_several() or self.state.is_allowed is not None):
             return False
-        pairs = list(zip(sums.one_by_one(), variables))
-        return adapter.can_compile(pairs, sums.divisor, judged=has_replicas)
+        pairs = list(zip(step.sums.one_by_one(), step.variables))
+        return adapter.can_compile(pairs, step.sums.divisor, judged=has_replicas)
 
 
 @dataclasses.dataclass
@@ -201,7 +201,7 @@ class ReplicaStep:
 
     Attributes:
         step: the `ScaledStep`.
-        variables: the variables of the gradients; after the test, of those that were tested.
+        variables: the variables of the gradients.
         sums: the `Sums` that are applied, and marks.
         sent: the `Sums` that this replica sent to the others; None if it sent none.
         kept: the values to restore if the step is skipped.
@@ -209,8 +209,11 @@ class ReplicaStep:
         has_examples: bool scalar tensor; None if it is certain, or not known.
         unclipped: the gradients as they were when they were unscaled; empty if they were not
             changed since then.
+        name: str or None. The name of the operation.
+        update_selects: bool. Whether the update takes the verdict, and is called in any case.
         finite: bool scalar tensor, the verdict; None if there is none.
         totals: the `Sums` that were tested; None if these are the gradients of this replica.
+        tested: the variables of the gradients that were tested, some accumulated before.
     """
 
     step: ScaledStep
@@ -221,8 +224,11 @@ class ReplicaStep:
     inputs: list[state_rollback.Input]
     has_examples: tf.Tensor | None
     unclipped: list[Gradient]
+    name: str | None = None
+    update_selects: bool = False
     finite: tf.Tensor | None = None
     totals: Sums | None = None
+    tested: Sequence[Any] = ()
 
     def judge(self, aggregate: bool) -> None:
         """Tests whether all gradients and marks are finite, on all replicas."""
@@ -233,16 +239,24 @@ class ReplicaStep:
         self.sums = dataclasses.replace(tested, count=count)
         if not may_skip:
             return
-        values = tested.values
+        values, self.tested = tested.values, self.variables
         self.totals = None if self.sent is None else self.sums
         if adapter.accumulates():
             pairs = adapter.totals(list(zip(values[:count], self.variables, strict=True)))
-            self.variables, self.totals = [v for _, v in pairs], Sums([total for total, _ in pairs])
+            self.tested, self.totals = [v for _, v in pairs], Sums([total for total, _ in pairs])
             values = [*self.totals.values, *values[count:]]
         finite: Any = finiteness.all_finite(values)
         if not aggregate and replicas.are_several():
             finite = replicas.agree(finite)
         self.finite = finite
+
+    def apply(self) -> Any:
+        """Lets the optimizer apply the gradients."""
+        to_apply = list(zip(self.sums.one_by_one(), self.variables, strict=True))
+        verdict = self.finite if self.update_selects else None
+        return self.step.adapter.update(
+            to_apply, self.name, divisor=self.sums.divisor, verdict=verdict
+        )
 
     def release(self) -> None:
         """Releases the values that only a skipped step needs, which take memory in eager."""
@@ -261,19 +275,18 @@ class ReplicaStep:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The decision on a step, once for all replicas: it is made, skipped, or refused.
+    """The decision on a step: it is made, skipped, or refused.
 
+    It is one for all replicas that meet, and one for each where they decide alike by themselves.
     Each branch does only its own work, so that a good step has little to do.
 
     Attributes:
-        update_selects: whether the update takes the verdict, and is called in any case.
         finite: bool scalar tensor, the verdict; None if no step is ever skipped.
         is_allowed: that of the `GradientState`.
         steps: the `ReplicaStep`s of all replicas at hand.
         apply: function that lets each replica apply its gradients.
     """
 
-    update_selects: bool
     finite: tf.Tensor | None
     is_allowed: tf.Tensor | None
     steps: Sequence[ReplicaStep]
@@ -287,7 +300,7 @@ class Decision:
     def carry_out(self) -> tf.Operation | None:
         """Carries out the decision, in a TensorFlow 1 graph as the operation that it returns."""
         adapter = self._step.adapter
-        if self.update_selects:
+        if self.steps[0].update_selects:
             # The update makes or skips the step itself. Here only the outcome is handled.
             applied = _operation(self.apply())
             with selection.selecting():
@@ -372,7 +385,7 @@ class Decision:
         weights = [weight for step in self.steps for weight in step.kept.weights]
         return overflows.SkippedStep(
             weights,
-            first.variables,
+            first.tested,
             inputs,
             counts,
             zeros,

@@ -9,7 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step import overflows, replicas, scaled_losses, workers
+from keras_mp.hooks import observers
+from keras_mp.step import overflows, replicas, scaled_losses, state_rollback, workers
 from keras_mp.step.calls import Calls, GradientState
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
@@ -56,7 +57,7 @@ class Scaler:
     ) -> None:
         can_skip = skip_nonfinite or loss_scale.moves
         replicas.check_strategy(may_skip=can_skip)
-        self.loss_scale, self.calls = loss_scale, calls
+        self.loss_scale, self.calls, self._at_update = loss_scale, calls, at_update
         self.reduce_dtype = replicas.reduce_dtype_of(reduce_dtype, aggregate_in_float16)
         self.skipped = SkippedSteps(
             loss_scale,
@@ -78,7 +79,7 @@ class Scaler:
         name: str | None = None,
         names: overflows.Names | None = None,
     ) -> tuple[tf.Operation | None, tf.Tensor | None]:
-        """Makes a step, as `ScaledStep.make` does.
+        """Makes a step, as `ScaledStep.make` does, and ends it unless `update` does.
 
         Args:
             adapter: the `OptimizerAdapter`, built.
@@ -88,6 +89,8 @@ class Scaler:
             name: str. Name of the operation.
             names: takes variables and returns the users' names for them, None for unknown ones.
         """
+        for observer in observers.all_of_them():
+            observer.step_begins()
         self.collect_reports()
         # Checked again, since the scaler may have been made outside of the strategy's scope.
         replicas.check_strategy(may_skip=self.handler is not None)
@@ -99,7 +102,10 @@ class Scaler:
                 reduce_dtype=self.reduce_dtype.name,
             )
         step = ScaledStep(adapter, state, self.handler, self.reduce_dtype, names)
-        return step.make(pairs, aggregate=aggregate, name=name)
+        result = step.make(pairs, aggregate=aggregate, name=name)
+        if not self._at_update:
+            state_rollback.step_is_over()
+        return result
 
     def collect_reports(self) -> None:
         """Gives the warnings of functions that XLA has compiled, which cannot call Python."""

@@ -78,7 +78,8 @@ def choose(
     Args:
         condition: bool, or bool scalar tensor.
         chosen: function that writes to variables.
-        otherwise: another one, which sees the writes of the first only if the condition is True.
+        otherwise: another one. Without a branch both run, this one second, and what it writes is
+            dropped where the condition is True.
 
     Returns:
         The result of the branch that is taken, which without a branch is None.

@@ -50,7 +50,7 @@ class Call(enum.IntEnum):
     TAPE = 4
 
 
-class ScalerCalls(RecordedCalls):
+class GradScalerCalls(RecordedCalls):
     """The calls of a `GradScaler`, which all threads share.
 
     A wrong call is an error if Python can tell, which is in eager and while a function is traced.
@@ -129,7 +129,7 @@ class ScalerCalls(RecordedCalls):
             notes.losses = (*known, *losses)
 
     @contextlib.contextmanager
-    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
+    def applying(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
         """Context manager in which an optimizer makes a step. Records the step.
 
         A step that raises an exception, or that is refused, does not count.
@@ -236,7 +236,7 @@ class UnscaledCalls(Calls):
         return losses
 
     @contextlib.contextmanager
-    def apply(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
+    def applying(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
         """Context manager in which an optimizer makes a step."""
         yield GradientState(losses=self.losses())
 

@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from keras_mp.step.grad_scaler_calls import GradScalerCalls
 from keras_mp.step.record import MAX_OPTIMIZERS
-from keras_mp.step.scaler_calls import ScalerCalls
 from tests.common import once
 
 pytestmark = once
@@ -384,11 +384,11 @@ def test_neither_functions_nor_optimizers_are_kept_alive():
 
 
 def test_copies_begin_anew():
-    calls = ScalerCalls(lambda: tf.constant(2.0))
+    calls = GradScalerCalls(lambda: tf.constant(2.0))
     calls.scale(tf.constant(1.0))
     with pytest.raises(ValueError, match="no loss was scaled"):
         copy.deepcopy(calls).apply(sgd, []).__enter__()
-    with calls.apply(sgd, []) as given:
+    with calls.applying(sgd, []) as given:
         assert given.scaled is True
 
 
