@@ -367,7 +367,7 @@ def test_copies_begin_anew(name):
     calls.begin(scale(), to_apply=False)
     for copied in (copy.deepcopy(calls), pickle.loads(pickle.dumps(calls))):
         copied.begin(scale(), to_apply=True)
-        with copied.apply(None, [v]) as given:
+        with copied.applying(None, [v]) as given:
             assert given.scaled is True
     [gradient] = calls.unscale([tf.constant(4.0)])
     assert float(gradient) == 2
