@@ -1,4 +1,7 @@
-"""What keras_mp replaces in TensorFlow and Keras, by one installer, and when it acts."""
+"""What keras_mp replaces in TensorFlow and Keras, and when that acts.
+
+One installer does all of it.
+"""
 
 from keras_mp.hooks.installer import (
     Everywhere,

@@ -1,9 +1,10 @@
-"""Functions of TensorFlow and Keras that others take the place of, for as long as a process runs.
+"""Replaces functions of TensorFlow and Keras for as long as a process runs.
 
-A `Replacement` is a row: the function, what takes its place, and when that acts. A function is
-replaced at most once, by one that asks the state of its thread (`reach.py`) and then calls what the
-rows have made of the library's own function. Rows of one function lie around one another: those
-that always act are the innermost, those of regions the outermost.
+A `Replacement` is a row of a table: the function, what takes its place, and when that acts. A
+function is replaced at most once. What takes its place asks for the state of the thread
+(`reach.py`) and then calls what the rows of this function have made of the original. Where a
+function has several rows, each wraps the one before: those that always act are the innermost, those
+of regions the outermost.
 
 This module needs TensorFlow only.
 """
@@ -27,7 +28,7 @@ Function = Callable[..., Any]
 
 
 class When(enum.IntEnum):
-    """When what takes the place of a function acts; elsewhere the library's own is called."""
+    """When a replacement acts; at other times the original function is called."""
 
     ALWAYS = 0
     IN_REACH = 1
@@ -59,11 +60,11 @@ class Method(NamedTuple):
 
 
 class Everywhere(NamedTuple):
-    """A function in all modules of its library that have it: they import it from one another.
+    """A function in all the modules of its library that define or import it.
 
     Attributes:
         function: the function.
-        names: under which modules have it. Defaults to the name that it has itself.
+        names: the names under which modules have it. Defaults to its own name.
     """
 
     function: Function
@@ -81,7 +82,7 @@ class Replacement(NamedTuple):
         place: Name, Method or Everywhere. The function.
         make: takes the function, and returns what takes its place.
         when: When. Defaults to code in reach.
-        feature: Feature that is off where TensorFlow or Keras has not got the function, or None.
+        feature: Feature that is off where TensorFlow or Keras lacks the function, or None.
     """
 
     place: Name | Method | Everywhere
@@ -131,21 +132,26 @@ class _Replaced:
 
 
 def caller() -> Any:
-    """Returns the frame that has called the replaced function in whose replacement this runs."""
+    """Returns the frame that called the replaced function.
+
+    Called from within a replacement.
+    """
     frame: Any = inspect.currentframe()
     while frame.f_code not in _codes:
         frame = frame.f_back
     return frame.f_back
 
 
-# The code of what takes the place of functions: one object.
+# The code objects of all replacements. They share one.
 _codes: set[types.CodeType] = set()
-# By what takes the place of the function.
+# By the function that takes the place of the original.
 _replaced: dict[Any, _Replaced] = {}
 
 
 def install(rows: Iterable[Replacement]) -> None:
-    """Replaces functions, all or none. A row that is there already changes nothing.
+    """Replaces functions, all or none.
+
+    A row that is installed already changes nothing.
 
     Args:
         rows: `Replacement`s. Those of features that are off are left out.
@@ -170,7 +176,9 @@ def install(rows: Iterable[Replacement]) -> None:
 
 
 def uninstall(rows: Iterable[Replacement]) -> None:
-    """Takes rows out again. Functions that other code has put around ours stay there.
+    """Takes rows out again.
+
+    Functions that other code has put around ours stay in place.
 
     Args:
         rows: `Replacement`s that were installed, or not.

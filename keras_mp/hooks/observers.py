@@ -1,8 +1,9 @@
 """Observers: what attaches to the core of keras_mp, and is not imported by it.
 
-The core calls the methods of all observers at the moments that their docstrings name. Kernels,
-hardware and the graph rewrite attach theirs in `keras_mp/extensions.py`, and `numerics` while its
-tools run. This module needs TensorFlow only.
+The core calls the methods of all observers at the moments that their docstrings name. The modules
+for speed, for hardware and for the graph rewrite attach their observers in
+`keras_mp/extensions.py`; those of `numerics` are attached while its tools run. This module needs
+TensorFlow only.
 """
 
 import contextlib
@@ -17,7 +18,10 @@ from keras_mp.support import attributes
 
 
 class Observer:
-    """The base class of observers. Each method does nothing. What one raises, the call raises."""
+    """The base class of observers, whose methods do nothing.
+
+    An error that a method raises is raised by the call that it observes.
+    """
 
     def reach_begins(self) -> None:
         """Is called before the process computes in reach for the first time."""
@@ -38,7 +42,10 @@ class Observer:
         """Is called when an object that scales losses has been made."""
 
     def step_begins(self) -> None:
-        """Is called when such an object is to make a step of an optimizer, or to trace one."""
+        """Is called when an object that scales losses begins a step of an optimizer.
+
+        It is called in eager, or in a trace.
+        """
 
     def gradients(
         self,
@@ -46,12 +53,12 @@ class Observer:
         divisor: tf.Tensor | None,
         factor: tf.Tensor | None,
     ) -> None:
-        """Is called with the gradients of a step of a replica, before anything is done to them.
+        """Is called with a replica's gradients in a step, before anything changes them.
 
         Args:
             pairs: the (gradient, variable) pairs.
             divisor: float32 scalar, the number that unscales them; None if they are not scaled.
-            factor: float32 scalar, by which the loss was multiplied, or None.
+            factor: float32 scalar, the number by which the loss was multiplied, or None.
         """
 
 
@@ -88,6 +95,6 @@ def all_of_them() -> tuple[Observer, ...]:
 
 @once
 def reach_begins() -> None:
-    """Tells observers once that the process will compute in reach."""
+    """Tells observers, once, that the process will compute in reach."""
     for observer in all_of_them():
         observer.reach_begins()

@@ -1,4 +1,4 @@
-"""What is done once in a process, though several threads may be the first to ask for it.
+"""What is done once in a process, even if several threads ask at the same time.
 
 This module needs nothing but Python.
 """
@@ -8,14 +8,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-# One for all, as what is done once may do other things once.
+# One lock for all functions, since what is done once may call another such function.
 lock = threading.RLock()
 
 
 def once(function: Callable[..., None]) -> Callable[..., None]:
-    """Returns a function that calls another one once in the process.
+    """Returns a function that calls another one only once in the process.
 
-    Threads that call it meanwhile wait until it is done. What has raised an error was not done.
+    Threads that call it meanwhile wait until that call returns. A call that raised an error does
+    not count.
 
     Args:
         function: called with the arguments of the first call.

@@ -1,8 +1,8 @@
-"""Computations with a gradient of their own that keep no graph alive.
+"""Computations with their own gradient, which keep no graph alive.
 
-`tf.custom_gradient` registers a function for each call in a graph, and with it the graph, until the
-process ends. The functions that are registered here know the graph as long as it lives, and its
-tensors by name. This module needs TensorFlow only.
+`tf.custom_gradient` registers a function for each call in a graph, and that function keeps the
+graph until the process ends. The functions that are registered here hold the graph by a weak
+reference, and its tensors by name. This module needs TensorFlow only.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from keras_mp.support.autograph import do_not_convert
 from keras_mp.tensorflow_api import gradients
 from keras_mp.tensorflow_api.features import SHARED_CASTS
 
-# The outputs, and residuals: tensors that are kept for the gradient.
+# The outputs, and the residuals: tensors that are kept for the gradient.
 Computed = tuple[list[tf.Tensor], list[tf.Tensor]]
 # A function of the gradients of the outputs, the inputs, the outputs, and the residuals.
 Gradient = Callable[..., list[tf.Tensor | None]]
@@ -31,7 +31,7 @@ def compute(
     gradient: Gradient,
     inputs: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """Computes something with a gradient of its own.
+    """Computes something that has its own gradient.
 
     Args:
         name: str. The name of the gradient.
@@ -45,7 +45,7 @@ def compute(
     Returns:
         list of tensors, the outputs.
     """
-    # Without the name it takes, TensorFlow keeps the graph.
+    # Where a private name is missing, `tf.custom_gradient` does it, and the graph is kept.
     if tf.executing_eagerly() or not features.is_on(SHARED_CASTS):
 
         @tf.custom_gradient
@@ -60,7 +60,7 @@ def compute(
     registered, names = f"KerasMp{name}_{next(_numbers)}", []
     _register(registered, gradient, graph, names, start, end)
     op = identity(registered, [*inputs, *outputs, *residuals])
-    # Eager tensors have become tensors of the graph.
+    # By now, eager tensors that were captured are tensors of the graph.
     names += [each.name for each in op.inputs]
     return list(op.outputs[start:end])
 

@@ -1,10 +1,10 @@
-"""Whether the code that runs in this thread is that of keras_mp's users, and in which dtype.
+"""Whether the code that runs in this thread is in reach, and in which dtype.
 
-A layer with a 16-bit policy of keras_mp is, while it is called; so are a region of `autocast`, an
-`autocast_scope` of 16 bits, what an object of keras_mp does, and the gradient functions of all
-operations that were made there (`kernels/backward.py`). Whatever keras_mp replaces in TensorFlow
-and Keras asks here, and elsewhere behaves as if keras_mp did not exist. This module needs
-TensorFlow only.
+Code is "in reach" if it belongs to users of keras_mp: while a layer with a 16-bit policy of
+keras_mp is called, in a region of `autocast` or an `autocast_scope` of 16 bits, while an object of
+keras_mp works, and in the gradient functions of all operations that were made there
+(`kernels/backward.py`). Whatever keras_mp replaces in TensorFlow and Keras asks here first, and out
+of reach behaves as if keras_mp did not exist. This module needs TensorFlow only.
 """
 
 import threading
@@ -31,12 +31,12 @@ class Region(NamedTuple):
 
 
 class _Reach(threading.local):
-    """All that a replaced function asks of its thread.
+    """The state of a thread: all that a replaced function asks for.
 
     Attributes:
-        dtype: the 16-bit DType of code that is ours, or None.
+        dtype: the 16-bit DType of code in reach, or None.
         is_decided: bool. Whether keras_mp has decided the dtype of operations, not the program.
-        region: the Region of `autocast` that is in force, or None. It has a dtype of reach, too.
+        region: the Region of `autocast` that is in force, or None. Inside it, `dtype` is set too.
     """
 
     dtype: tf.DType | None = None
@@ -44,38 +44,38 @@ class _Reach(threading.local):
     region: Region | None = None
 
 
-# What runs for each operation reads it; everything else calls the functions.
+# Functions that run for each operation read it directly; everything else calls the functions below.
 thread = _Reach()
 
 
 def current() -> tf.DType | None:
-    """Returns the 16-bit DType of the innermost layer or object of ours, or None elsewhere."""
+    """Returns the 16-bit DType of the innermost layer or object in reach, or None."""
     return thread.dtype
 
 
 def region() -> Region | None:
-    """Returns the region that is in force in this thread; None where nothing is autocast."""
+    """Returns the region that is in force in this thread, or None without `autocast`."""
     return thread.region
 
 
 def state() -> tuple[Region | None, tf.DType | None]:
-    """Returns the region and the dtype of this thread, which are the arguments of `in_region`."""
+    """Returns the region and the dtype of this thread, to pass to `in_region`."""
     return thread.region, thread.dtype
 
 
 def is_decided() -> bool:
-    """Whether this thread makes operations whose dtype keras_mp has decided, not the program."""
+    """Whether keras_mp, not the program, has decided the dtype of operations here."""
     return thread.is_decided
 
 
 class entered:
-    """A context manager for code of ours in this thread.
+    """A context manager for code that is in reach in this thread.
 
     Args:
-        dtype: DType of 16 bits, or None for code that is not ours.
+        dtype: DType of 16 bits, or None for code that is not in reach.
     """
 
-    # A generator would take several times as long, and each layer enters.
+    # A generator would take several times as long, and every call of a layer enters one.
     __slots__ = ("_before", "_dtype")
 
     def __init__(self, dtype: tf.DType | None) -> None:
@@ -89,10 +89,10 @@ class entered:
 
 
 class in_region:
-    """A context manager for code in a region, and in reach of its dtype.
+    """A context manager for code in a region, and in reach with a dtype.
 
     Args:
-        region: Region, or None for code that is in none.
+        region: Region, or None for code outside of all regions.
         dtype: DType of 16 bits of the reach, or None. Defaults to that of the region.
     """
 
@@ -110,12 +110,15 @@ class in_region:
 
 
 def without_region() -> in_region:
-    """Returns a context manager that stops autocasting, for code that has chosen its dtypes."""
+    """Returns a context manager that stops autocasting.
+
+    It is for code that has chosen its own dtypes.
+    """
     return in_region(None, thread.dtype)
 
 
 class decided:
-    """A context manager for operations that keras_mp computes in float32 inside."""
+    """A context manager for operations that keras_mp computes in float32 internally."""
 
     __slots__ = ("_before",)
 

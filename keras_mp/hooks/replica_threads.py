@@ -1,4 +1,4 @@
-"""Threads of replicas, which inherit the state of the thread that starts them.
+"""Replicas' threads inherit the state of the thread that starts them.
 
 `MirroredStrategy` and `MultiWorkerMirroredStrategy` run each replica in a thread of its own. This
 module needs TensorFlow only.
@@ -20,11 +20,13 @@ _State = TypeVar("_State")
 def inheriting(
     state: Callable[[], _State], entered: Callable[[_State], AbstractContextManager[Any]]
 ) -> Replacement:
-    """Returns the row by which replicas inherit a state of the thread that starts them.
+    """Returns the replacement by which replicas inherit a state.
+
+    They inherit it from the thread that starts them.
 
     Args:
         state: function that returns the state of the current thread.
-        entered: function of a state that returns a context manager, in which a thread has it.
+        entered: function that takes a state and returns a context manager that puts it in force.
     """
 
     def make(own: Callable[..., None]) -> Callable[..., None]:
@@ -49,5 +51,8 @@ REACH = inheriting(reach.state, lambda state: reach.in_region(*state))
 def inherit(
     state: Callable[[], _State], entered: Callable[[_State], AbstractContextManager[Any]]
 ) -> None:
-    """Lets replicas inherit a state, from this call on. See `inheriting`."""
+    """Lets replicas inherit a state, from this call on.
+
+    See `inheriting`.
+    """
     install([inheriting(state, entered)])

@@ -1,8 +1,8 @@
-"""Functions and methods of others that are wrapped for a while: for every thread, or for one.
+"""Wraps functions and methods for a while, for every thread or for one.
 
-An attribute that is wrapped holds one function for all blocks, in any thread, which asks at each
-call what this thread is to see. Outside of the blocks of a thread that is what was there before.
-This module needs TensorFlow only.
+While an attribute is wrapped, it holds one function for all blocks in all threads. At each call,
+this function asks what the current thread is to see; outside of a thread's own blocks that is the
+original. This module needs TensorFlow only.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class _Place:
-    """An attribute that is wrapped.
+    """An attribute that is wrapped at the moment.
 
     Attributes:
-        own: what the object itself had as this attribute, or `_NOTHING`.
-        function: what a call of the attribute was.
+        own: the attribute in the object's own namespace, or `_NOTHING`.
+        function: what a call of the attribute ran before.
         blocks: int. How many blocks wrap it.
         everywhere: list of what wraps it for all threads.
     """
@@ -38,7 +38,8 @@ class _Place:
     def attribute(self) -> Any:
         """Returns what the object has as this attribute while it is wrapped."""
 
-        # AutoGraph converts this one, and so what it calls, which a user may have written.
+        # AutoGraph converts this function, and so also the functions that it calls, some of them a
+        # user's.
         @functools.wraps(self.function)
         def call(*args: Any, **kwargs: Any) -> Any:
             return here()(*args, **kwargs)
@@ -54,10 +55,10 @@ class _Place:
 
 
 class _Thread(threading.local):
-    """What this thread wraps.
+    """The functions with which this thread wraps attributes.
 
     Attributes:
-        wraps: dict of the ids of `_Place`s and lists of functions, the innermost first.
+        wraps: dict from the id of a `_Place` to a list of functions, the innermost first.
     """
 
     def __init__(self) -> None:
@@ -71,12 +72,14 @@ _places: dict[tuple[int, str], _Place] = {}
 
 @contextlib.contextmanager
 def everywhere(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
-    """Wraps an attribute for all threads, once if several blocks do so at the same time.
+    """Wraps an attribute for all threads.
+
+    Several blocks that do so at the same time wrap it once.
 
     Args:
         owner: an object, a module or a class.
         name: the name of a function, a method or a property of a class.
-        wrap: called with the function; returns what takes its place. The first block's is used.
+        wrap: takes the function, and returns what takes its place. That of the first block is used.
     """
     with _placed(owner, name) as place:
         place.everywhere.append(wrap)
@@ -88,13 +91,13 @@ def everywhere(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
 
 @contextlib.contextmanager
 def here(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
-    """Wraps an attribute for this thread; other threads call what was there.
+    """Wraps an attribute for this thread; other threads call the original.
 
     Args:
         owner: an object, a module or a class.
         name: the name of a function, a method or a property of a class.
-        wrap: called with the function; returns what takes its place. That of a block inside of
-            another one gets the function of the outer block.
+        wrap: takes the function, and returns what takes its place. In nested blocks, the inner one
+            gets the function that the outer one has made.
 
     Example:
 
@@ -138,10 +141,10 @@ def _placed(owner: Any, name: str) -> Iterator[_Place]:
 
 def _set(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, type):
-        # A class has what is wrapped here itself.
+        # A class that is wrapped here has the attribute in its own namespace.
         setattr(owner, name, value)
     elif value is _NOTHING:
         del vars(owner)[name]
     else:
-        # Not by `setattr`, of which Keras and layers of ours have their own idea.
+        # Not `setattr`, which Keras and the layers of keras_mp override.
         vars(owner).update({name: value})

@@ -1,4 +1,4 @@
-"""Variables that cast themselves, the scope in which they do, and errors where two dtypes meet.
+"""Variables that cast themselves, their scope, and errors where dtypes meet.
 
 RFC 293, "AutoCastVariable API" and "TypeErrors". This subpackage needs TensorFlow only.
 """

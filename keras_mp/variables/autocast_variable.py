@@ -1,6 +1,6 @@
 """Variables that cast themselves (RFC 293, "AutoCastVariable API").
 
-This module needs TensorFlow only. How often a read is cast is decided in `casts`.
+The module `casts` decides how often a read is cast. This module needs TensorFlow only.
 """
 
 import contextlib
@@ -56,19 +56,19 @@ def autocast_variable(variable: tf.Variable) -> "AutoCastVariable":
 def cast_once(variables: Iterable["AutoCastVariable"]) -> Iterator[None]:
     """Casts variables now, for all reads until the end of the context.
 
-    In a graph the second read of a variable reuses the cast of the first one anyway. That stops at
-    the body of a loop, which runs many times and might write to the variable, and in eager, where
-    writes cannot be seen. Here you promise that there are none, and so a recurrent cell in
-    `tf.while_loop` casts its kernel once instead of once a time step. Gradients are still summed in
-    the true dtype. A `tf.function` that is traced inside casts for itself, since it may be called
-    again outside.
+    In a graph, the second read of a variable reuses the cast of the first one anyway. This does not
+    reach into the body of a loop, which runs many times and might write to the variable, and there
+    is no reuse in eager, where writes cannot be seen. With this context you promise that nothing is
+    written, so that a recurrent cell in `tf.while_loop` casts its kernel once instead of once per
+    time step. Gradients are still summed in the true dtype. A `tf.function` that is traced inside
+    makes its own casts, since it may be called again outside.
 
     Args:
         variables: variables that cast themselves; others are ignored. They are cast to the dtype in
             force; where none is, nothing happens.
 
     Raises:
-        RuntimeError: inside, at an assignment to one of the variables.
+        RuntimeError: one of the variables is assigned to, inside of the context.
 
     Example:
 
@@ -89,13 +89,13 @@ def cast_once(variables: Iterable["AutoCastVariable"]) -> Iterator[None]:
 class AutoCastVariable(VariableWrapper):
     """A variable that appears in another dtype inside of a scope.
 
-    It wraps a `tf.Variable` and behaves as that variable does, outside of an `autocast_scope` in
+    It wraps a `tf.Variable`. Outside of an `autocast_scope` it behaves as that variable does, in
     every respect. Inside, everything that reads it (`value`, `read_value`, `sparse_read`,
     `gather_nd`, conversion to a tensor, hence operators, slicing and every operation) gives a
-    tensor of the scope's dtype. Assignments are made in the true dtype, and take values of either.
-    Gradients have the true dtype. `numpy()` and `repr` show the true value.
+    tensor of the scope's dtype. Assignments are made in the true dtype, and take values of either
+    dtype. Gradients have the true dtype. `numpy()` and `repr` show the true value.
 
-    A wrapped variable of `tf.distribute` is an instance of its own class too.
+    The wrapper of a variable of `tf.distribute` is also an instance of that variable's class.
 
     Args:
         variable: tf.Variable of a floating-point dtype.
@@ -126,7 +126,7 @@ class AutoCastVariable(VariableWrapper):
 
     @property
     def dtype(self) -> tf.DType:
-        """The dtype in which the variable appears, which is the scope's or else the true one."""
+        """The dtype in which the variable appears: the scope's, or else the true one."""
         return autocast_dtype() or self.true_dtype
 
     @property
@@ -143,7 +143,7 @@ class AutoCastVariable(VariableWrapper):
         return self._cast(self._variable.read_value())
 
     def read_value_no_copy(self) -> tf.Tensor:
-        """Returns the value without ever copying it, in the dtype in which the variable appears."""
+        """Returns the value in the dtype in which the variable appears, without a copy."""
         return self._cast(self._variable.read_value_no_copy())
 
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
@@ -162,7 +162,7 @@ class AutoCastVariable(VariableWrapper):
                 f"Cannot convert a variable that appears as {self.dtype.name} to a tensor of "
                 f"{dtype.name}; `tf.cast` does. Received: {self!r}"
             )
-        # A variable that is summed over replicas when it is read does not always have `value`.
+        # Not all variables that are summed over replicas when they are read have `value`.
         return casts.read(self._variable, self.dtype, tf.convert_to_tensor)
 
     def _cast(self, value: tf.Tensor) -> tf.Tensor:
@@ -179,14 +179,15 @@ class AutoCastVariable(VariableWrapper):
         return AutoCastVariable(result) if isinstance(result, tf.Variable) else result
 
     def _is_updated_on_replicas(self) -> bool:
-        """Whether an update returns a value, on one replica or on each, and not the variable."""
+        """Whether an update returns a value (on one replica or each), not the variable."""
         is_tensorflow_2 = tf.compat.v1.executing_eagerly_outside_functions()
         return _is_distributed(type(self._variable)) and is_tensorflow_2
 
     def _as_graph_element(self) -> tf.Tensor | tf.Operation:
-        """Returns what `tf.control_dependencies` waits for, given the variable.
+        """Returns what `tf.control_dependencies` waits for when it is given the variable.
 
-        An update of all replicas returns the variable. In a function, a read of it comes after.
+        An update of all replicas returns the variable. In a function, reading it comes after the
+        update.
         """
         if self._is_updated_on_replicas() and tf.distribute.in_cross_replica_context():
             return tf.convert_to_tensor(self._variable)
@@ -198,7 +199,7 @@ class AutoCastVariable(VariableWrapper):
             return tf.IndexedSlices(values, value.indices, value.dense_shape)
         if self.dtype == self.true_dtype or not tf.is_tensor(value) or value.dtype != self.dtype:
             return value
-        # The value of another such variable is not rounded on the way.
+        # The value of another AutoCastVariable is not rounded on the way.
         value = value._variable if isinstance(value, AutoCastVariable) else value
         return tf.cast(value, self.true_dtype)
 
@@ -223,7 +224,7 @@ class AutoCastVariable(VariableWrapper):
     def __reduce__(self) -> tuple[Callable[[tf.Variable], "AutoCastVariable"], tuple[tf.Variable]]:
         return autocast_variable, (self._variable,)
 
-    # Here they come before those of `tf.distribute`, which would not cast.
+    # Defined here, they come before those of `tf.distribute`, which would not cast.
     __eq__ = tf.Variable.__eq__
     __ne__ = tf.Variable.__ne__
     __hash__ = tf.Variable.__hash__
@@ -235,7 +236,7 @@ class AutoCastVariable(VariableWrapper):
 
 
 def _updates(name: str) -> Callable[..., object]:
-    """Returns a method that writes through the wrapped variable's method, in the true dtype."""
+    """Returns a method that writes, in the true dtype, by the wrapped variable's own."""
 
     def update(self: AutoCastVariable, *args: Any, **kwargs: Any) -> object:
         return self._update(name, *args, **kwargs)
@@ -268,7 +269,7 @@ _OWN = frozenset(("ref", "experimental_ref", "_type_spec"))
 
 @functools.cache
 def _class_for(wrapped_class: type) -> type[AutoCastVariable]:
-    """Makes the class of what wraps a variable of that class."""
+    """Makes the class of the wrapper for variables of a class."""
     namespace: dict[str, Any] = {"__module__": __name__, "__doc__": AutoCastVariable.__doc__}
     explicit = dir(object) + [name for base in AutoCastVariable.__mro__[:3] for name in vars(base)]
     for name in dir(wrapped_class):
@@ -285,12 +286,15 @@ def _class_for(wrapped_class: type) -> type[AutoCastVariable]:
 
 
 def _is_distributed(variable_class: type) -> bool:
-    """Whether it is a class of `tf.distribute`, which asks for its own by `isinstance`."""
+    """Whether a class is one of `tf.distribute`.
+
+    That library asks for its own classes by `isinstance`.
+    """
     return "distribute" in variable_class.__module__.split(".")
 
 
 def _check(variable: object) -> None:
-    # One of TensorFlow 1 that is no resource has none.
+    # TensorFlow 1's reference variables, which are no resources, have no handle.
     if not isinstance(variable, tf.Variable) or not hasattr(type(variable), "handle"):
         raise TypeError(
             "Only a `tf.Variable` can be made to cast itself (weights of Keras layers do so by "

@@ -1,10 +1,10 @@
 """Casts the values of variables: once where that is sound, else each time.
 
-This module needs TensorFlow only. In a graph, a second read of a variable gets the cast of the
-first one, if nothing can have written to the variable in between. A graph shows that: an operation
-that writes takes the variable's handle. In eager nothing shows it: an operation may write to a
-handle without the variable. There, and from one graph to the next (the body of a loop runs many
-times), only `hold` saves casts: the user says that nothing is written.
+In a graph, a second read of a variable gets the cast of the first one, if nothing can have written
+to the variable in between. A graph shows that, since an operation that writes takes the variable's
+handle. Eager code does not show it: an operation may write to a handle without the variable. In
+eager, and from one graph to the next (the body of a loop runs many times), casts are reused only
+under `hold`, by which the user promises that nothing is written. This module needs TensorFlow only.
 """
 
 import contextlib
@@ -23,18 +23,22 @@ from keras_mp.tensorflow_api.features import SHARED_CASTS
 
 # Operations that take the handle of a variable and leave its value alone.
 _READS = op_table.ops("reads of variables", "looks at variables")
-# On operations that call a function: which of their inputs the function only reads.
+# The attribute of operations that call a function: which of their inputs the function only reads.
 _READ_ONLY_INPUTS = "_read_only_resource_inputs"
 
 
 class _SharedCast(NamedTuple):
-    """A cast that was made: the name of its tensor, and the operations that had written before."""
+    """A cast that was made before, by name, and the writes that came before it.
+
+    It has the name of the tensor, and the names of the operations that may have written to the
+    variable by then.
+    """
 
     name: str
     writers: frozenset[str]
 
 
-# By graph, then by handle, dtype and device. Names of tensors, as a tensor would keep its graph.
+# By graph, then by handle, dtype and device. Tensors are kept by name, as one would keep its graph.
 _Key = tuple[str, str, str]
 _shared_casts: weakref.WeakKeyDictionary[tf.Graph, dict[_Key, _SharedCast]] = (
     weakref.WeakKeyDictionary()
@@ -42,14 +46,14 @@ _shared_casts: weakref.WeakKeyDictionary[tf.Graph, dict[_Key, _SharedCast]] = (
 
 
 class _Held(NamedTuple):
-    """A cast that `hold` holds, and the graph in which it does; None is eager."""
+    """A cast that `hold` keeps, and the graph for which it does; None is eager."""
 
     cast: tf.Tensor
     graph: tf.Graph | None
 
 
 class _HeldCasts(threading.local):
-    """The casts that `hold` holds in this thread, by the id of the variable."""
+    """The casts that `hold` keeps in this thread, by the id of the variable."""
 
     held: Mapping[int, _Held] = {}
 
@@ -77,15 +81,15 @@ def read(
 def cast(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Casts the value of a variable.
 
-    The gradient of each read comes back in the dtype of `value`, so that the gradients of many
-    reads of one cast are summed as precisely as those of many casts.
+    The gradient of each read comes back in the dtype of `value`. So the gradients of many reads
+    that share one cast are summed as precisely as if each read had its own.
 
     Args:
         value: tensor that was read.
         dtype: DType.
 
     Returns:
-        A tensor of that dtype; `value` itself if it has it.
+        A tensor of that dtype; `value` itself if that is its dtype.
     """
     if value.dtype == dtype:
         return value
@@ -109,14 +113,17 @@ def cast(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def _can_share(held_in: tf.Graph | None) -> bool:
-    """Whether the code that runs now can read a cast that is held in a graph, or in eager."""
+    """Whether the code that runs now can read a cast that a graph, or eager, holds."""
     if _graphs_within(held_in) is None:
         return False
     return tf.executing_eagerly() or features.is_on(SHARED_CASTS)
 
 
 def read_as(value: tf.Tensor, cast_before: tf.Tensor) -> tf.Tensor:
-    """Returns the cast of `value` that was made before; gradients go to `value`, in its dtype."""
+    """Returns a cast of `value` that was made before.
+
+    Gradients go to `value`, in its dtype.
+    """
     if tf.executing_eagerly():
         return _read_as_in_eager(value, cast_before)
     gradient = _register_gradient(value.dtype, str(value.shape))
@@ -125,14 +132,17 @@ def read_as(value: tf.Tensor, cast_before: tf.Tensor) -> tf.Tensor:
 
 @functools.cache
 def _register_gradient(dtype: tf.DType, shape: str) -> str:
-    """Returns a name of the gradient. A SavedModel keeps one function, of one shape, for a name."""
+    """Registers the gradient, and returns its name.
+
+    There is a name for each shape, since a SavedModel keeps one function for a name, of one shape.
+    """
     name = f"KerasMpReadAs_{dtype.name}_{shape}"
 
     @tf.RegisterGradient(name)
     def gradient(
         op: tf.Operation | None, of_value: tf.Tensor | None, of_cast: tf.Tensor
     ) -> list[tf.Tensor | None]:
-        del op, of_value  # They are None in a SavedModel and zeros elsewhere.
+        del op, of_value  # They are None in a SavedModel, and zeros elsewhere.
         return [tf.cast(of_cast, dtype), None]
 
     return name
@@ -144,7 +154,7 @@ def _read_as_in_eager(value: tf.Tensor, cast_before: tf.Tensor) -> Any:
 
 
 def refuse_if_held(variable: object) -> None:
-    """Raises an error where `hold` has promised that nothing writes to the variable.
+    """Refuses a write to a variable if `hold` has promised that there is none.
 
     Args:
         variable: a `tf.Variable`, not one that casts itself.
@@ -160,10 +170,10 @@ def refuse_if_held(variable: object) -> None:
 
 
 def hold(casts: Mapping[int, tf.Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager in which reads of variables take casts that were made before.
+    """Returns a context manager in which reads of variables take casts made before.
 
     Args:
-        casts: the casts, by the id of the variable.
+        casts: the casts, by the ids of the variables.
     """
     graph = host.current_graph()
     held = {key: _Held(cast, graph) for key, cast in casts.items()}
@@ -171,7 +181,10 @@ def hold(casts: Mapping[int, tf.Tensor]) -> contextlib.AbstractContextManager[No
 
 
 def graphs_of_branches(graph: tf.Graph) -> list[tf.Graph]:
-    """Returns a graph and, if it is a branch of a condition, those around it, outermost first.
+    """Returns a graph and the graphs around it of which it is a branch.
+
+    The outermost comes first. A graph that is no branch of a condition comes alone. Each of them
+    runs once where the others do.
 
     Each of them runs once where the others do.
     """
@@ -182,14 +195,16 @@ def graphs_of_branches(graph: tf.Graph) -> list[tf.Graph]:
 
 
 def _graphs_within(outer: tf.Graph | None) -> list[tf.Graph] | None:
-    """Returns the graphs of branches and loops that are built inside of a graph, innermost first.
+    """Returns the graphs of branches and loops being built in a graph.
 
-    Returns None if the graph that is built now is not a part of that one. The trace of a
-    `tf.function` or of a dataset is not: it may run when nothing is held.
+    The innermost comes first.
+
+    Returns None if the graph that is built now is not part of `outer`. The trace of a `tf.function`
+    or of a dataset never is: it may run when nothing is held.
     """
     graph, within = host.current_graph(), []
     while graph is not outer:
-        # Branches and loops have graphs of subclasses.
+        # The graphs of branches and loops are instances of subclasses.
         if function_graphs.is_trace(graph) or not function_graphs.is_of_function(graph):
             return None
         within.append(graph)
@@ -198,7 +213,7 @@ def _graphs_within(outer: tf.Graph | None) -> list[tf.Graph] | None:
 
 
 def is_in_a_loop_of(graph: tf.Graph) -> bool:
-    """Whether the body or the condition of a loop of that graph is being built.
+    """Whether the body or the condition of a loop of a graph is being built.
 
     Args:
         graph: a graph other than the current one, or the current one, which gives False.
@@ -208,9 +223,10 @@ def is_in_a_loop_of(graph: tf.Graph) -> bool:
 
 
 def _handle_that_was_read(value: tf.Tensor) -> tf.Tensor | None:
-    """Returns the handle of which this is the value; None for a slice, a sum over replicas, ...
+    """Returns the handle whose value a tensor is, or None.
 
-    It is None also where the user orders the read by control dependencies.
+    It is None for a slice, a sum over replicas and the like, and also where the user orders the
+    read by control dependencies.
     """
     op = value.op
     while op.type == "Identity" and not op.control_inputs:
@@ -219,7 +235,10 @@ def _handle_that_was_read(value: tf.Tensor) -> tf.Tensor | None:
 
 
 def _writers(handle: tf.Tensor) -> frozenset[str] | None:
-    """Returns the operations that may have written to the variable; None if some may be unseen."""
+    """Returns the operations that may have written to a variable.
+
+    Returns None if some of them may be unseen.
+    """
     writers = [op for op in handle.consumers() if not only_reads(op, handle)]
     if any(output.dtype == tf.resource for op in writers for output in op.outputs):
         return None
@@ -227,7 +246,7 @@ def _writers(handle: tf.Tensor) -> frozenset[str] | None:
 
 
 def only_reads(op: tf.Operation, handle: tf.Tensor) -> bool:
-    """Whether an operation that takes the handle of a variable leaves its value alone."""
+    """Whether an operation with a variable's handle as input leaves its value alone."""
     if op.type in _READS:
         return True
     try:

@@ -29,7 +29,9 @@ def share_scope(
     dtype: Callable[[], tf.DType | None],
     enter: Callable[[tf.DType | None], AbstractContextManager[None]],
 ) -> None:
-    """Keeps the dtype in force where Keras keeps it, so that each casts the other's variables.
+    """Keeps the dtype in force where Keras keeps it.
+
+    So the scopes of each of the two cast the other's variables as well. `keras_mp.layers` calls it.
 
     `keras_mp.layers` calls it.
 
@@ -44,14 +46,14 @@ def share_scope(
 def autocast_scope(dtype: str | tf.DType | None) -> AbstractContextManager[None]:
     """Makes variables that cast themselves appear in a dtype.
 
-    It holds in the thread that enters it, until it exits, also by an exception. A layer enters it
-    before it runs `call`; code without Keras enters it by hand. It reaches the weights of Keras
-    layers too.
+    The scope holds in the thread that enters it, until it exits, also by an exception. A layer
+    enters it before it runs `call`; code without Keras enters it by hand. It also applies to the
+    weights of Keras layers.
 
-    A `tf.function` has a trace for a scope of 16 bits beside that for outside. It does not know
-    scopes of other dtypes: a function that was traced inside of one and reads a variable that it
-    was not given as an argument goes on casting when it is called outside. Passed as an argument,
-    the variable makes the function trace again for another dtype.
+    A `tf.function` has one trace for a scope of 16 bits and another one for code outside. It does
+    not notice scopes of other dtypes: a function that was traced inside of one, and reads a
+    variable that is not among its arguments, still casts when it is called outside. If the variable
+    is an argument, the function is traced again for another dtype.
 
     Args:
         dtype: DType, string, or anything else that `tf.as_dtype` takes, floating; or None, which
@@ -106,10 +108,10 @@ def autocast_dtype() -> tf.DType | None:
 
 
 def in_current_scope(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function run in the scope that is in force now, whenever and wherever it is called.
+    """Makes a function run in the current scope, wherever it is called later.
 
-    For functions that are called later (`tf.recompute_grad` calls its function again when gradients
-    are computed) or in another thread.
+    It serves functions that are called later (`tf.recompute_grad` calls its function again when
+    gradients are computed) or in another thread.
 
     Args:
         function: callable.
@@ -136,10 +138,10 @@ def in_current_scope(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def recompute_grad(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`tf.recompute_grad` that reads variables in the dtype in which they were read the first time.
+    """A `tf.recompute_grad` that reads variables again in the same dtype.
 
-    When gradients are computed, the layer that called the function has returned, so the function of
-    `tf.recompute_grad` would read float32 variables.
+    When gradients are computed, the layer that called the function has returned. The function of
+    `tf.recompute_grad` would then read float32 variables.
 
     Args:
         function: callable whose results are to be computed again instead of being kept.
@@ -159,8 +161,8 @@ def recompute_grad(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> object:
-        # TensorFlow would take the gradient of a variable that it does not know, one of Keras, as
-        # that of an argument, and again as that of a variable.
+        # TensorFlow does not know a variable of Keras as one. It would take its gradient twice: as
+        # that of an argument, and as that of a variable.
         args, kwargs = tf.nest.map_structure(_read, (args, kwargs))
         return tf.recompute_grad(in_current_scope(function))(*args, **kwargs)
 

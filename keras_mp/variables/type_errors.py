@@ -14,12 +14,12 @@ import tensorflow as tf
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-# The errors of TensorFlow where two dtypes meet: in eager, in a graph, on conversion.
+# The errors that TensorFlow raises where two dtypes meet: in eager, in a graph, on conversion.
 ERRORS = (tf.errors.InvalidArgumentError, TypeError, ValueError)
 
 _NAMES = {"half": "float16", "float": "float32", "double": "float64"}
 _NAMES.update({name: name for name in ("float16", "bfloat16", "float32", "float64")})
-# A dtype's name, but not within another word, a path or a name of a tensor.
+# The name of a dtype, but not as part of another word, a path or the name of a tensor.
 _DTYPE = re.compile(r"(?<![\w./:-])(?:tf\.)?(" + "|".join(_NAMES) + r")(?![\w/:(-]|\.\w)")
 # The messages of TensorFlow where two dtypes meet. The user's own errors are not touched.
 _ABOUT_DTYPES = re.compile(
@@ -39,7 +39,7 @@ _ABOUT_DTYPES = re.compile(
     r"Can not cast TensorSpec\(|"  # input_signature of a function
     r"has dtype \S+ (?:in the main branch|before the loop), but"  # AutoGraph's
 )
-# As AutoGraph writes a line of the program.
+# The form in which AutoGraph cites a line of the program.
 _LINE = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 # Functions that make a float32 tensor if no dtype is passed.
 _MAKERS = re.compile(
@@ -52,8 +52,9 @@ _EXPLANATION = (
     "A layer's inputs and the weights of `add_weight` are cast to its compute dtype, other tensors "
     "are not."
 )
-# An outer layer knows by it that an inner one has explained the error. It is in the message, since
-# AutoGraph and Keras raise errors of their own, which have the message but no `__notes__`.
+# An outer layer recognizes by it that an inner one has explained the error. It is part of the
+# message, since AutoGraph and Keras raise errors of their own, which have the message but no
+# `__notes__`.
 _SAID = "TensorFlow said: "
 
 
@@ -68,7 +69,7 @@ def dtypes_in(error: Exception) -> list[str]:
         is not about two floating dtypes.
     """
     lines = str(getattr(error, "message", error)).splitlines()
-    # Not other lines: Keras lists the arguments of a layer inside, dtypes included.
+    # Other lines are left out: Keras lists the arguments of a layer there, with their dtypes.
     about = "".join(line for line in lines if _ABOUT_DTYPES.search(line))
     names = list(dict.fromkeys(_NAMES[name] for name in _DTYPE.findall(about)))
     return names[:2] if len(names) >= 2 else []
@@ -100,12 +101,12 @@ def explain(
 
 
 def explain_refusal(error: Exception, who: str, in_float32: str) -> Exception | None:
-    """Returns an error of TensorFlow with the place, the dtypes and the cures before its message.
+    """Returns an error with the place, the dtypes and the cures before its message.
 
     Args:
-        error: the error that a layer or a step of Keras raised.
-        who: str. The layer or step, as the first words of a sentence.
-        in_float32: str. What makes it float32, as the last words of a sentence.
+        error: the error of TensorFlow that a layer or a step of Keras raised.
+        who: str. The layer or step, as the beginning of a sentence.
+        in_float32: str. What makes it float32, as the end of a sentence.
 
     Returns:
         An exception of the same type, or None if it is not about 16 bits beside another dtype.
@@ -115,7 +116,7 @@ def explain_refusal(error: Exception, who: str, in_float32: str) -> Exception | 
         return None
     where, _ = _where(error)
     cures = "Cast one of them there."
-    if "float32" in dtypes:  # which would not be refused in a program in float32
+    if "float32" in dtypes:  # It would not be refused in a float32 program.
         cures = f"Either cast one of them there, as in `tf.cast(x, tf.float32)`, or {in_float32}."
     message = (
         f"{who} met two dtypes that TensorFlow refuses together ({dtypes[0]} and {dtypes[1]}) "
@@ -141,13 +142,16 @@ def _where(error: Exception) -> tuple[str, str]:
 
 
 def users_last_line(error: Exception) -> messages.Line | None:
-    """Returns the innermost line of the user's program that an error has come through, or None."""
-    # AutoGraph runs a copy of the program, and notes to which lines of it the copy's belong.
+    """Returns the innermost line of the program that an error has come through.
+
+    It is None if there is no such line.
+    """
+    # AutoGraph runs a copy of the program, and notes which line of the program each line of it is.
     converted = getattr(error, "ag_error_metadata", None)
     stack = list(converted.translated_stack)[::-1] if converted else []
     frames = [*traceback.extract_tb(error.__traceback__), *stack]
     lines = [messages.Line(frame.filename, frame.lineno or 0) for frame in frames]
-    # Keras 2 makes an error of its own of it, which has these lines in its message.
+    # Keras 2 turns it into its own error, whose message has these lines.
     said = _LINE.findall(str(getattr(error, "message", error)))
     lines += [messages.Line(file, int(number)) for file, number in said]
     return next((line for line in lines[::-1] if not messages.is_library(line.file)), None)

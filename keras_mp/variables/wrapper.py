@@ -1,4 +1,4 @@
-"""Variables around another variable, which convert its value when it is read or assigned to.
+"""Variables around another variable, converting values that are read or written.
 
 This module needs TensorFlow only.
 """
@@ -14,15 +14,19 @@ from keras_mp.support import trackables
 
 
 class VariableWrapper(trackables.DelegatingVariable, tf.Variable, *trackables.TENSOR_BASES):
-    """A variable for TensorFlow, around another one. Subclasses say how it is read and assigned to.
+    """A variable of TensorFlow around another one.
 
-    All other attributes are those of the other one, which is also saved and restored.
+    Subclasses say how it is read and assigned to.
+
+    All other attributes are those of the wrapped variable, which is also the one that is saved and
+    restored.
     """
 
     _variable: tf.Variable
 
     def _should_act_as_resource_variable(self) -> None:
-        # TensorFlow knows a resource variable of a foreign class by the presence of this method.
+        # TensorFlow recognizes a resource variable of a foreign class by the presence of this
+        # method.
         return
 
     @property
@@ -43,7 +47,7 @@ class VariableWrapper(trackables.DelegatingVariable, tf.Variable, *trackables.TE
 
 
 class AsWrapped:
-    """An attribute of the wrapped variable: a property, a method or a special method.
+    """An attribute of the wrapped variable: a property or a (special) method.
 
     Args:
         name: str. The attribute.
@@ -72,11 +76,11 @@ for _name in (
 
 
 class WrapperType(tf.types.experimental.TraceType):
-    """The type of a wrapper that is the argument of a `tf.function`: one for each variable.
+    """The type of a wrapper as the argument of a `tf.function`, one per variable.
 
     So a function is traced for each variable, as for a Python object, and again for another dtype.
-    One trace for all variables of a shape, as plain variables have it, is open to TensorFlow's own
-    classes only.
+    With plain variables, one trace serves all variables of a shape, but only TensorFlow's own
+    classes can have that.
 
     Args:
         variable: the variable. It is not kept alive.
@@ -94,13 +98,13 @@ class WrapperType(tf.types.experimental.TraceType):
         self._hash = hash((id(variable), dtype))
 
     def is_subtype_of(self, other: tf.types.experimental.TraceType) -> bool:
-        """Whether it is the same variable in the same dtype."""
+        """Whether another type is that of the same variable in the same dtype."""
         return self == other
 
     def most_specific_common_supertype(
         self, others: Iterable[tf.types.experimental.TraceType]
     ) -> "WrapperType | None":
-        """Returns the type if it is also that of the others."""
+        """Returns this type if all others equal it."""
         return self if all(self == other for other in others) else None
 
     def placeholder_value(self, placeholder_context: object) -> VariableWrapper:
@@ -109,7 +113,7 @@ class WrapperType(tf.types.experimental.TraceType):
         return self._wrapper_of(self._variable())
 
     def to_tensors(self, value: object) -> list[tf.Tensor]:
-        """Returns no tensors: the function reads the variable."""
+        """Returns no tensors, since the function reads the variable itself."""
         del value
         return []
 
