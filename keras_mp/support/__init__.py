@@ -1,4 +1,4 @@
-"""Used by every subpackage: messages, checks of arguments, and where the code runs.
+"""What every subpackage uses: messages, checks of arguments, where code runs.
 
 The modules here need TensorFlow only.
 """

@@ -10,8 +10,8 @@ _NOTHING = object()
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """Gives an object an attribute inside of the block.
 
-    It bypasses `__setattr__`, by which Keras and layers of keras_mp track their attributes. An
-    attribute of a `threading.local` is replaced for this thread.
+    It bypasses `__setattr__`, by which Keras and layers of keras_mp track attributes. An attribute
+    of a `threading.local` is replaced in this thread only.
 
     Args:
         owner: object with a `__dict__`.

@@ -1,4 +1,6 @@
-"""Tells AutoGraph which functions to convert, since it takes seconds even without control flow.
+"""Tells AutoGraph which functions to convert.
+
+AutoGraph takes seconds, even for functions without control flow.
 
 This module needs TensorFlow only.
 """
@@ -12,10 +14,12 @@ from keras_mp.tensorflow_api.features import AUTOGRAPH
 
 
 def do_not_convert(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets AutoGraph call a function as it is, and convert functions of the user that it calls.
+    """Lets AutoGraph call a function as it is.
 
-    `tf.autograph.experimental.do_not_convert` would switch AutoGraph off for all functions that
-    are called, those from `allow_conversion` among them.
+    Functions of the user that it calls are still converted.
+
+    `tf.autograph.experimental.do_not_convert` would switch AutoGraph off for all functions that are
+    called inside, even those from `allow_conversion`.
 
     Args:
         function: A function, method or `functools.partial` without control flow that depends on
@@ -33,13 +37,15 @@ def do_not_convert(function: Callable[..., Any]) -> Callable[..., Any]:
     >>> float(tf.function(lambda x: twice(x))(tf.constant(1.0)))
     2.0
     """
-    # Not a public name: AutoGraph marks functions that it has made in this way.
+    # AutoGraph has no public name for it: it marks the functions that it has made in this way.
     function.autograph_info__ = {}
     return function
 
 
 def allow_conversion(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets AutoGraph convert a user's function that is called by one that it need not convert.
+    """Lets AutoGraph convert a user's function, whoever calls it.
+
+    The caller may be a function that AutoGraph need not convert.
 
     Args:
         function: Any callable.

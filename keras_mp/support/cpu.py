@@ -1,12 +1,15 @@
-"""The CPU and its units for 16-bit floating point, as TensorFlow uses them. Needs no TensorFlow."""
+"""The CPU and its units for 16-bit floating point, as TensorFlow uses them.
+
+This module needs no TensorFlow.
+"""
 
 import functools
 import os
 import pathlib
 import platform
 
-# Units by flag, each with what it is called and the lowest limit of ONEDNN_MAX_CPU_ISA under which
-# oneDNN uses it, if that is an x86 unit.
+# Units by flag. Each has a name and, for x86 units, the lowest limit of ONEDNN_MAX_CPU_ISA under
+# which oneDNN uses it.
 _UNITS = {
     "avx512_bf16": ("AVX512-BF16", "AVX512_CORE_BF16"),
     "avx512_fp16": ("AVX512-FP16", "AVX512_CORE_FP16"),
@@ -25,7 +28,7 @@ _AVX10_LIMITS = {
     "AVX10_1_512_AMX": "AVX512_CORE_AMX",
     "AVX10_1_512_AMX_FP16": "AVX512_CORE_AMX_FP16",
 }
-# Which unit says most about a CPU, of those that it has.
+# The units that say most about a CPU come first.
 _BEST_FIRST = ("AMX-FP16", "AMX-BF16", "AVX512-FP16", "AVX512-BF16", "AVX-NE-CONVERT")
 # TensorFlow's `IsDataTypeSupportedByOneDNNOnThisCPU`, for x86.
 _REWRITE_FLAGS = {
@@ -41,7 +44,7 @@ _X86 = ("x86_64", "AMD64")
 
 @functools.cache
 def info() -> dict[str, str]:
-    """Returns the model and the flags of the first CPU on Linux, and nothing elsewhere."""
+    """Returns the model and the flags of the first CPU on Linux; elsewhere nothing."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -57,7 +60,7 @@ def name() -> str:
 
 
 def flags() -> set[str]:
-    """Returns the flags of the CPU on Linux, and none elsewhere."""
+    """Returns the flags of the CPU on Linux; elsewhere none."""
     found = info()
     return set((found.get("flags") or found.get("Features") or "").split())
 
@@ -65,7 +68,7 @@ def flags() -> set[str]:
 def uses_onednn() -> bool:
     """Whether TensorFlow computes with oneDNN, its library for CPUs, in this process.
 
-    The environment variable TF_ENABLE_ONEDNN_OPTS says so, or else it depends on the CPU.
+    The environment variable TF_ENABLE_ONEDNN_OPTS decides; where it is not set, the CPU does.
 
     Source: TensorFlow, `IsMklEnabled` in `tsl/util/port.cc`.
     """
@@ -80,11 +83,12 @@ def uses_onednn() -> bool:
 
 
 def units() -> tuple[list[str], list[str]]:
-    """Returns the CPU's units for 16-bit floating point, and those that TensorFlow uses.
+    """Returns the CPU's units for 16-bit floating point, and those TensorFlow uses.
 
     Returns:
-        tuple of two lists of names, such as "AVX512-BF16". What TensorFlow uses are those that its
-        oneDNN uses, as the environment variables TF_ENABLE_ONEDNN_OPTS and ONEDNN_MAX_CPU_ISA let.
+        tuple of two lists of names, such as "AVX512-BF16". TensorFlow uses those that its oneDNN
+        uses, as far as the environment variables TF_ENABLE_ONEDNN_OPTS and ONEDNN_MAX_CPU_ISA
+        allow.
     """
     allowed, of_cpu = _allowed_by_onednn(), flags()
     found = [_UNITS[flag] for flag in _UNITS if flag in of_cpu]
@@ -93,11 +97,14 @@ def units() -> tuple[list[str], list[str]]:
 
 
 def kind() -> str:
-    """Returns what decides which 16-bit kernels TensorFlow runs on this CPU, and how fast they are.
+    """Returns the kind of CPU, which decides on TensorFlow's 16-bit kernels.
 
-    It is the best of the units that TensorFlow uses; "AVX512" where there is none but AVX512,
-    "AVX2" on an x86 CPU with less; "x86 without oneDNN" where TensorFlow has its own kernels only,
-    as on older CPUs by default. On other CPUs it is the unit or the architecture.
+    The kind decides which kernels TensorFlow runs, and how fast they are.
+
+    It is the best of the units that TensorFlow uses; "AVX512" for a CPU that has no unit besides
+    AVX512; "AVX2" for an x86 CPU with less; "x86 without oneDNN" where TensorFlow only has its own
+    kernels, which is the default on older CPUs. On other architectures it is the unit, or the
+    architecture.
     """
     _, used = units()
     if platform.machine() not in _X86:
@@ -112,7 +119,7 @@ def kind() -> str:
 
 
 def takes_rewrite(dtype: str) -> bool:
-    """Whether TensorFlow's graph rewrite goes to a dtype on this CPU.
+    """Whether TensorFlow's graph rewrite can use a dtype on this CPU.
 
     Args:
         dtype: str, "float16" or "bfloat16".

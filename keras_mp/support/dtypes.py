@@ -1,4 +1,4 @@
-"""The dtypes of low precision, those that mixed precision computes in, and all floating ones."""
+"""Dtypes: of low precision, of mixed precision, and all floating ones."""
 
 import tensorflow as tf
 
@@ -8,7 +8,9 @@ FLOATING = (*LOW_PRECISION, tf.float32, tf.float64)
 
 
 def is_low(dtype: object) -> bool:
-    """Whether an object is one of `LOW_PRECISION`: asked so often that comparing takes too long.
+    """Whether an object is one of `LOW_PRECISION`.
+
+    It is asked so often that comparing dtypes would take too long.
 
     TensorFlow has one object for each dtype.
     """

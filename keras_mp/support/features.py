@@ -1,4 +1,7 @@
-"""Features that need private names, which are off where TensorFlow or Keras has moved a name."""
+"""Features that need private names.
+
+They are off where TensorFlow or Keras has moved a name.
+"""
 
 import threading
 
@@ -10,12 +13,14 @@ _known: dict[Feature, bool] = {}
 
 
 def is_on(feature: Feature) -> bool:
-    """Returns whether a feature works with this TensorFlow and Keras. Warns once if not.
+    """Returns whether a feature works with this TensorFlow and Keras.
+
+    Warns once if it does not.
 
     Args:
         feature: the `Feature` that the program needs now.
     """
-    # Each step may ask.
+    # It may be asked at each step.
     result = _known.get(feature)
     if result is None:
         with _lock:

@@ -1,4 +1,4 @@
-"""Matplotlib's figures, to draw into. Matplotlib is imported when it is needed."""
+"""Makes Matplotlib's figures, and imports Matplotlib when it is needed."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The graphs of functions: which is that of a trace, and which that of a branch or a loop.
+"""Tells the graphs of traces, branches and loops from one another.
 
 This module needs TensorFlow only.
 """
@@ -19,7 +19,9 @@ def is_of_function(graph: object) -> bool:
 
 
 def is_trace(graph: object) -> bool:
-    """Whether a graph is the trace of a `tf.function` or of a dataset: no branch and no loop.
+    """Whether a graph is the trace of a `tf.function` or of a dataset.
+
+    Branches and loops are no traces.
 
     Args:
         graph: any graph, or None.
@@ -28,7 +30,9 @@ def is_trace(graph: object) -> bool:
 
 
 def is_branch(graph: object) -> bool:
-    """Whether a graph is a branch, which runs once where it is built; a loop runs more often.
+    """Whether a graph is a branch, which runs once where it is built.
+
+    A loop runs more often.
 
     Args:
         graph: any graph, or None.
@@ -38,7 +42,10 @@ def is_branch(graph: object) -> bool:
 
 @functools.cache
 def _classes() -> tuple[type, type]:
-    """Returns the classes of the graphs of a trace and of a branch, which a trial shows."""
+    """Returns the classes of the graphs of a trace and of a branch.
+
+    A trial finds them.
+    """
     found = []
 
     def note(x: tf.Tensor) -> tf.Tensor:

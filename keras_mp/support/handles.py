@@ -1,4 +1,6 @@
-"""Variables without an object of their own, which a strategy would make one for all replicas of.
+"""Variables by their handles, without a Python object.
+
+For an object, a strategy would make a variable that spans all replicas.
 
 This module needs TensorFlow only.
 """
@@ -9,11 +11,11 @@ from keras_mp.tensorflow_api import operations
 
 
 def variable(dtype: tf.DType, shape: tf.TensorShape | list[int]) -> tf.Tensor:
-    """Returns the handle of a new variable, which exists for as long as the handle does.
+    """Returns the handle of a new variable, which lives as long as the handle.
 
     Args:
-        dtype: of the variable.
-        shape: of the variable.
+        dtype: the dtype of the variable.
+        shape: the shape of the variable.
 
     Example:
 

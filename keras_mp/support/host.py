@@ -1,7 +1,7 @@
-"""Calls of Python from inside of a graph, for rare events.
+"""Calls Python from inside of a graph, for rare events.
 
-This module needs TensorFlow only. Without an event it costs nothing, except in functions around one
-that XLA compiles, which count their calls in the host's memory.
+Where no event happens it costs nothing, except in functions around one that XLA compiles, which
+count their calls in the host's memory. This module needs TensorFlow only.
 """
 
 import functools
@@ -17,7 +17,7 @@ from keras_mp.tensorflow_api.features import XLA
 
 _T = TypeVar("_T")
 
-# The collection, in a graph that XLA compiles, of the callbacks that the graph around it looks
+# A collection in a graph that XLA compiles: the callbacks whose buffers the graph around it looks
 # into, with their replicas.
 _LOOKED_INTO = "keras_mp_looked_into"
 _LONGEST_PERIOD = 50
@@ -26,25 +26,26 @@ _LONGEST_PERIOD = 50
 class HostCallback:
     """Carries a few numbers from a graph to a Python function.
 
-    Eager code and ordinary graphs call the function at once, unless the event is one that can be
-    foreseen: then graphs leave the numbers in a variable, the buffer, and look there when the event
-    may have happened. A graph that XLA compiles cannot call Python, and leaves all numbers there.
-    The function around it, if there is one (as in `Model.fit` of Keras 3), looks before its calls
-    number 1, 2, 4, 8, 16, 32, and then before each 50th. `collect` looks as well. On a GPU each
+    Eager code and ordinary graphs call the function at once. If the event can be foreseen, graphs
+    instead leave the numbers in a variable, the buffer, and look into it when the event may have
+    happened. A graph that XLA compiles cannot call Python, and leaves all numbers in the buffer.
+    The function around it, if there is one (as in `Model.fit` of Keras 3), looks there before its
+    calls 1, 2, 4, 8, 16 and 32, and then before each 50th. `collect` looks as well. On a GPU, each
     look is a wait.
 
     Attributes:
-        buffer: int64 variable. First 1 if numbers were left, else 0; then the numbers.
+        buffer: int64 variable. The first element is 1 if numbers were left, else 0; the numbers
+            follow.
 
     Args:
         read: function that takes the numbers, a list of int, and the line of the program that they
             are about, or None if XLA compiled the function.
         size: int. The number of numbers.
         beside: another callback, or None (the default). The function around a compiled one looks
-            into both at once.
-        is_urgent: function that returns whether to look before each call. By default it is not.
-        foresee: function that takes the numbers of any `post`, and returns after how many more the
-            event may happen. By default nothing is foreseen.
+            into both buffers at once.
+        is_urgent: function that returns whether to look before each call. By default it never is.
+        foresee: function that takes the numbers of a `post`, and returns after how many more posts
+            the event may happen. By default no event is foreseen.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class HostCallback:
         Args:
             numbers: int64 tensor of shape [size].
             when: bool scalar tensor. Whether it has happened.
-            leaves: bool. Whether a graph leaves the numbers to `watch`, as one does that XLA
-                compiles. Defaults to False.
+            leaves: bool. Whether a graph leaves the numbers for `watch` to find, as a graph that
+                XLA compiles does. Defaults to False.
         """
         is_compiled = is_compiled_by_xla() or leaves
         if not is_compiled and (self._foresee is None or tf.executing_eagerly()):
@@ -80,7 +81,7 @@ class HostCallback:
                 when, lambda: self._call_with_line(numbers, messages.users_line()), lambda: None
             )
             return
-        # A selection, since XLA would make one of a branch that calls no Python.
+        # A selection: XLA would turn a branch that calls no Python into one anyway.
         left = tf.concat([[1], numbers], 0)
         self.buffer.assign(tf.where(when, left, self.buffer), read_value=False)
         if not is_compiled:
@@ -89,16 +90,18 @@ class HostCallback:
             _turns_of(self._turns_of_posts).take(look)
 
     def look_next_time(self) -> None:
-        """Lets the next `post` of a graph look, whatever was foreseen."""
+        """Makes the next `post` of a graph look, whatever was foreseen."""
         with tf.init_scope():
             for turns in self._turns_of_posts.values():
                 turns.left.assign(tf.ones([], tf.int64), read_value=False)
 
     def watch(self, *, leaves: bool = False) -> None:
-        """Prepares for numbers that `post` leaves in the buffer. Called outside of the branch.
+        """Prepares for numbers that `post` leaves in the buffer.
+
+        Called outside of the branch.
 
         Args:
-            leaves: as of `post`.
+            leaves: as in `post`.
         """
         if not (leaves or is_compiled_by_xla()):
             return
@@ -110,8 +113,8 @@ class HostCallback:
         inner = tf.compat.v1.get_default_graph()
         graph = inner.outer_graph
         while function_graphs.is_of_function(graph):
-            # The graph that calls a compiled function is marked as compiled meanwhile;
-            # `control_dependencies(None)` takes the mark away.
+            # The graph that calls a compiled function is itself marked as compiled during the
+            # trace; `control_dependencies(None)` takes the mark away.
             with graph.as_default(), tf.control_dependencies(None):
                 if not is_compiled_by_xla():
                     replica = _replica_id()
@@ -139,12 +142,18 @@ class HostCallback:
         return {name: self.buffer, **of_replicas}
 
     def collect(self) -> None:
-        """Delivers the numbers in the buffer. Costs nothing if no function leaves any there."""
+        """Delivers the numbers in the buffer.
+
+        Costs nothing if no function leaves any there.
+        """
         if self.is_watched and tf.executing_eagerly():
             _look_into([self])
 
     def _look(self, numbers: tf.Tensor, line: messages.Line) -> tf.Tensor:
-        """Delivers what was left, and returns after how many more posts to look again."""
+        """Delivers what was left.
+
+        Returns after how many more posts to look again.
+        """
         left = tf.convert_to_tensor(self.buffer)
         self.buffer.assign(tf.zeros_like(left), read_value=False)
 
@@ -161,7 +170,7 @@ class HostCallback:
         _call_python(lambda received: self._read(received, line), numbers)
 
     def _deliver(self, left: tf.Tensor) -> None:
-        # In the graph, so that it runs before other numbers are left there.
+        # This is an operation of the graph, so it runs before other numbers are left there.
         self.buffer.assign(tf.zeros_like(left), read_value=False)
 
         def read(received: list[int]) -> None:
@@ -173,11 +182,11 @@ class HostCallback:
 
 
 class _Turns:
-    """Decides, in the host's memory, whether it is time to do something again.
+    """Decides, in the host's memory, when it is time to do something again.
 
     Attributes:
-        left: int64 variable. The number of calls until then.
-        period: int64 variable. The number of calls from then to the next time.
+        left: int64 variable. The number of calls until the next time.
+        period: int64 variable. The number of calls from the next time to the one after.
     """
 
     def __init__(self) -> None:
@@ -185,7 +194,7 @@ class _Turns:
             with tf.device("CPU:0"):
                 return tf.Variable(tf.ones([], tf.int64), trainable=False, name=name)
 
-        # A strategy would place them on the replica's device.
+        # A strategy would place them on the devices of the replicas.
         self.left, self.period = outside_of_functions(
             lambda: (variable("left"), variable("period"))
         )
@@ -194,8 +203,8 @@ class _Turns:
         """Calls a function if it is time.
 
         Args:
-            act: function that returns the number of calls from then to the next time, an int64
-                scalar tensor; or None for twice as many as the last time, up to `_LONGEST_PERIOD`.
+            act: function that returns the number of calls until the next time, an int64 scalar
+                tensor; or None for twice as many as before, up to `_LONGEST_PERIOD`.
         """
 
         def take() -> None:
@@ -233,7 +242,7 @@ def _deliver(callbacks: Sequence[HostCallback]) -> None:
 
 
 def _replica_id() -> int | None:
-    """Returns the number of the replica that is traced; None without replicas."""
+    """Returns the number of the replica that is traced, or None without replicas."""
     context = tf.distribute.get_replica_context()
     if context is None:
         return None
@@ -301,13 +310,16 @@ def rare_loop(
 
 
 def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes one operation of a function, since even a branch that is not taken costs by operation.
+    """Makes one operation of a function.
+
+    In a graph, each operation costs, even in a branch that is not taken.
 
     Args:
         function: function of structures of tensors, which may assign to variables.
 
     Returns:
-        The same in eager; in a graph, a function that makes one operation each time it is called.
+        In eager, a function that does the same; in a graph, one that makes one operation at each
+        call.
     """
     return function if tf.executing_eagerly() else _one_operation(function)
 
@@ -318,13 +330,15 @@ def shared_operation(
     *,
     jit_compile: bool = False,
 ) -> Callable[..., Any]:
-    """Decorates a function as `as_one_operation` does, for all callers: it is traced once.
+    """Decorates a function as `as_one_operation` does, but traces it only once.
 
-    A trace for arguments of some shapes and dtypes is kept for as long as the process runs.
+    All callers share the trace.
+
+    A trace for arguments of certain shapes and dtypes is kept for as long as the process runs.
 
     Args:
-        function: function of structures of tensors, which depends on nothing else except whether
-            XLA compiles it.
+        function: function of structures of tensors, which depends on nothing else but whether XLA
+            compiles it.
         signature: sequence of TensorSpec, one for each argument, which is traced in place of the
             arguments' own shapes and dtypes. Defaults to none.
         jit_compile: bool. Whether XLA compiles the operation. Defaults to False.
@@ -338,7 +352,8 @@ def shared_operation(
     def call(*args: Any) -> Any:
         if tf.executing_eagerly():
             return function(*args)
-        # Observers of the first caller would stay in the trace that all others run.
+        # Otherwise the operations of the first caller's observers would stay in the trace that all
+        # callers run.
         with op_callbacks.unobserved():
             return operations[is_compiled_by_xla()](*args)
 
@@ -362,19 +377,19 @@ def _one_operation(
 def is_compiled_by_xla() -> bool:
     """Whether XLA compiles the function that is being traced."""
     if not features.is_on(XLA):
-        # What works there works in every function.
+        # Without the private names: code for XLA works in every function.
         return function_graphs.is_of_function(current_graph())
     return graphs.xla_context() is not None
 
 
 def outside_of_functions(make: Callable[[], _T]) -> _T:
-    """Calls a function that makes variables where no graph and no strategy sees them.
+    """Makes variables where no graph and no strategy sees them.
 
-    An `init_scope` does not hide a variable from the `tf.function` that is being traced, which
-    would be traced again, or refuse it. Another thread does.
+    An `init_scope` would not hide a variable from the `tf.function` that is being traced, which
+    would be traced again, or refuse the variable. Another thread does hide it.
 
     Args:
-        make: the function.
+        make: the function that makes them.
 
     Returns:
         What it returns.
@@ -384,7 +399,7 @@ def outside_of_functions(make: Callable[[], _T]) -> _T:
 
 
 def in_v1_graph() -> bool:
-    """Whether a graph of TensorFlow 1 is being built, which a session runs."""
+    """Whether a graph of TensorFlow 1, which a session runs, is being built."""
     return not tf.compat.v1.executing_eagerly_outside_functions()
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 
 def to_json(described: Any, path: str | os.PathLike | None = None) -> str:
-    """Returns the JSON of a result, and writes it to a file.
+    """Returns the JSON of a result, and writes it to a file if a path is given.
 
     Args:
         described: the result, as `plain` returns it.
-        path: of the file. Defaults to none.
+        path: the path of the file. By default none is written.
     """
     text = json.dumps(described, indent=1)
     if path is not None:

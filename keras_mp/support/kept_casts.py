@@ -1,11 +1,11 @@
 """Casts between float32 and 16 bits that XLA keeps.
 
-For GPUs, XLA leaves out a cast to 16 bits that one back to float32 follows, and it adds casts back
-of its own, around comparisons in bfloat16 for one. Where only less precision was asked for, that
-does no harm. But code that needs the digits that a rounding drops, or asks what has become of a
-number in 16 bits, would see numbers that were never rounded. It casts with these functions: they
-round by integers, or by operations that XLA keeps, where XLA may compile them. Elsewhere they are
-`tf.cast`.
+For GPUs, XLA leaves out a cast to 16 bits that is followed by one back to float32. It also adds
+casts back to float32 itself, for example around comparisons in bfloat16. Where a program merely
+allows less precision, that does no harm. But code that needs the digits that rounding drops, or
+asks what has become of a number in 16 bits, would see numbers that were never rounded. Such code
+casts with these functions. Where XLA may compile them, they round by integers, or by operations
+that XLA keeps. Elsewhere they are `tf.cast`.
 
 This module needs TensorFlow only.
 """
@@ -19,45 +19,47 @@ from keras_mp.support.dtypes import is_low
 
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
-# The exponents of float16's smallest normal number, of its largest, and of the last of 11 digits.
+# The exponents of float16: of the smallest normal number, of the largest, and of the last of 11
+# digits.
 _SMALLEST, _LARGEST, _DIGITS = -14, 15, -10
 _FLOAT16_MAX = 65504.0
-# The bits of the exponent in 16 bits: all are set in infinities and NaN.
+# The bits of the exponent in 16 bits, which are all set in infinities and NaN.
 _EXPONENTS = {tf.float16: 0x7C00, tf.bfloat16: 0x7F80}
 
 
 def to_16_bits(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Rounds float32 values to the nearest in 16 bits, ties to even.
 
-    The digits that `tf.cast` drops are dropped, whatever the result is cast to.
+    The digits that `tf.cast` drops are really dropped, even if the result is cast back.
 
     Args:
         value: float32 tensor.
         dtype: float16 or bfloat16.
 
     Returns:
-        tensor of that dtype: what `tf.cast` returns; but where XLA's instruction for a cast makes
-        subnormal numbers of bfloat16 0, they stay.
+        tensor of that dtype, with the values of `tf.cast`. Subnormal numbers of bfloat16 are kept,
+        even where XLA's instruction for a cast would make them 0.
     """
     if not may_be_compiled_by_xla():
         return tf.cast(value, dtype)
     if dtype == tf.bfloat16:
         return _nearest_bfloat16(tf.bitcast(value, tf.uint32))
-    # The cast of a number that float16 holds: without it, the number is the same.
+    # Its input is a number that float16 holds. If XLA leaves the cast out, the number stays the
+    # same.
     return tf.cast(_nearest_float16(value), tf.float16)
 
 
 def _nearest_bfloat16(bits: tf.Tensor) -> tf.Tensor:
     to_even = tf.bitwise.right_shift(bits, 16) & 1
     upper = tf.bitwise.right_shift(bits + (0x7FFF + to_even), 16)
-    # The sum may carry a NaN over into the sign.
+    # Without this, the sum may carry a NaN over into the sign.
     is_nan = (bits & _MAGNITUDE) > _INFINITY
     upper = tf.where(is_nan, tf.bitwise.right_shift(bits, 16) | 0x40, upper)
     return tf.bitcast(tf.cast(upper, tf.uint16), tf.bfloat16)
 
 
 def _nearest_float16(value: tf.Tensor) -> tf.Tensor:
-    """The float16 values nearest to float32 ones, in float32."""
+    """Returns the float16 values nearest to float32 ones, in float32."""
     power, inverse = float16_binade(value)
     digits = tf.round(value * (inverse * 2.0**-_DIGITS))
     rounded = digits * (power * 2.0**_DIGITS)
@@ -67,7 +69,7 @@ def _nearest_float16(value: tf.Tensor) -> tf.Tensor:
 def float16_binade(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the powers of two at or below magnitudes, and their inverses.
 
-    Both are exact, and products with them are: GPUs may approximate a quotient.
+    Both are exact, and so are products with them, whereas GPUs may approximate a quotient.
 
     Args:
         value: float32 tensor.
@@ -76,7 +78,7 @@ def float16_binade(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         tuple of float32 tensors. The powers are not below that of float16's smallest normal number,
         nor above that of its largest.
     """
-    # In uint32: on GPUs, TensorFlow computes with int32 in the memory of the host.
+    # In uint32, since TensorFlow computes int32 in the host's memory on GPUs.
     bits = tf.bitcast(value, tf.uint32) & _INFINITY
     bits = tf.clip_by_value(bits, (127 + _SMALLEST) << 23, (127 + _LARGEST) << 23)
     inverse = tf.constant(254 << 23, tf.uint32) - bits
@@ -84,7 +86,7 @@ def float16_binade(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def as_float32(value: tf.Tensor) -> tf.Tensor:
-    """Casts values to float32, those in 16 bits as they were rounded.
+    """Casts values to float32; those in 16 bits keep the rounding they had.
 
     Args:
         value: floating-point tensor.
@@ -98,7 +100,7 @@ def as_float32(value: tf.Tensor) -> tf.Tensor:
     if value.dtype == tf.bfloat16:
         return tf.bitcast(tf.bitwise.left_shift(bits, 16), tf.float32)
     magnitude, sign = bits & 0x7FFF, tf.bitwise.left_shift(bits & 0x8000, 16)
-    # The exponents are 112 apart, those of infinities and NaN twice that.
+    # The exponents differ by 112; those of infinities and NaN by twice as much.
     apart = tf.where(magnitude < 0x7C00, tf.constant(112 << 23, tf.uint32), 224 << 23)
     normal = tf.bitcast(tf.bitwise.left_shift(magnitude, 13) + apart, tf.float32)
     subnormal = tf.cast(magnitude, tf.float32) * 2.0 ** (_SMALLEST + _DIGITS)
@@ -107,7 +109,9 @@ def as_float32(value: tf.Tensor) -> tf.Tensor:
 
 
 def is_finite(value: tf.Tensor) -> tf.Tensor:
-    """Whether values are finite as they are in 16 bits; of other dtypes as they are.
+    """Whether values are finite in the dtype that they have.
+
+    Those in 16 bits are judged as they were rounded.
 
     Args:
         value: floating-point tensor.
@@ -124,7 +128,7 @@ def is_finite(value: tf.Tensor) -> tf.Tensor:
 
 
 def may_be_compiled_by_xla() -> bool:
-    """Whether XLA compiles what is traced now, or may choose to: the user lets it."""
+    """Whether XLA compiles what is traced now, or may do so since the user allows it."""
     if host.is_compiled_by_xla():
         return True
     if tf.executing_eagerly():

@@ -1,4 +1,6 @@
-"""Numbers that float32 holds and 16 bits do not: -1e9 is -inf in float16, and 0 times that is NaN.
+"""Numbers that float32 holds and 16 bits do not.
+
+For example -1e9 is -inf in float16, and 0 times that is NaN.
 
 This module needs TensorFlow only.
 """
@@ -12,18 +14,18 @@ import tensorflow as tf
 from keras_mp.support.dtypes import LOW_PRECISION, is_low
 from keras_mp.tensorflow_api import operations
 
-# Asking a DType takes long.
+# Asking a DType for it takes long.
 _MAX = float(tf.float32.max)
 _MAX_OF: dict[tf.DType | None, float] = {dtype: float(dtype.max) for dtype in LOW_PRECISION}
-# Of a number that is an input of an operation.
+# The types of a number that is an input of an operation.
 _TYPES = frozenset((float, int, list, tuple, np.ndarray, np.float32, np.float64))
 
 
 def is_beyond(value: Any, dtype: tf.DType | None) -> bool:
-    """Whether a number, or one of an array or list, is finite in float32 and not in a dtype.
+    """Whether a number is finite in float32, but too large for a dtype.
 
     Args:
-        value: Any.
+        value: a number; an array or list counts if one of its numbers does.
         dtype: DType of 16 bits.
     """
     if isinstance(value, float | int):
@@ -37,7 +39,7 @@ def is_beyond(value: Any, dtype: tf.DType | None) -> bool:
 
 
 def is_operand_beyond(op: str, args: Sequence[Any]) -> bool:
-    """Whether an operation of 16-bit tensors is given a number that is infinite in their dtype.
+    """Whether a number passed to an operation is infinite in its 16-bit dtype.
 
     Args:
         op: str. The operation's name.
@@ -56,7 +58,7 @@ def is_operand_beyond(op: str, args: Sequence[Any]) -> bool:
     return False
 
 
-# By operation, the positions of inputs of one dtype, which may be one of 16 bits.
+# By operation: the positions of the inputs that share one dtype, which may have 16 bits.
 _positions: dict[str, tuple[int, ...]] = {}
 
 

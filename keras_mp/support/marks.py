@@ -8,11 +8,11 @@ from keras_mp.support.dtypes import FLOATING
 
 
 def copy(source: Any, result: Any) -> Any:
-    """Puts the notes of Keras on a tensor on another one that was computed from it.
+    """Puts Keras's notes on a tensor also on another one that was computed from it.
 
     Args:
         source: tensor.
-        result: another tensor of its shape. Logits come in its dtype.
+        result: another tensor of the same shape. It gets logits in its dtype.
 
     Returns:
         `result`.
@@ -26,15 +26,15 @@ def copy(source: Any, result: Any) -> Any:
 
 
 def cast(tensor: Any, dtype: tf.DType | str) -> Any:
-    """Casts a floating-point tensor. The notes of Keras on it stay with it.
+    """Casts a floating-point tensor, which keeps the notes of Keras on it.
 
     Args:
-        tensor: a tensor (a ragged, sparse or symbolic one, too) or a variable.
+        tensor: a tensor (also a ragged, sparse or symbolic one) or a variable.
         dtype: DType or str. The floating-point dtype to cast to.
 
     Returns:
-        A tensor of that dtype. One that has the dtype, or is not of a floating-point dtype, comes
-        back as it is.
+        The tensor in that dtype. A tensor that has the dtype already, or is not floating, is
+        returned as it is.
     """
     if tensor.dtype == dtype or tensor.dtype not in FLOATING:
         return tensor

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 _PACKAGES = ("keras_mp", "tensorflow", "keras", "tf_keras")
 _AUTOGRAPH = "__autograph_generated_file"
 
-# For each file, the registry in which Python's filters note the warnings that they have shown.
+# By file: the registry in which Python's filters note the warnings that they have shown.
 _registries: dict[str, dict[Any, Any]] = {}
 
 
@@ -67,7 +67,7 @@ def warn(message: str, line: Line | None = None) -> None:
 
 
 class _Thread(threading.local):
-    """Whether warnings of this thread are left out."""
+    """Whether this thread leaves out warnings."""
 
     is_unheard = False
 
@@ -79,7 +79,7 @@ _thread = _Thread()
 def unheard() -> Iterator[None]:
     """Leaves out the warnings of this thread inside of the block.
 
-    A filter of Python's, which `warnings.catch_warnings` sets, is one for all threads.
+    Python's own filter, which `warnings.catch_warnings` sets, applies to all threads.
     """
     before, _thread.is_unheard = _thread.is_unheard, True
     try:

@@ -1,4 +1,4 @@
-"""The operators of a tensor, and the conversion to one, for objects that stand for a number.
+"""Gives objects that stand for a number a tensor's operators and conversion.
 
 This module needs TensorFlow only.
 """
@@ -26,7 +26,7 @@ def _give_operator(cls: type, name: str) -> None:
     fn = getattr(operator, name)
 
     def operate(self: Any, *others: Any) -> Any:
-        # The number takes the dtype of the tensor, as it does if the tensor comes first.
+        # The number takes the tensor's dtype, as it does if the tensor is the left operand.
         dtype = others[0].dtype if others and tf.is_tensor(others[0]) else None
         return fn(tf.convert_to_tensor(self, dtype), *others)
 

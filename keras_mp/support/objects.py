@@ -1,4 +1,7 @@
-"""Objects that hold tensors, such as distributions. This module needs TensorFlow only."""
+"""Objects that hold tensors, such as distributions.
+
+This module needs TensorFlow only.
+"""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -8,22 +11,23 @@ import tensorflow as tf
 
 from keras_mp.support.dtypes import LOW_PRECISION
 
-# A distribution is made of others, and these of tensors.
+# A distribution is made of others, and these are made of tensors.
 _DEPTH = 5
 _NO_OBJECTS = (tf.Variable, tf.TypeSpec, tf.DType, tf.TensorShape, type, str, bytes)
 
 
 def widened(value: Any, widen: Callable[[Any], Any], depth: int = 0) -> Any:
-    """Returns an object with float32 tensors in the place of those of 16 bits.
+    """Returns an object with float32 tensors in the place of 16-bit ones.
 
     Args:
         value: Any.
         widen: takes a tensor, or a ragged or sparse one, and returns another or the same.
-        depth: int. How many objects are around it.
+        depth: int. How many objects this one is inside of.
 
     Returns:
-        `value` if it holds no such tensor. Else a distribution that was made anew, as all objects
-        with `parameters` and `copy` are, or a shallow copy of `value` with other attributes.
+        `value` if it holds no such tensor. Otherwise a new object: a distribution is made again
+        (like every object with `parameters` and `copy`); anything else is a shallow copy with other
+        attributes.
     """
     if isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor):
         return widen(value)
@@ -36,7 +40,7 @@ def widened(value: Any, widen: Callable[[Any], Any], depth: int = 0) -> Any:
     parameters: Any = value if type(value) is dict else getattr(value, "parameters", None)
     is_distribution = isinstance(parameters, Mapping) and callable(getattr(value, "copy", None))
     if not is_distribution:
-        # A layer that an object keeps stays the layer that it is.
+        # A layer that an object holds is left as it is.
         is_module = isinstance(value, tf.Module)
         parameters = {} if is_module else getattr(value, "__dict__", {})
     others: dict[Any, Any] = {}
@@ -55,5 +59,5 @@ def widened(value: Any, widen: Callable[[Any], Any], depth: int = 0) -> Any:
             others[name] = tf.float32
     result = copy.copy(value)
     for name, new in others.items():
-        object.__setattr__(result, name, new)  # of a frozen dataclass, too
+        object.__setattr__(result, name, new)  # a frozen dataclass, too, takes this
     return result

@@ -1,4 +1,4 @@
-"""TensorFlow's callbacks after each operation: adding one, and switching all off.
+"""TensorFlow's callbacks after each operation: one is added, or all are off.
 
 A callback in a graph may add operations to it, as `tf.debugging.enable_check_numerics` does.
 This module needs TensorFlow only.
@@ -15,11 +15,13 @@ from keras_mp.tensorflow_api.features import UNOBSERVED
 
 @contextlib.contextmanager
 def observed(callback: Callable[..., Any]) -> Iterator[None]:
-    """Adds a callback after each operation of this thread, and of replicas that it starts.
+    """Adds a callback after each operation of this thread.
+
+    Replicas that the thread starts have it too.
 
     Args:
         callback: function like those of `tf.debugging`. Its arguments are the operation's type,
-            inputs, attributes and outputs, in a graph also `op_name=` and `graph=`.
+            inputs, attributes and outputs; in a graph also `op_name=` and `graph=`.
     """
     operations.add_callback(callback)
     try:
@@ -30,7 +32,7 @@ def observed(callback: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Switches off all callbacks, those of `observed` and those of `tf.debugging`."""
+    """Switches off all callbacks, also those of `tf.debugging`."""
     if not features.is_on(UNOBSERVED):
         yield
         return

@@ -1,8 +1,8 @@
-"""TensorFlow's operations by their kinds. Each operation is here once. All of it is data.
+"""TensorFlow's operations by their kinds; each operation is here once.
 
 Other modules decide by kind: the dtype of an operation in a region of `autocast`
-(`op_autocast/cast_policy.py`), and the operations that count as computations, as sums or as
-divisions. This module imports nothing.
+(`op_autocast/cast_policy.py`), and which operations count as computations, sums or divisions. This
+module is data only, and imports nothing.
 """
 
 _TABLE = {
@@ -60,7 +60,7 @@ _TABLE = {
     "log softmax": "LogSoftmax",
     "batch normalization": "FusedBatchNormV2 FusedBatchNormV3",
     "cross entropies": "SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits",
-    # The same numbers: as they are, in another dtype, shape or place.
+    # Operations that return the same numbers: as they are, or in another dtype, shape or place.
     "casts": "Cast",
     "casts of bits": "Bitcast",
     "identities": "EnsureShape Identity Snapshot",
@@ -76,7 +76,7 @@ _TABLE = {
     ),
     "moves by index": "DynamicPartition DynamicStitch ScatterNd",
     "interpolations": "ResizeBilinear",
-    # They only test numbers, or make new ones.
+    # Operations that only test numbers, or make new ones.
     "shapes": "Rank Shape ShapeN Size",
     "tests": "ArgMax ArgMin IsFinite IsInf IsNan Where",
     "orders": "Sign TopK TopKV2",
@@ -93,7 +93,7 @@ _TABLE = {
     "looks at variables": "VariableShape VarIsInitializedOp",
     "writes of variables": "AssignVariableOp",
     "files": "SaveV2",
-    # Calls, conditions, loops; the frames are loops that grappler has lowered.
+    # Calls, conditions, loops; loops that grappler has lowered consist of frames.
     "calls": "PartitionedCall StatefulPartitionedCall",
     "conditions": "If StatelessIf Case StatelessCase",
     "loops": "While StatelessWhile",
@@ -126,7 +126,7 @@ _TABLE = {
 
 BY_KIND: dict[str, tuple[str, ...]] = {kind: tuple(ops.split()) for kind, ops in _TABLE.items()}
 
-# The kinds that return the numbers of their inputs, rounded at most.
+# The kinds whose outputs are the numbers of their inputs, at most rounded.
 SAME_NUMBERS = (
     *("casts", "casts of bits", "identities", "identities of lists"),
     *("identities without a gradient", "reshapes", "views", "moves"),
@@ -152,7 +152,7 @@ def ops(*kinds: str) -> frozenset[str]:
 
 
 def gradients_of(op: str) -> tuple[str, ...]:
-    """Returns the operations of the backward pass that compute the gradient of an operation.
+    """Returns the backward operations that compute the gradient of an operation.
 
     Args:
         op: str. The operation.
@@ -167,7 +167,7 @@ def gradients_of(op: str) -> tuple[str, ...]:
 
 
 _GRAD = ops("gradients", "gradients of biases")
-# The gradients that are not named like the operation, with "Grad" at the end.
+# The gradients whose names are not the operation's with "Grad" at the end.
 _GRADIENTS = {
     "Conv2D": ("Conv2DBackpropInput", "Conv2DBackpropFilter"),
     "Conv2DBackpropInput": ("Conv2D", "Conv2DBackpropFilter"),

@@ -8,11 +8,11 @@ from keras_mp.tensorflow_api import operations
 
 
 def has_kernel(op: str, types: Mapping[str, int], device: str) -> bool:
-    """Whether a kernel of an operation computes in some dtypes.
+    """Whether some kernel of an operation computes in the given dtypes.
 
     Args:
         op: str. The operation's type.
-        types: the numbers of dtypes, by the attribute of the operation.
+        types: the numbers of the dtypes, by the attributes of the operation.
         device: str. The type of the device, "CPU" or "GPU".
     """
     return any(

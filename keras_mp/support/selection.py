@@ -1,9 +1,9 @@
-"""Conditions without a branch, in code that XLA compiles, and beside it.
+"""Does things on a condition without a branch, in and beside code for XLA.
 
-On a GPU a branch copies its condition to the host, which waits for it. Where XLA compiles, both
+On a GPU, a branch copies its condition to the host, which waits for it. Where XLA compiles, both
 branches of `choose` are computed, one after the other, and each write to a variable selects the new
 value or the old one, elementwise. XLA makes that selection in the loop that computes the new value.
-In `selecting`, code beside a compiled update does the same with a few small variables.
+Under `selecting`, code beside a compiled update does the same with a few small variables.
 
 This module needs TensorFlow only.
 """
@@ -20,11 +20,12 @@ from keras_mp.tensorflow_api import graphs
 from keras_mp.tensorflow_api.features import WITHOUT_BRANCHES
 
 _READS = op_table.ops("reads of variables", "looks at variables")
-# Writes to the rows of a variable that the second input names.
+# Operations that write to the rows of a variable that the second input names.
 _ROW_WRITES = frozenset(
     f"ResourceScatter{kind}" for kind in ("Add", "Sub", "Mul", "Div", "Min", "Max", "Update")
 )
-# What a handle is in the graph of a function: an argument, or the variable itself.
+# The operations whose output is a handle in a function's graph: an argument, or the variable
+# itself.
 _SOURCES = frozenset(("Placeholder", "VarHandleOp"))
 
 
@@ -36,7 +37,7 @@ _thread = _Thread()
 
 
 def selecting() -> contextlib.AbstractContextManager[None]:
-    """Context manager in which this thread makes no branch in an ordinary graph either."""
+    """Context manager in which ordinary graphs of this thread make no branches either."""
     return attributes.replaced(_thread, "is_selecting", True)
 
 
@@ -48,7 +49,8 @@ def is_selecting() -> bool:
 def is_without_branches() -> bool:
     """Whether `choose` makes no branch here."""
     if host.is_compiled_by_xla():
-        # A branch may call Python, which XLA cannot, so the step is refused if one is missing.
+        # A branch may call Python, which XLA cannot do. If a private name is missing, the step is
+        # refused.
         for name in WITHOUT_BRANCHES.names:
             name.get()
         return True
@@ -58,7 +60,9 @@ def is_without_branches() -> bool:
 def chosen(
     condition: bool | tf.Tensor, value: Callable[[], Any], otherwise: Callable[[], Any]
 ) -> Any:
-    """Returns one of two values, without a branch. Eager code computes only the one it takes.
+    """Returns one of two values, without a branch.
+
+    Eager code computes only the one that it returns.
 
     Args:
         condition: bool, or bool scalar tensor.
@@ -73,16 +77,18 @@ def chosen(
 def choose(
     condition: bool | tf.Tensor, chosen: Callable[[], Any], otherwise: Callable[[], Any]
 ) -> Any:
-    """Does one thing or another: `tf.cond`, but without a branch in code that XLA compiles.
+    """Does one thing or another.
+
+    It is `tf.cond`, but without a branch in code that XLA compiles.
 
     Args:
         condition: bool, or bool scalar tensor.
         chosen: function that writes to variables.
-        otherwise: another one. Without a branch both run, this one second, and what it writes is
-            dropped where the condition is True.
+        otherwise: another such function. Without a branch, both run, this one second, and what it
+            writes is dropped if the condition is True.
 
     Returns:
-        The result of the branch that is taken, which without a branch is None.
+        The result of the branch that is taken; None if there is no branch.
     """
     condition = tf.convert_to_tensor(condition)
     if not is_without_branches():
@@ -95,15 +101,17 @@ def choose(
 
 
 def choose_among(index: tf.Tensor, branches: Sequence[Callable[[], Any]]) -> Any:
-    """Does one of several things: `tf.switch_case`, but without a branch where XLA compiles.
+    """Does one of several things.
+
+    It is `tf.switch_case`, but without a branch in code that XLA compiles.
 
     Args:
         index: int32 scalar tensor.
-        branches: functions that write to variables, of which a later one may see the writes of an
-            earlier one only if that is the one that is taken.
+        branches: functions that write to variables. A later one may see the writes of an earlier
+            one only if the earlier one is taken.
 
     Returns:
-        The result of the branch that is taken, which without a branch is None.
+        The result of the branch that is taken; None if there is no branch.
     """
     if not is_without_branches():
         return tf.switch_case(index, branches)
@@ -115,7 +123,9 @@ def choose_among(index: tf.Tensor, branches: Sequence[Callable[[], Any]]) -> Any
 
 @contextlib.contextmanager
 def writes_only_if(condition: tf.Tensor) -> Iterator[None]:
-    """Context manager in which variables keep their values unless the condition is True.
+    """Context manager in which writes to variables count only on a condition.
+
+    If it is False, the variables keep their values.
 
     Args:
         condition: bool scalar tensor.
@@ -125,7 +135,8 @@ def writes_only_if(condition: tf.Tensor) -> Iterator[None]:
 
     def create(op_type: str, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> tf.Operation:
         nonlocal is_own
-        is_read = op_type in _READS or op_type.startswith("Collective")  # which orders itself
+        # Collectives order themselves.
+        is_read = op_type in _READS or op_type.startswith("Collective")
         handles = [] if is_own or is_read else list(filter(_is_of_variable, inputs))
         if not handles:
             return own(op_type, inputs, *args, **kwargs)
@@ -144,7 +155,8 @@ def writes_only_if(condition: tf.Tensor) -> Iterator[None]:
     try:
         yield
     finally:
-        # Not `own`, unless it is that of a context around this one: a bound method is a cycle.
+        # `own` is put back only if it is the function of an outer context: a bound method would be
+        # a cycle.
         del graph._create_op_internal
         if not hasattr(own, "__self__"):
             graph._create_op_internal = own

@@ -1,8 +1,8 @@
 """Tables as text, with aligned columns, and the worst rows of large tables.
 
-A model has hundreds of layers, too many for a table to read. All tools leave rows out with
-`shortened`: rows of equal layers in repeated blocks become one, the worst come first, and the last
-line says how many are missing.
+A model has hundreds of layers, too many for a table that one reads. All tools leave rows out by
+`shortened`: the rows of equal layers in repeated blocks become one, the worst come first, and the
+last line says how many are missing.
 """
 
 import re
@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-# The number of rows by default, and of characters in a line at most.
+# The default number of rows, and the largest number of characters in a line.
 MOST, WIDTH = 10, 100
 
 # Texts are not cut to fewer characters.
@@ -38,8 +38,8 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> Iter
 
     Args:
         rows: the cells of each line, the header's first.
-        left: ints. The columns that are aligned to the left; the others are to the right. Defaults
-            to the first.
+        left: ints. The columns that are aligned to the left; the others are aligned to the right.
+            Defaults to the first.
 
     Example:
 
@@ -65,15 +65,15 @@ def shortened(
     left: Collection[int] = (0,),
     name: int = 0,
 ) -> Iterator[str]:
-    """Yields the lines of a table of the worst rows, which is at most 100 characters wide.
+    """Yields the lines of a table of the worst rows, at most 100 characters wide.
 
     Rows of equal layers become one, with the cells of the worst of them. Empty columns are left
-    out, and wide texts are cut in the middle.
+    out, and long texts are cut in the middle.
 
     Args:
         header: the titles of the columns.
         rows: sequence of `RankedRow`s.
-        most: int, the highest number of rows; None for all of them as they are, of any width.
+        most: int, the highest number of rows; None for all rows, unchanged and of any width.
         left: ints. The columns of texts, which are aligned to the left. Defaults to the first.
         name: int. The column of paths. Defaults to the first.
 
@@ -147,7 +147,7 @@ def merged(
     name: Callable[[_Item], str],
     alike: Callable[[_Item], Hashable] = lambda item: (),
 ) -> list[tuple[str, list[_Item]]]:
-    """Groups items whose names differ in numbers only, as those of repeated blocks do.
+    """Groups items whose names differ only in numbers, as in repeated blocks.
 
     Args:
         items: iterable of items. Groups come in the order of their first items.
@@ -174,7 +174,7 @@ def wrapped(text: str, indent: str = "") -> list[str]:
 
     Args:
         text: str, of one line.
-        indent: str. The beginning of the lines after the first. Defaults to an empty one.
+        indent: str. The beginning of all lines but the first. Defaults to an empty one.
     """
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
@@ -188,7 +188,7 @@ def fitted(text: str, width: int) -> str:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """Returns one name for names that differ in numbers only."""
+    """Returns one name for names that differ only in numbers."""
     parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
     return "".join(part[0] if len(set(part)) == 1 else f"[{_ranges(part)}]" for part in parts)
 

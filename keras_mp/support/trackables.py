@@ -1,4 +1,4 @@
-"""The bases of an object that stands for another one, in checkpoints and as a tensor.
+"""Bases of an object that is another one to checkpoints, or as a tensor.
 
 This module needs TensorFlow only.
 """
@@ -13,15 +13,15 @@ from keras_mp.tensorflow_api.features import CHECKPOINTS, TENSORS
 
 
 class _Delegating:
-    """An object that a checkpoint takes for another one, in the attribute `_trackable`.
+    """An object whose `_trackable` attribute takes its place in checkpoints.
 
     It does what TensorFlow's own class does, where TensorFlow has none: everything by which a
-    checkpoint reads and writes an object is that of the other one.
+    checkpoint reads and writes an object comes from the other object.
     """
 
 
 class _DelegatingVariable(_Delegating):
-    """A variable that does so: its values are those of the other one, too."""
+    """A variable whose values, too, are those of the object in `_trackable`."""
 
 
 def _delegated(name: str) -> property:
@@ -36,12 +36,12 @@ def _delegated(name: str) -> property:
 
 for _name in vars(tf.Module.__mro__[-2]):
     if _name.startswith("_") and not _name.startswith("__"):
-        # TensorFlow takes what has methods for tensors for something that has values.
+        # TensorFlow takes an object that has methods for tensors for one that has values.
         _is_of_values = _name.endswith("tensors")
         setattr(_DelegatingVariable if _is_of_values else _Delegating, _name, _delegated(_name))
 
 
-# Which of them are there is known when a class is made of them.
+# Which names are there is known when a class is made of these bases.
 DelegatingTrackable: Any = _Delegating
 DelegatingVariable: Any = _DelegatingVariable
 if features.is_on(CHECKPOINTS):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# On a busy machine the median of the turns takes this many times as long as the fastest, or longer.
+# On a busy machine, the median turn takes at least this many times as long as the fastest.
 _CALM = 1.25
 
 
@@ -26,11 +26,11 @@ def take(steps: Mapping[str, Callable[[], object]], count: int) -> dict[str, lis
     """Calls functions in turns.
 
     Args:
-        steps: mapping of names and functions, which return when they have computed.
+        steps: mapping from names to functions, which return when they have computed.
         count: int. The number of calls of each.
 
     Returns:
-        dict of names and lists of `Turn`s.
+        dict from names to lists of `Turn`s.
     """
     turns: dict[str, list[Turn]] = {name: [] for name in steps}
     order = list(steps)
@@ -40,12 +40,15 @@ def take(steps: Mapping[str, Callable[[], object]], count: int) -> dict[str, lis
             steps[name]()
             end = time.perf_counter(), time.process_time()
             turns[name].append(Turn(end[0] - start[0], end[1] - start[1]))
-        order.append(order.pop(0))  # After a slow one, the caches hold other data.
+        order.append(order.pop(0))  # After a slow function, the caches hold other data.
     return turns
 
 
 def fastest(turns: dict[str, list[Turn]]) -> dict[str, float]:
-    """Returns the seconds of the fastest turn of each name: other load only makes turns slower."""
+    """Returns the seconds of the fastest turn of each name.
+
+    Other load only makes turns slower.
+    """
     return {name: min(turn.wall for turn in of_name) for name, of_name in turns.items()}
 
 
@@ -57,10 +60,10 @@ def medians(turns: dict[str, list[Turn]]) -> dict[str, float]:
 
 
 def undisturbed(turns: dict[str, list[Turn]]) -> dict[str, float]:
-    """Returns the seconds that each would take on a CPU that has nothing else to do.
+    """Returns the seconds of each function on a CPU that has nothing else to do.
 
     Threads that wait for a core do not compute. So while other processes use the cores, the CPU
-    time of this process tells how the functions compare.
+    time of this process shows how the functions compare.
 
     Args:
         turns: the result of `take`.
@@ -68,7 +71,7 @@ def undisturbed(turns: dict[str, list[Turn]]) -> dict[str, float]:
     seconds, usual = fastest(turns), medians(turns)
     computed = {name: float(np.median([turn.cpu for turn in turns[name]])) for name in turns}
     is_calm = all(usual[name] < _CALM * seconds[name] for name in turns)
-    # Some systems count CPU time in steps that are longer than a turn.
+    # Some systems measure CPU time in units that are longer than a turn.
     if is_calm or min(computed.values()) == 0:
         return seconds
     threads = max(turn.cpu / turn.wall for of_name in turns.values() for turn in of_name)

@@ -1,4 +1,4 @@
-"""Checks of arguments. The errors show the value."""
+"""Checks arguments; the errors show the value."""
 
 import math
 import numbers
@@ -83,7 +83,7 @@ def integer(name: str, value: int, below: int = 2**63, at_least: int = 1) -> int
 
 
 def integer_or_none(name: str, value: int | None) -> int | None:
-    """Checks that an argument is None, or a whole number of at least 1, as `integer` does."""
+    """Checks that an argument is None, or a whole number of at least 1."""
     return None if value is None else integer(name, value)
 
 
