@@ -1,8 +1,8 @@
-"""A step's calls scale the loss, and unscale its gradients exactly once.
+"""The calls of a step scale the loss, and unscale its gradients exactly once.
 
 RFC 293, "LossScaleOptimizer Overview". `OptimizerCalls` are the calls of a `LossScaleOptimizer`,
-and `GradScalerCalls` those of a `GradScaler`; both keep a `Record`. `Calls` scale nothing.
-`tests/step/test_contract.py` has the table of what comes of which calls.
+and `GradScalerCalls` those of a `GradScaler`; both keep a `Record`. Plain `Calls` scale nothing.
+The table in `tests/step/test_contract.py` tells what follows from which calls.
 """
 
 import abc
@@ -21,24 +21,24 @@ LossScaleValue = Callable[[], tf.Tensor]
 
 
 class GradientState(NamedTuple):
-    """What is known of the gradients of a step.
+    """What is known about the gradients of a step.
 
     Attributes:
         scaled: bool, or bool scalar tensor. Whether they are still scaled.
-        scaled_by: float32 scalar tensor, the factor of the loss; the loss scale if no loss was
-            scaled; None if the optimizer scales no loss.
-        is_divided: function that returns whether a call has divided them by it, a bool or bool
-            scalar tensor.
+        scaled_by: float32 scalar tensor, the factor of the loss. It is the current loss scale if no
+            loss was scaled, and None if the optimizer scales no loss.
+        is_divided: function that returns whether a call has divided the gradients by that factor, a
+            bool or bool scalar tensor.
         losses: the losses of this replica, as far as they are known.
         unclipped: the gradients of this replica as they were when they were unscaled, before the
-            user may have clipped them; empty if they are unknown. A step empties the list, which
-            in eager would keep them in memory while the step is made.
+            user may have clipped them; empty if they are unknown. A step empties the list.
+            Otherwise the list would, in eager, keep them in memory while the step is made.
         was_finite: bool scalar tensor. An earlier verdict on gradients of this replica, which may
-            have been changed since; None if there was none.
+            have changed since; None if there was none.
         is_allowed: bool scalar tensor, the same on every replica. If it is False, the step is not
-            made, whatever its gradients are; None if no call can be wrong.
-        refuse: function that reports this. It is called once for all replicas, in the branch that
-            does not make the step.
+            made, whatever its gradients are. None if no call can be wrong.
+        refuse: function that reports that the step is not allowed. It is called once for all
+            replicas, in the branch that does not make the step.
     """
 
     scaled: Truth = False
@@ -51,17 +51,20 @@ class GradientState(NamedTuple):
     refuse: Callable[[], None] = lambda: None
 
     def divisor(self) -> tf.Tensor | None:
-        """Returns the number that unscales the gradients, a float32 scalar; None if unscaled."""
+        """Returns the number that unscales the gradients; None if they are unscaled.
+
+        It is a float32 scalar.
+        """
         if tf.is_tensor(self.scaled):
             return tf.where(self.scaled, self.scaled_by, 1.0)
         return self.scaled_by if self.scaled else None
 
 
 class Calls:
-    """The calls of a step that scales nothing, or of an optimizer that records calls itself.
+    """The calls of a step that scales nothing, and the base class of all others.
 
     Attributes:
-        scales: whether these calls scale the loss.
+        scales: bool. Whether these calls scale the loss.
         reports: the `HostCallback` that reports wrong calls in graphs; None if there is none.
 
     Args:
@@ -90,15 +93,15 @@ class Calls:
         return losses
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
-        """Records that a loss was scaled, which begins a step of a `LossScaleOptimizer`.
+        """Records that a loss was scaled, which begins a step.
 
         Args:
             scaled_by: float32 scalar tensor.
-            to_apply: bool. True if `apply` unscales, False if `unscale` does.
+            to_apply: bool. True if `apply` unscales the gradients, False if `unscale` does.
         """
 
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
-        """Records that the user has multiplied the loss of these gradients by the loss scale."""
+        """Records that the user has multiplied the loss of gradients by the loss scale."""
 
     def unscale(
         self,
@@ -112,10 +115,10 @@ class Calls:
 
         Args:
             grads: sequence of gradients.
-            optimizer: the optimizer of the gradients; None for the only one.
-            by_tape: bool. Whether the tape has done so. Defaults to False.
-            may_skip: bool. Whether a step can be skipped, so that they may have to be tested.
-                Defaults to True.
+            optimizer: the optimizer that the gradients are for; None for the only one.
+            by_tape: bool. Whether the tape has divided them already. Defaults to False.
+            may_skip: bool. Whether a step can be skipped, in which case the gradients may have to
+                be tested. Defaults to True.
         """
         return list(grads)
 
@@ -129,7 +132,7 @@ class Calls:
         return grads
 
     def refuse_tape_beside_scale(self) -> None:
-        """Refuses a tape that scales after a loss was scaled otherwise."""
+        """Refuses a tape that scales losses after a loss was scaled in another way."""
 
     def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
         """Records that a tape has scaled losses, and unscaled the gradients.
@@ -142,7 +145,7 @@ class Calls:
     def whole_step(self) -> Iterator[None]:
         """Context manager in which one call, `minimize`, makes a whole step.
 
-        It may come between the calls of another step, which it does not affect.
+        It may come between the calls of another step, and leaves that step alone.
         """
         notes = self._record.notes()
         losses = notes.losses
@@ -151,7 +154,9 @@ class Calls:
 
     @contextlib.contextmanager
     def applying(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
-        """Context manager in which gradients are applied, which it records at the end.
+        """Context manager in which gradients are applied.
+
+        It records that at the end.
 
         Args:
             optimizer: the optimizer.
@@ -164,7 +169,8 @@ class Calls:
         """Records that all optimizers have made their steps.
 
         Args:
-            begins_anew: bool. Whether it is right without any step. Defaults to False.
+            begins_anew: bool. Whether the call is right even if no step was made. Defaults to
+                False.
 
         Returns:
             tuple of whether a step was made, and of a function that reports that none was.
@@ -172,9 +178,9 @@ class Calls:
         return True, lambda: None
 
     def as_before_an_exception(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that an exception leaves with the record as it was.
+        """Returns a context manager that undoes records if it ends with an exception.
 
-        It is for calls in which users' code may make other calls before it raises.
+        It is for calls in which the user's code may make other calls before it raises an exception.
         """
         return contextlib.nullcontext()
 
@@ -183,7 +189,10 @@ class Calls:
         return list(self._record.notes().losses)
 
     def collect_reports(self) -> None:
-        """Gives the warnings of functions that XLA has compiled, which cannot call Python."""
+        """Gives the warnings of functions that XLA has compiled.
+
+        These cannot call Python.
+        """
         if self.reports is not None:
             self.reports.collect()
 
@@ -199,12 +208,12 @@ class Calls:
 
 
 class RecordedCalls(Calls, abc.ABC):
-    """Calls that scale, and that a `Record` has, for functions run without Python."""
+    """Calls that scale, and keep a `Record` for functions that run without Python."""
 
     scales = True
     reports: host.HostCallback
     _record: Record
-    # The length of a report.
+    # How many numbers a report has.
     _report_size = 1
     # Whether all threads make one step together. Otherwise each makes its own.
     _is_shared = False

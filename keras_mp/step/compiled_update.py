@@ -1,8 +1,10 @@
-"""Updates as one function that XLA compiles: one pass over weights, slots and gradients.
+"""Updates as one function that XLA compiles.
+
+It makes one pass over weights, slots and gradients.
 
 An optimizer of Keras updates a weight by some ten operations, each of which goes through memory
-once. XLA makes one loop of them. It rounds the last digit of some results differently, so it is an
-option. This module needs TensorFlow only.
+once. XLA makes one loop of them. Since it rounds the last digit of some results differently, it is
+an option. This module needs TensorFlow only.
 """
 
 import contextlib
@@ -42,7 +44,7 @@ class CompiledUpdates:
     ) -> Callable[[], None] | None:
         """Returns a function that makes an update; None if XLA cannot compile it.
 
-        If it cannot, a warning says so once.
+        If XLA cannot compile it, a warning says so once.
 
         Args:
             update: function that makes the update, given unscaled (gradient, variable) pairs.
@@ -75,10 +77,10 @@ class CompiledUpdates:
         """Returns the compiled function, and the reason if it cannot be compiled.
 
         Args:
-            update: as of `compiled`.
-            pairs: as of `compiled`.
-            tensors: what the function takes.
-            scalars: the names of the first of these, "divisor" and "verdict".
+            update: as in `compiled`.
+            pairs: as in `compiled`.
+            tensors: the arguments of the function.
+            scalars: the names of the first of these arguments, "divisor" and "verdict".
         """
         variables = [variable for _, variable in pairs]
         kinds = [_kind(gradient) for gradient, _ in pairs]
@@ -118,7 +120,7 @@ class CompiledUpdates:
                 if isinstance(values[name], (bool, int, float, str)):
                     yield name, values[name]
             rate = values.get("_learning_rate")
-            yield rate if callable(rate) else None  # a schedule
+            yield rate if callable(rate) else None  # It is a schedule.
             optimizer = values.get("_trackable")
 
 
@@ -131,7 +133,10 @@ def _why_not() -> str | None:
 
 
 def _why_not_compiled(function: Any, tensors: Sequence[tf.Tensor]) -> str | None:
-    """Returns why XLA cannot compile a function; None if it can. Computes nothing."""
+    """Returns why XLA cannot compile a function, or None if it can.
+
+    Nothing is computed.
+    """
     # A sparse gradient may have any number of rows.
     shapes = ([1 if size is None else size for size in tensor.shape] for tensor in tensors)
     specs = [tf.TensorSpec(shape, tensor.dtype) for shape, tensor in zip(shapes, tensors)]
@@ -139,10 +144,10 @@ def _why_not_compiled(function: Any, tensors: Sequence[tf.Tensor]) -> str | None
         try:
             operations = function.get_concrete_function(*specs).graph.get_operations()
             if any(operation.type.startswith("Unique") for operation in operations):
-                # XLA compiles it, but with some numbers of rows it fails when it runs.
+                # XLA compiles it, but with some numbers of rows it fails at run time.
                 return "it adds up equal rows of sparse gradients, as optimizers of Keras 2 do"
             function.experimental_get_compiler_ir(*specs)(stage="hlo")
-        except Exception as error:  # a user's optimizer may raise anything
+        except Exception as error:  # A user's optimizer may raise anything.
             return f"XLA cannot compile it ({str(error).strip().partition(chr(10))[0]})"
     return None
 
@@ -154,7 +159,7 @@ def _kind(gradient: Gradient) -> str:
 
 
 def _parts(gradient: Gradient, variable: tf.Variable) -> list[tf.Tensor]:
-    """Returns the tensors of a gradient, with shapes as far as they are known, for XLA."""
+    """Returns the tensors of a gradient for XLA, with shapes as far as they are known."""
     if gradient is None:
         return []
     shape = tf.TensorShape(variable.shape)

@@ -1,4 +1,4 @@
-"""The loss scale that moves: `DynamicLossScale`.
+"""The loss scale that moves by itself: `DynamicLossScale`.
 
 RFC 293, "The new LossScale class". This module needs TensorFlow only. `schedule` has the
 arithmetic, and `scaled_step` looks at the gradients.
@@ -24,31 +24,32 @@ from keras_mp.support import host, validation
 class DynamicLossScale(LossScale):
     """A loss scale that stays just below the one at which gradients overflow.
 
-    It doubles after 2,000 steps with finite gradients and halves at a step with a non-finite one,
-    which is skipped. It goes below 1 only if the loss is known to be finite, which it is where one
-    function, or eager code, scales it and applies the gradients (no scale mends a loss of NaN), and
-    only if such steps are frequent; it comes back soon. The object holds the state;
+    It doubles after 2,000 steps with finite gradients, and halves at a step with a non-finite one,
+    which is skipped. It goes below 1 only if the loss is known to be finite, since no scale mends a
+    loss of NaN, and only if such steps are frequent; it comes back soon. The loss is known where
+    one function, or eager code, scales it and applies the gradients. The object holds the state;
     `LossScaleOptimizer` moves it. The exact rules are the pure function
     `keras_mp.loss_scale.next_state`. The state may be assigned: `scale.loss_scale.assign(256.)`.
 
     Args:
-        initial_loss_scale: int or float. Where the scale starts. Too high is put right within a
-            few steps, too low takes thousands. Defaults to `2**15`.
-        increment_period: int, at least 1. Finite steps after which the scale grows. Defaults to
-            2000.
+        initial_loss_scale: int or float. Where the scale starts. A start that is too high is put
+            right within a few steps; one that is too low takes thousands. Defaults to `2**15`.
+        increment_period: int, at least 1. The number of finite steps after which the scale grows.
+            Defaults to 2000.
         multiplier: float above 1. The factor by which the scale grows. Powers of two cost no
             precision. Defaults to 2.
         backoff_multiplier: float between 0 and 1. The factor at a non-finite step. Defaults to
             `1 / multiplier`.
         hysteresis: int, at least 1. How many non-finite steps in a row it takes before the scale
             backs off (each of them is skipped in any case). Defaults to 1.
-        min_loss_scale: float of at least `2**-126`. The floor. 1 is that of the RFC, and of files
-            that were saved with an older keras_mp. Defaults to `2**-24`.
-        max_loss_scale: float, at most `2**126`. The ceiling, at which the scale and its reciprocal
-            are still normal numbers. Defaults to `2**126`.
+        min_loss_scale: float of at least `2**-126`. The floor. The RFC's floor is 1, and so is that
+            of files that an older keras_mp saved. Defaults to `2**-24`.
+        max_loss_scale: float, at most `2**126`. The ceiling. At the default, `2**126`, the scale
+            and its reciprocal are still normal numbers.
         tolerance: float from 0, less than 1. The share of the steps since the scale last moved that
-            may be non-finite before it backs off: 0.05 for data in which one step in 20 has a
-            gradient that no scale makes finite. They are skipped in any case. Defaults to 0.
+            may be non-finite before it backs off. For example 0.05, for data in which one step in
+            20 has a gradient that no scale makes finite. Such steps are skipped in any case.
+            Defaults to 0.
 
     Raises:
         TypeError: an argument is not a number.
@@ -108,7 +109,7 @@ class DynamicLossScale(LossScale):
         )
         tolerance = validation.number("tolerance", tolerance, at_least=0, below=1)
         if tolerance:
-            # An older keras_mp reads the other configs.
+            # Only then: an older keras_mp can read configs without it.
             self._next_state = functools.partial(self._next_state, tolerance=tolerance)
         with tf.init_scope():
             # The attribute names are the checkpoint's keys, and those are the ones that
@@ -118,8 +119,9 @@ class DynamicLossScale(LossScale):
             )
             self.good_steps = state_variable(0, tf.int64, "good_steps")
             self.bad_steps = state_variable(0, tf.int64, "bad_steps")
-            # No part of checkpoints: what it is about shows itself again within a few steps. A
-            # `Saver` of TensorFlow 1 saves all variables, and loads files that have all of them.
+            # It is not part of checkpoints: what it describes shows itself again within a few
+            # steps. A `Saver` of TensorFlow 1 saves all variables, and only loads files that have
+            # all of them.
             self._history: _HiddenVariable | None = None
             if tolerance or not host.in_v1_graph():
                 start = [float(number) for number in History()]
@@ -132,9 +134,9 @@ class DynamicLossScale(LossScale):
 
     @property
     def increment_period(self) -> int:
-        """Finite steps after which the scale grows.
+        """The number of finite steps after which the scale grows.
 
-        A `tf.function` that was traced before it was set keeps the old number.
+        A `tf.function` keeps the number that was set when it was traced.
         """
         return self._next_state.keywords["increment_period"]
 
@@ -155,17 +157,17 @@ class DynamicLossScale(LossScale):
 
     @property
     def hysteresis(self) -> int:
-        """Consecutive non-finite steps before the scale backs off."""
+        """The number of consecutive non-finite steps before the scale backs off."""
         return self._next_state.keywords["hysteresis"]
 
     @property
     def min_loss_scale(self) -> float:
-        """The floor."""
+        """The lowest value of the scale."""
         return self._next_state.keywords["min_loss_scale"]
 
     @property
     def max_loss_scale(self) -> float:
-        """The ceiling."""
+        """The highest value of the scale."""
         return self._next_state.keywords["max_loss_scale"]
 
     @property
@@ -180,12 +182,12 @@ class DynamicLossScale(LossScale):
 
     @property
     def num_good_steps(self) -> tf.Variable:
-        """Finite steps since the scale last moved, an int64 variable."""
+        """The number of finite steps since the scale last moved, an int64 variable."""
         return self.good_steps
 
     @property
     def num_bad_steps(self) -> tf.Variable:
-        """Non-finite steps in a row, an int64 variable."""
+        """The number of non-finite steps in a row, an int64 variable."""
         return self.bad_steps
 
     def __call__(self) -> tf.Tensor:
@@ -198,7 +200,7 @@ class DynamicLossScale(LossScale):
         finite: bool | tf.Tensor,
         loss_is_finite: bool | tf.Tensor = False,
     ) -> LossScaleState:
-        """Returns the state after a step, which the caller then assigns with `assign`.
+        """Returns the state after a step, for the caller to `assign`.
 
         Args:
             loss_scale: float32 scalar tensor, the scale that the step was made with.
@@ -252,13 +254,13 @@ class DynamicLossScale(LossScale):
         """Moves the scale as a step moves it.
 
         Args:
-            finite: as of `next_state`.
-            loss_is_finite: as of `next_state`.
+            finite: as in `next_state`.
+            loss_is_finite: as in `next_state`.
             when: bool, or bool scalar tensor. If it is False, the state stays as it is. Defaults to
                 True.
 
         Returns:
-            tuple of the list of assignments and of how many steps were skipped in a row, an int64
+            tuple of the list of assignments, and of how many steps were skipped in a row, an int64
             scalar tensor.
         """
         before = LossScaleState(self(), self.good_steps, self.bad_steps)
@@ -277,7 +279,7 @@ class DynamicLossScale(LossScale):
         """Moves the scale to one at which the gradients of a step became finite.
 
         Args:
-            loss_scale: float32 scalar tensor, below the scale.
+            loss_scale: float32 scalar tensor, below the current scale.
         """
         zero = tf.constant(0, tf.int64)
         _, history = self.after(self(), False, True)
@@ -296,7 +298,7 @@ class DynamicLossScale(LossScale):
     def to_compat_v1(self) -> Any:
         """Makes a `tf.compat.v1.mixed_precision.DynamicLossScale` with these arguments.
 
-        It starts afresh, does not fall below 1, and has no ceiling but the largest float32.
+        The result starts afresh, does not fall below 1, and has no ceiling but the largest float32.
 
         Raises:
             ValueError: `initial_loss_scale` is below 1, or `backoff_multiplier`, `hysteresis`,
@@ -322,12 +324,13 @@ class DynamicLossScale(LossScale):
         return tf.compat.v1.mixed_precision.DynamicLossScale(**arguments)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the constructor's arguments; the state is not among them."""
+        """Returns the constructor's arguments, without the state."""
         return {"initial_loss_scale": self._initial_loss_scale, **self._next_state.keywords}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DynamicLossScale":
-        # New variables rather than copied ones: only they belong to the strategy in whose scope the
-        # copy is made. A graph has no values to copy yet, so there a copy starts afresh.
+        # New variables rather than copied ones, since only new ones belong to the strategy in whose
+        # scope the copy is made. While a graph is built there are no values to copy, so a copy
+        # starts afresh there.
         copied: Any = type(self).from_config(self.get_config())
         memo[id(self)] = copied
         if tf.executing_eagerly():
@@ -337,7 +340,7 @@ class DynamicLossScale(LossScale):
 
 
 class _HiddenVariable:
-    """Holds a variable where TensorFlow does not find it as a part of a checkpoint."""
+    """Holds a variable where checkpoints do not find it."""
 
     def __init__(self, variable: tf.Variable) -> None:
         self.variable = variable

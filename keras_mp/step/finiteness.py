@@ -1,4 +1,4 @@
-"""Tests gradients for Inf and NaN: whether they are finite, and what is not.
+"""Tests whether gradients are finite, and finds what is not.
 
 RFC 293, "LossScaleOptimizer Overview". This module needs TensorFlow only.
 """
@@ -14,26 +14,27 @@ from keras_mp.step.gradients import MANY, Gradient, concat, is_small
 from keras_mp.support import host, kept_casts
 from keras_mp.support.dtypes import LOW_PRECISION
 
-# The dtype of counts, which are exact up to 2**53. For int64, GPUs have no kernels that sum up
-# segments, split or reverse: the host would wait for the counts.
+# The dtype of counts, which are exact up to 2**53. GPUs have no kernels that sum up int64 segments,
+# or split or reverse int64 tensors, so the host would have to wait for the counts.
 COUNTS = tf.float64
-# In place of a count: there are some.
+# It stands in place of a count where values were only found, not counted.
 UNCOUNTED = -1.0
-# To how many values XLA reduces a small tensor: several vectors of a CPU, of which many fit in a
-# cache.
+# The number of values to which XLA reduces a small tensor: several vectors of a CPU, and few enough
+# that many such results fit into a cache.
 _FEW = 64
 
 
 def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     """Whether every value of every gradient is finite.
 
-    Where possible it tests sums, which takes a fraction of the time of testing each value: if a
-    value is not finite, neither is the sum. Finite unscaled gradients whose sum overflows float32
-    are useless, too. XLA forms fewer sums, and may let such gradients pass.
+    Where possible it tests sums of gradients, which takes a fraction of the time of testing each
+    value: if a value is not finite, neither is a sum over it. A sum of finite unscaled gradients
+    that overflows float32 counts as non-finite, too; such gradients are useless anyway. XLA forms
+    fewer sums, and may let such gradients pass.
 
     Args:
         gradients: sequence of gradients, unscaled. In a sparse one, the sums over equal indices
-            have to be finite too, since an optimizer adds these up.
+            have to be finite too, since an optimizer adds these values up.
 
     Returns:
         bool scalar tensor; True if there is nothing to test.
@@ -52,7 +53,7 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     verdicts = []
     totals: dict[tf.DType, list[tf.Tensor]] = {}
     for (dtype, _), values in alike.items():
-        if dtype == tf.float16:  # whose sums may pass 65504
+        if dtype == tf.float16:  # Sums of float16 may pass 65504.
             verdicts += [tf.reduce_all(tf.math.is_finite(v)) for v in values]
         else:
             total = _add(values)
@@ -65,10 +66,11 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
 
 
 def _all_finite_in_xla(gradients: Sequence[Gradient]) -> tf.Tensor:
-    """Is `all_finite` for XLA, by few sums.
+    """Does the same as `all_finite` for XLA, by few sums.
 
-    XLA computes what is cheap again in each loop that needs it, so in the update of each variable:
-    of a flag for each gradient its code would grow with the square of their number.
+    XLA computes what is cheap again in each loop that needs it, so the verdict is computed again in
+    the update of each variable. With a flag for each gradient, the size of the code would grow with
+    the square of their number.
     """
     alike: dict[Any, list[tf.Tensor]] = {}
     for gradient in gradients:
@@ -76,8 +78,8 @@ def _all_finite_in_xla(gradients: Sequence[Gradient]) -> tf.Tensor:
             continue
         values = _tested(gradient)
         if values.dtype != tf.float32:
-            # Sums of float16 may pass 65504, those of float64 what float32 holds. In 16 bits, a sum
-            # in float32 would be one of numbers that are not rounded.
+            # Sums of float16 may pass 65504, and sums of float64 the range of float32. Values in 16
+            # bits that are summed in float32 would be summed before they are rounded.
             values = tf.where(kept_casts.is_finite(values), 0.0, float("nan"))
         values = tf.cast(values, tf.float32)
         size = values.shape.num_elements()
@@ -90,13 +92,15 @@ def _all_finite_in_xla(gradients: Sequence[Gradient]) -> tf.Tensor:
                 alike.setdefault((MANY,), []).append(tf.pad(values[-rest:], [[0, MANY - rest]]))
             values = tf.reduce_sum(tf.reshape(values[: size - rest], [-1, MANY]), 0)
         alike.setdefault(tuple(values.shape), []).append(values)
-    # XLA reduces bools with vector units of CPUs, and floats to a single one without.
+    # On CPUs, XLA uses vector units to reduce bools to one, but not floats.
     verdicts = [tf.reduce_all(tf.math.is_finite(_add(values))) for values in alike.values()]
     return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
 
 
 def finite_flags(gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
-    """Returns whether each gradient is finite, for XLA, which makes one loop for each of them.
+    """Returns whether each gradient is finite, for XLA.
+
+    XLA makes one loop for each gradient.
 
     Args:
         gradients: sequence of floating-point gradients, at least one.
@@ -107,8 +111,8 @@ def finite_flags(gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor
     alike: dict[Any, dict[int, tf.Tensor]] = {}
     for i, gradient in enumerate(gradients):
         values = _tested(gradient)
-        # A sum in float32 would miss values that are infinite in 16 bits, since XLA leaves out
-        # a cast to 16 bits that is followed by one back.
+        # A sum in float32 would miss values that are infinite in 16 bits: XLA leaves out a cast to
+        # 16 bits that is followed by a cast back.
         if values.dtype in LOW_PRECISION:
             columns = _by_columns(tf.reduce_all, kept_casts.is_finite(values))
         else:
@@ -124,7 +128,9 @@ def finite_flags(gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor
 
 
 def is_any_at_least(values: tf.Tensor, limit: float) -> tf.Tensor:
-    """Whether the magnitude of any value is at least a limit, for XLA; unknown if one is NaN.
+    """Whether the magnitude of any value is at least a limit, for XLA.
+
+    If a value is NaN, the result may be either.
 
     Args:
         values: floating-point tensor.
@@ -135,7 +141,10 @@ def is_any_at_least(values: tf.Tensor, limit: float) -> tf.Tensor:
 
 
 def _by_columns(reduce: Callable[..., tf.Tensor], values: tf.Tensor) -> tf.Tensor:
-    """Reduces values to a few: on CPUs XLA reduces to a single one without vector units."""
+    """Reduces values to a few.
+
+    On CPUs, XLA does not use vector units to reduce to a single value.
+    """
     size = values.shape.num_elements()
     if size is None or size < 2 * MANY:
         if not size or size % _FEW:
@@ -147,14 +156,14 @@ def _by_columns(reduce: Callable[..., tf.Tensor], values: tf.Tensor) -> tf.Tenso
 
 
 def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
-    """Counts in each gradient the values that are not finite.
+    """Counts the values that are not finite in each gradient.
 
     Args:
         gradients: sequence of gradients.
 
     Returns:
-        `COUNTS` tensor of shape [gradients, 3]: the number of infinite values; that of NaNs; and 1
-        if every value is finite but a sum that `all_finite` tests is not, else 0.
+        `COUNTS` tensor of shape [gradients, 3]: the number of infinite values; the number of NaNs;
+        and 1 if every value is finite, but a sum that `all_finite` tests is not, else 0.
     """
     alike: dict[tf.DType, list[int]] = {}
     rows, order = [], []
@@ -179,14 +188,16 @@ def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
 
 
 def flag_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
-    """Marks the gradients that are not finite, without counting their values: for each step.
+    """Marks the gradients that are not finite, without counting their values.
+
+    It is cheap enough for each step.
 
     Args:
         gradients: sequence of gradients.
 
     Returns:
-        tensor as that of `count_not_finite`, in which a number other than 0 is `UNCOUNTED`; scalars
-        are counted.
+        tensor like that of `count_not_finite`, with `UNCOUNTED` in place of numbers other than 0;
+        in scalars, values are counted.
     """
     zero, some = tf.constant(0, COUNTS), tf.constant(UNCOUNTED, COUNTS)
     kinds = [[zero, zero]] * len(gradients)
@@ -205,7 +216,7 @@ def flag_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
 
 
 def _count_group(group: list[Any]) -> tf.Tensor:
-    """Returns the rows of `count_not_finite` of small tensors of one dtype, together."""
+    """Returns the rows of `count_not_finite` for small tensors of one dtype, together."""
     values = concat(group)
     sizes = [tensor.shape.num_elements() for tensor in group]
     whose = tf.constant(np.repeat(np.arange(len(group)), sizes))
@@ -224,14 +235,17 @@ def _count_group(group: list[Any]) -> tf.Tensor:
 
 @functools.cache
 def _counter(dtype: tf.DType) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns `_count_one` for tensors of a dtype, which is one operation for each of them."""
+    """Returns `_count_one` for tensors of a dtype.
+
+    It is one operation for each tensor.
+    """
     return host.shared_operation(_count_one, [tf.TensorSpec(None, dtype)])  # pyright: ignore[reportArgumentType]
 
 
 def _count_one(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """Returns the row of `count_not_finite` of one gradient, of shape [1, 3]."""
+    """Returns the row of `count_not_finite` for one gradient, of shape [1, 3]."""
     if not isinstance(gradient, tf.IndexedSlices):
-        # In one dimension, since TensorFlow computes the axes of a tensor of unknown rank.
+        # In one dimension, since for a tensor of unknown rank TensorFlow would compute the axes.
         gradient = tf.reshape(gradient, [-1])
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
     counts = [tf.reduce_sum(tf.cast(kind, COUNTS)) for kind in _infs_and_nans(values)]
@@ -247,12 +261,16 @@ def _tested(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
 
 
 def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
-    """Returns bounds of the sums over equal indices; infinite where such a sum could overflow."""
+    """Returns bounds of the sums over equal indices.
+
+    They are infinite where such a sum could overflow.
+    """
     magnitudes = tf.abs(gradient.values)
     if gradient.dtype != tf.float16:
-        # All rows together: nothing sound comes near the largest float32.
+        # All rows are summed together: no sound gradient comes near the largest float32.
         return tf.reduce_sum(magnitudes, axis=0)
-    # float16 ends at 65504, which many rows together may well pass while none of them does.
+    # float16 ends at 65504. All rows together may well pass that while no sum over equal indices
+    # does.
     order = tf.argsort(gradient.indices)
     indices = tf.gather(gradient.indices, order)
     is_new = tf.concat(

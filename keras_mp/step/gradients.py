@@ -18,7 +18,8 @@ from keras_mp.support.dtypes import is_low
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
-# From this many values on, the arithmetic costs more than the call (measured on 2 cores).
+# From this many values on, the arithmetic costs more than the call of an operation (measured on 2
+# cores).
 MANY = 2**13
 
 
@@ -47,7 +48,7 @@ def scale_loss(loss: tf.Tensor, scaled_by: tf.Tensor) -> tf.Tensor:
     """Multiplies a loss by the loss scale.
 
     Args:
-        loss: float tensor of any shape. A float16 or bfloat16 loss is cast to float32 first:
+        loss: float tensor of any shape. A float16 or bfloat16 loss is cast to float32 first, since
             `2**16`, an ordinary loss scale, is infinite in float16.
         scaled_by: float32 scalar tensor.
 
@@ -91,11 +92,11 @@ def unscale(gradients: Sequence[Gradient], divisor: tf.Tensor) -> list[Gradient]
 
     Args:
         gradients: sequence of gradients.
-        divisor: float32 scalar tensor, of a value whose reciprocal float32 holds too.
+        divisor: float32 scalar tensor, whose reciprocal float32 holds too.
 
     Returns:
-        list of gradients: bitwise the quotients if the divisor is a power of two, else within one
-        unit in the last place of them.
+        list of gradients. They are bitwise the quotients if the divisor is a power of two, else
+        within one unit in the last place of the quotients.
     """
     # A product takes half the time of a quotient.
     return _multiply(gradients, lambda dtype: 1 / tf.cast(divisor, dtype))
@@ -104,7 +105,7 @@ def unscale(gradients: Sequence[Gradient], divisor: tf.Tensor) -> list[Gradient]
 def cast(
     gradients: Sequence[Gradient], dtypes: Collection[tf.DType], dtype: tf.DType
 ) -> list[Gradient]:
-    """Casts the gradients in some dtypes to another one.
+    """Casts those gradients that have one of some dtypes to another one.
 
     Args:
         gradients: sequence of gradients.
@@ -112,13 +113,13 @@ def cast(
         dtype: DType.
 
     Returns:
-        list of gradients; those in other dtypes as they are.
+        list of gradients; those in other dtypes are left as they are.
     """
     return [_cast(g, dtype) if g is not None and g.dtype in dtypes else g for g in gradients]
 
 
 def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[Gradient]:
-    """Casts gradients to the dtypes of others.
+    """Casts gradients to the dtypes of others, one by one.
 
     Args:
         gradients: sequence of gradients.
@@ -134,14 +135,17 @@ def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[G
 def pack(
     gradients: Sequence[Gradient],
 ) -> tuple[list[Gradient], Callable[[list[Gradient]], list[Gradient]]]:
-    """Joins small gradients of one dtype end to end, so that one operation handles them all.
+    """Joins small gradients of one dtype end to end.
+
+    So one operation handles them all.
 
     Args:
         gradients: sequence of gradients.
 
     Returns:
-        tuple of a list of gradients, in which large ones, sparse ones and None are as they were,
-        and of a function that turns such a list back into one gradient for each of `gradients`.
+        tuple of a list of gradients, in which large ones, sparse ones and None are left as they
+        were, and of a function that turns such a list back into one gradient for each of
+        `gradients`.
     """
     alike: dict[tf.DType, dict[int, tf.Tensor]] = {}
     for i, gradient in enumerate(gradients):
@@ -152,7 +156,7 @@ def pack(
     packed = [concat(list(group.values())) for group in joined]
 
     def unpack(packed: list[Any]) -> list[Gradient]:
-        # A constant for each shape, not for each gradient: graphs are smaller.
+        # One constant for each shape instead of each gradient makes graphs smaller.
         constant = functools.cache(lambda shape: tf.constant(shape, tf.int32))
         unpacked = dict(zip(alone, packed[len(joined) :], strict=True))
         for group, values in zip(joined, packed):
@@ -175,7 +179,7 @@ def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         list of pairs of gradients, as `convert` returns them, and variables.
 
     Raises:
-        TypeError: these are not pairs, or a second element is not a variable.
+        TypeError: the items are not pairs, or a second element is not a variable.
         ValueError: no variable has a gradient, or the call is in a cross-replica context.
     """
     if tf.distribute.in_cross_replica_context():
@@ -205,7 +209,10 @@ _NO_VARIABLES = (tf.Tensor, tf.IndexedSlices, float, int, str)
 
 
 def is_small(gradient: Gradient) -> TypeGuard[tf.Tensor]:
-    """Whether it is a tensor for which an operation of its own costs more than its arithmetic."""
+    """Whether a gradient is a tensor that is too small for an operation of its own.
+
+    The call of an operation then costs more than its arithmetic.
+    """
     if not isinstance(gradient, tf.Tensor):
         return False
     size = gradient.shape.num_elements()
@@ -269,7 +276,8 @@ def _multiply(
 
 def _cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
     def cast(values: tf.Tensor) -> tf.Tensor:
-        # What is summed in 16 bits is cast back, and overflows all the same.
+        # The dtype only serves a sum in 16 bits: the result is cast back, and what overflows must
+        # do so although XLA leaves pairs of casts out.
         is_rounded = values.dtype == tf.float32 and is_low(dtype)
         return kept_casts.to_16_bits(values, dtype) if is_rounded else tf.cast(values, dtype)
 
@@ -278,13 +286,15 @@ def _cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Gradients, summed over replicas where there are several.
+    """Gradients, which are sums over replicas if there are several.
 
     Attributes:
         values: the gradients, packed if there is an `unpack`.
-        divisor: float32 scalar tensor, the number that unscales them; None if they are unscaled.
+        divisor: float32 scalar tensor, the number that unscales the gradients; None if they are
+            unscaled.
         unpack: function that returns the single gradients; None if they are not packed.
-        count: int. The number of gradients; marks may follow. Defaults to all.
+        count: int. The number of gradients among the values, which marks may follow. Defaults to
+            all.
     """
 
     values: list[Gradient]
@@ -297,18 +307,18 @@ class Sums:
         return (self.unpack(self.values) if self.unpack else self.values)[: self.count]
 
     def unscaled(self) -> "Sums":
-        """Returns them divided by the divisor."""
+        """Returns the same gradients divided by the divisor."""
         if self.divisor is None:
             return self
-        # Unscaled while they are packed: one operation for many small gradients.
+        # They are unscaled while they are packed: one operation for many small gradients.
         return Sums(unscale(self.values, self.divisor), None, self.unpack)
 
 
 def changed_since(before: Sequence[Gradient], now: Sequence[Gradient]) -> list[Gradient]:
-    """Returns gradients as they were before the user changed them, by clipping for example.
+    """Returns gradients as they were before the user changed (e.g. clipped) them.
 
     `before` are the gradients that the user was given, in their order. The result is empty if none
-    has changed, or if they do not correspond.
+    has changed, or if the two do not correspond.
     """
     old = [gradient for gradient in before if gradient is not None]
     new = {i: gradient for i, gradient in enumerate(now) if gradient is not None}
@@ -328,10 +338,10 @@ def _values(gradient: Gradient) -> tf.Tensor | None:
 
 
 class ScalingTape(tf.GradientTape):
-    """A tape that differentiates scaled targets, and unscales the gradients that it returns.
+    """A tape that differentiates scaled targets, and unscales their gradients.
 
-    An optimizer that clips the gradient of each example, as it computes these, needs them unscaled.
-    With an unscaled loss and this tape it gets them so.
+    An optimizer that clips the gradient of each example while it computes the gradients needs them
+    unscaled. With an unscaled loss and this tape, it gets them unscaled.
 
     Args:
         tape: `tf.GradientTape`, which shares its recording with this one.
@@ -348,7 +358,10 @@ class ScalingTape(tf.GradientTape):
     def gradient(
         self, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Computes gradients, as `tf.GradientTape.gradient` does: `jacobian` calls it, too."""
+        """Computes gradients as `tf.GradientTape.gradient` does.
+
+        `jacobian` calls it, too.
+        """
         of_targets = output_gradients
         if of_targets is None:
             of_targets = tf.nest.map_structure(tf.ones_like, target)
@@ -364,7 +377,7 @@ class ScalingTape(tf.GradientTape):
 
 
 def zeros_in_a_thousand(grads: Sequence[Gradient]) -> tf.Tensor:
-    """Returns how many in a thousand values of gradients are 0, an int64 scalar tensor."""
+    """Returns how many in a thousand gradient values are 0, an int64 scalar tensor."""
     values = [each for each in map(_values, grads) if each is not None]
     if not values:
         return tf.zeros([], tf.int64)

@@ -1,4 +1,4 @@
-"""Loss scales: the number that the loss is multiplied by, and one that is fixed.
+"""Loss scales: the number that the loss is multiplied by, and a fixed one.
 
 RFC 293, "The new LossScale class". This module needs TensorFlow only.
 """
@@ -13,20 +13,22 @@ import tensorflow as tf
 from keras_mp.support import validation
 from keras_mp.support.number_operators import give_operators
 
-# Hardware flushes neither these nor their reciprocals to zero.
+# Hardware flushes neither these numbers nor their reciprocals to zero.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 CLASSES: "weakref.WeakValueDictionary[Any, type[LossScale]]" = weakref.WeakValueDictionary()
 
 
 class LossScale(tf.Module, abc.ABC):
-    """Base class of loss scales: call one to get the scale as a float32 scalar tensor.
+    """Base class of loss scales.
+
+    Call one to get the scale as a float32 scalar tensor.
 
     A loss scale also converts to a tensor, an array and a `float`, and takes part in arithmetic and
-    comparisons (but for `==`, which is identity), so code written for TensorFlow 2.4 and later,
-    where `optimizer.loss_scale` is a tensor, goes on working.
+    comparisons (except `==`, which is identity). So code that was written for TensorFlow 2.4 and
+    later, where `optimizer.loss_scale` is a tensor, still works.
 
-    A subclass that is not a `DynamicLossScale` is used as a fixed scale is: no step is skipped.
+    A subclass that is not a `DynamicLossScale` is used like a fixed scale: no step is skipped.
 
     Example:
 
@@ -43,7 +45,7 @@ class LossScale(tf.Module, abc.ABC):
     Source: RFC 293, "The new LossScale class".
     """
 
-    # Whether steps move it, and are skipped if their gradients are not finite.
+    # Whether steps move the scale, and are skipped if their gradients are not finite.
     moves = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -73,7 +75,7 @@ class LossScale(tf.Module, abc.ABC):
     def to_compat_v1(self) -> Any:
         """Makes the `tf.compat.v1.mixed_precision` loss scale that moves as this one does.
 
-        It starts afresh. `keras_mp.loss_scale.get` is the way back.
+        The result starts afresh. `keras_mp.loss_scale.get` is the way back.
 
         Returns:
             A `tf.compat.v1.mixed_precision.LossScale`.
@@ -94,12 +96,12 @@ class LossScale(tf.Module, abc.ABC):
 
     @property
     def dtype(self) -> tf.DType:
-        """The tensor's dtype, float32."""
+        """The dtype of the tensor, which is float32."""
         return tf.float32
 
     @property
     def shape(self) -> tf.TensorShape:
-        """The tensor's shape, that of a scalar."""
+        """The shape of the tensor, which is a scalar."""
         return tf.TensorShape([])
 
     def __float__(self) -> float:
@@ -111,7 +113,8 @@ class LossScale(tf.Module, abc.ABC):
     def __format__(self, specification: str) -> str:
         current = _current_value(self)
         if current is None:
-            # A graph has no number to format. TensorFlow's tensors are formatted in the same way.
+            # While a graph is built, there is no number to format. TensorFlow's tensors are
+            # formatted in the same way.
             return format(self(), specification) if specification else repr(self)
         return format(current, specification)
 
@@ -136,7 +139,8 @@ def _current_value(loss_scale: LossScale) -> float | None:
         return None
     try:
         return float(loss_scale())
-    except Exception:  # from a subclass or a device: a repr must work while errors are searched
+    # A subclass or a device may raise anything, and a repr must work while errors are searched.
+    except Exception:
         return None
 
 
@@ -144,11 +148,11 @@ give_operators(LossScale)
 
 
 class FixedLossScale(LossScale):
-    """A loss scale that never changes. It skips no step.
+    """A loss scale that never changes, and skips no step.
 
     Args:
-        loss_scale_value: int or float, from 2**-126 to 2**126. The scale. One below 1 is for
-            gradients that overflow float16 although the loss is not scaled up.
+        loss_scale_value: int or float, from 2**-126 to 2**126. The scale. A scale below 1 is for
+            gradients that overflow float16 even if the loss is not scaled up.
 
     Raises:
         TypeError: `loss_scale_value` is not a number.
@@ -178,7 +182,10 @@ class FixedLossScale(LossScale):
         return tf.constant(self._loss_scale_value, tf.float32)
 
     def to_compat_v1(self) -> Any:
-        """Returns a `tf.compat.v1.mixed_precision.FixedLossScale`, which must be at least 1."""
+        """Returns a `tf.compat.v1.mixed_precision.FixedLossScale`.
+
+        The scale must be at least 1.
+        """
         value = validation.number("loss_scale_value", self._loss_scale_value, at_least=1)
         return tf.compat.v1.mixed_precision.FixedLossScale(value)
 
@@ -192,7 +199,7 @@ class FixedLossScale(LossScale):
 
 def state_variable(value: Any, dtype: tf.DType, name: str) -> tf.Variable:
     """Makes a variable that is assigned once for all replicas."""
-    # Not aggregated: every replica assigns the same value, that of the common decision.
+    # Not aggregated: every replica assigns the same value, which they have agreed on.
     return tf.Variable(
         value,
         dtype=dtype,
