@@ -1,7 +1,7 @@
 """The interface by which a step calls an optimizer.
 
-The adapters for optimizers of `tf.keras` are in `keras_api`; those for TensorFlow 1, for Sonnet and
-for functions are at the end.
+The adapters for optimizers of `tf.keras` are in `keras_api`. At the end of this module are those
+for optimizers of TensorFlow 1, for Sonnet's, and for functions.
 """
 
 import abc
@@ -28,21 +28,24 @@ Applied = tf.Operation | tf.Variable | None
 class OptimizerAdapter(abc.ABC):
     """Calls an optimizer, or another object that applies gradients.
 
-    A subclass has to override `apply` only. The other methods and attributes describe the
-    optimizer to a step and to wrappers; the defaults fit most optimizers.
+    A subclass only has to override `apply`. The other methods and attributes describe the optimizer
+    to a step and to wrappers; the defaults fit most optimizers.
 
     Args:
         optimizer: The optimizer, or another object that applies gradients.
 
     Attributes:
         takes_float32_gradients: Whether gradients in 16 bits are cast to float32 before they are
-            unscaled, so that small ones stay.
-        is_revived_without_state: Whether a model that is loaded from a SavedModel has new slots.
-        is_saved_by_keras: Whether Keras saves its variables, in `.keras` and `.weights.h5` files.
+            unscaled, so that small ones are not lost.
+        is_revived_without_state: Whether a model that is loaded from a SavedModel starts with new
+            slots.
+        is_saved_by_keras: Whether Keras saves the optimizer's variables, in `.keras` and
+            `.weights.h5` files.
         jit_compile: Whether XLA compiles the update, as one function.
-        only_differentiates: Whether gradients of a scaled loss are the gradients times the scale.
-            They are not if the optimizer clips the gradient of each example as it computes them.
-        overrides_minimize: Whether the optimizer does something of its own in `minimize`.
+        only_differentiates: Whether the gradients of a scaled loss are the gradients times the
+            scale. They are not if the optimizer clips the gradient of each example while it
+            computes them.
+        overrides_minimize: Whether the optimizer does more in `minimize` than other optimizers do.
         slot_makers: The names of the optimizer's methods that make slots. The first argument is the
             variable that a slot is for.
     """
@@ -59,7 +62,10 @@ class OptimizerAdapter(abc.ABC):
         self.optimizer = optimizer
 
     def hyperparameters(self) -> frozenset[str]:
-        """Returns the names of the attributes that a wrapper reads and writes on the optimizer."""
+        """Returns the names of the attributes that a wrapper takes from the optimizer.
+
+        The wrapper reads and writes them on the optimizer.
+        """
         try:
             with tf.init_scope():
                 names = self.optimizer.get_config().keys() - {"name", "is_legacy_optimizer"}
@@ -68,7 +74,7 @@ class OptimizerAdapter(abc.ABC):
         return frozenset(name for name in names if hasattr(self.optimizer, name))
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Creates the optimizer's variables, outside of any function that is being traced."""
+        """Creates the optimizer's variables, outside of any function being traced."""
         del variables
 
     @contextlib.contextmanager
@@ -86,7 +92,10 @@ class OptimizerAdapter(abc.ABC):
             yield
 
     def built_variables(self) -> Sequence[Any]:
-        """Returns the variables that the optimizer was built with; a ValueError if unknown."""
+        """Returns the variables that the optimizer was built with.
+
+        Raises a ValueError if they are unknown.
+        """
         raise ValueError(
             "Pass the variables together with the gradients. "
             f"Received: trainable_variables=None for {type(self.optimizer)}"
@@ -109,7 +118,10 @@ class OptimizerAdapter(abc.ABC):
 
     @abc.abstractmethod
     def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
-        """Lets the optimizer clip, decay and apply; with `aggregate` it reduces first."""
+        """Lets the optimizer clip, decay and apply.
+
+        With `aggregate`, the optimizer reduces the gradients first.
+        """
 
     @functools.cached_property
     def _updates(self) -> CompiledUpdates:
@@ -123,18 +135,20 @@ class OptimizerAdapter(abc.ABC):
         divisor: tf.Tensor | None = None,
         verdict: tf.Tensor | None = None,
     ) -> Applied:
-        """Lets the optimizer apply summed gradients; with `jit_compile`, XLA compiles this.
+        """Lets the optimizer apply summed gradients.
+
+        With `jit_compile`, XLA compiles the update.
 
         Args:
             grads_and_vars: sequence of (gradient, variable) pairs.
             name: str. Name of the operation.
             divisor: float32 scalar tensor. The number that unscales the gradients. Defaults to
-                None, for unscaled ones.
-            verdict: bool scalar tensor. An update that XLA compiles makes the step if it is True.
-                Defaults to None, for True.
+                None, for gradients that are unscaled.
+            verdict: bool scalar tensor. If it is False, an update that XLA compiles does not make
+                the step. Defaults to None, for True.
 
         Returns:
-            The result of `apply`; of a compiled update, the optimizer's count of steps.
+            The result of `apply`; for a compiled update, the optimizer's count of steps.
         """
         apply = functools.partial(self._let_apply, name)
         if self.jit_compile and not host.is_compiled_by_xla():
@@ -155,11 +169,13 @@ class OptimizerAdapter(abc.ABC):
     def can_compile(
         self, grads_and_vars: Pairs, divisor: tf.Tensor | None, *, judged: bool = False
     ) -> bool:
-        """Whether XLA can compile this update. If `jit_compile` is set and it cannot, it warns.
+        """Whether XLA can compile this update.
+
+        If `jit_compile` is set and XLA cannot, it warns.
 
         Args:
-            grads_and_vars: as of `update`.
-            divisor: as of `update`.
+            grads_and_vars: as in `update`.
+            divisor: as in `update`.
             judged: bool. Whether the update is given a verdict. Defaults to False.
         """
         if not self.jit_compile:
@@ -170,13 +186,16 @@ class OptimizerAdapter(abc.ABC):
         return self._updates.compiled(apply, grads_and_vars, divisor, verdict) is not None
 
     def widened(self, grads: list[gradients.Gradient]) -> list[gradients.Gradient]:
-        """Casts gradients to float32 if the optimizer takes it: unscaled, small ones stay."""
+        """Casts gradients to float32 if the optimizer takes it.
+
+        Unscaled in float32, small gradients are not lost.
+        """
         if not self.takes_float32_gradients:
             return grads
         return gradients.cast(grads, LOW_PRECISION, tf.float32)
 
     def accumulates(self) -> bool:
-        """Whether a step is made of the gradients of several calls of `apply`."""
+        """Whether the gradients of several calls of `apply` make up one step."""
         return False
 
     def completes_step(self) -> tf.Tensor:
@@ -184,29 +203,36 @@ class OptimizerAdapter(abc.ABC):
         return tf.constant(True)
 
     def totals(self, grads_and_vars: Pairs) -> Pairs:
-        """Returns the gradients of a whole step: those given plus those accumulated before.
+        """Returns the gradients of a whole step.
 
-        The given pairs come first, then those of variables with accumulated gradients only.
+        They are the given gradients plus those that were accumulated before.
+
+        The given pairs come first, then those of variables that only have accumulated gradients.
         """
         return grads_and_vars
 
     def steps_made(self) -> tf.Tensor | None:
-        """Returns the number of steps made so far, an int64 scalar; None if it is not counted."""
+        """Returns the number of steps made so far; None if they are not counted.
+
+        It is an int64 scalar.
+        """
         iterations = getattr(self.optimizer, "iterations", None)
         return None if iterations is None else tf.cast(tf.convert_to_tensor(iterations), tf.int64)
 
     def drop_accumulated(self) -> None:
-        """Drops accumulated gradients, in place of applying those that complete a step."""
+        """Drops accumulated gradients instead of applying them when a step is complete."""
         return
 
     def is_overwritten(self, variable: tf.Variable) -> bool:
-        """Whether the gradient of the variable is its new value instead."""
+        """Whether the "gradient" of a variable is in fact its new value."""
         del variable
         return False
 
 
 class DelegatingAdapter(OptimizerAdapter):
-    """An adapter around another one, to which it delegates unless a subclass overrides.
+    """An adapter around another one.
+
+    It delegates to the other one whatever a subclass does not override.
 
     Args:
         optimizer: The optimizer.
@@ -242,7 +268,7 @@ def other_adapter(optimizer: Any) -> OptimizerAdapter | None:
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return V1Optimizer(optimizer)
     if callable(getattr(optimizer, "apply", None)):
-        # Like that of Sonnet's optimizers, it takes two lists.
+        # Like the `apply` of Sonnet's optimizers, this one takes two lists.
         of_lists = allow_conversion(optimizer.apply)
         return Function(
             optimizer, lambda pairs: of_lists([g for g, _ in pairs], [v for _, v in pairs])
@@ -251,7 +277,7 @@ def other_adapter(optimizer: Any) -> OptimizerAdapter | None:
 
 
 class V1Optimizer(OptimizerAdapter):
-    """`tf.compat.v1.train.Optimizer`, in graphs of TensorFlow 1 too.
+    """The adapter for `tf.compat.v1.train.Optimizer`, also in graphs of TensorFlow 1.
 
     Args:
         optimizer: The optimizer.
@@ -265,8 +291,8 @@ class V1Optimizer(OptimizerAdapter):
         self._global_step = global_step
 
     def build(self, variables: Sequence[Any]) -> None:
-        # If Python runs with the step, `apply` makes the slots. A graph of TensorFlow 1 would name
-        # them after the branch in which they are made, and each replica would make its own.
+        # If Python runs along with the step, `apply` makes the slots. A graph of TensorFlow 1 would
+        # name slots after the branch in which they are made, and each replica would make its own.
         meets = not replicas.need_not_meet()
         if not host.in_v1_graph() and not (tf.distribute.has_strategy() and meets):
             return
@@ -285,7 +311,7 @@ class V1Optimizer(OptimizerAdapter):
         return tf.cast(tf.convert_to_tensor(self._global_step), tf.int64)
 
     def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
-        # A user's subclass that overrides the method may lack the argument.
+        # A user's subclass that overrides the method may not take the argument.
         is_summed = tf.distribute.has_strategy() and not aggregate
         summed = {"skip_gradients_aggregation": True} if is_summed else {}
         return self.optimizer.apply_gradients(
@@ -294,7 +320,9 @@ class V1Optimizer(OptimizerAdapter):
 
 
 class Function(OptimizerAdapter):
-    """A function that applies gradients, or an object with such a function.
+    """The adapter for a function that applies gradients.
+
+    An object with such a function will do, too.
 
     Args:
         optimizer: The function, or the object.

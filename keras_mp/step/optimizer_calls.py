@@ -1,7 +1,7 @@
 """The calls of a `LossScaleOptimizer`.
 
-RFC 293, "LossScaleOptimizer Overview": the four steps, by the user and by the optimizer. There is
-one optimizer, and no `update`: scaling a loss begins the next step.
+RFC 293, "LossScaleOptimizer Overview", lists the four steps that the user and the optimizer take.
+There is only one optimizer here, and no `update`: scaling a loss begins the next step.
 """
 
 import contextlib
@@ -37,13 +37,16 @@ from keras_mp.support.selection import chosen
 
 
 class _Parts(threading.local):
-    """The ids of the variables of the step so far. A step may have parts in several functions.
+    """The ids of the variables of the step so far.
+
+    Several functions may each make a part of one step.
 
     Attributes:
-        applied: those whose gradients were applied.
-        unscaled: those whose gradients were unscaled for a wrapper.
-        is_whole: whether the step is made at once: it has begun while another one was under way,
-            of which the gradients that are applied later may be.
+        applied: the ids of the variables whose gradients were applied.
+        unscaled: the ids of the variables whose gradients were unscaled for a wrapper.
+        is_whole: whether the gradients that are applied next make up the whole step. That is so if
+            the step began while another one was under way: gradients that are applied later may
+            belong to the other one.
     """
 
     applied: frozenset[int] = frozenset()
@@ -52,7 +55,10 @@ class _Parts(threading.local):
 
 
 class OptimizerCalls(RecordedCalls):
-    """The calls of a `LossScaleOptimizer`. A missing call is reported, and the step is made."""
+    """The calls of a `LossScaleOptimizer`.
+
+    A missing call is reported, and the step is made.
+    """
 
     def __init__(self, loss_scale: Callable[[], tf.Tensor]) -> None:
         super().__init__(loss_scale)
@@ -63,7 +69,7 @@ class OptimizerCalls(RecordedCalls):
         notes, parts = self._record.notes(), self._parts_of_step
         before = notes.facts or Facts()
         is_under_way = both(has_begun(before), before.has(SCALED)) is True
-        # Steps that overlap can be told apart only if they are not unscaled by the same call.
+        # Overlapping steps can be told apart only if different calls unscale their gradients.
         parts.is_whole = is_under_way and apply_unscales(before) is not to_apply
         parts.applied = parts.unscaled = frozenset()
         notes.unclipped.clear()
@@ -76,12 +82,16 @@ class OptimizerCalls(RecordedCalls):
         self.begin(self._loss_scale(), to_apply=True)
 
     def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> tf.Tensor:
-        """Multiplies a loss, not a structure. `begin` records it."""
+        """Multiplies a loss (not a structure of losses).
+
+        `begin` records it.
+        """
         self._refuse_results([losses], "get_scaled_loss")
         scaled_by = self._loss_scale() if scaled_by is None else scaled_by
         scaled = gradients.scale_loss(losses, scaled_by)
         notes = self._record.notes()
-        # All since the last step that was made here. A program that makes none keeps a few.
+        # The losses since the last step that was made here. If a program makes none, a few are
+        # kept.
         notes.losses = (*notes.losses, tf.convert_to_tensor(losses))[-_MOST_LOSSES:]
         notes.scaled_by = scaled_by
         self._remember_results([scaled])
@@ -130,7 +140,10 @@ class OptimizerCalls(RecordedCalls):
 
     @contextlib.contextmanager
     def applying(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
-        """Context manager in which the step is made. Records it, and warns of missing calls."""
+        """Context manager in which the step is made.
+
+        It records the step, and warns of missing calls.
+        """
         del optimizer
         variables = list(variables)
         notes, applied = self._record.notes(), frozenset(id(v) for v in variables)
@@ -164,7 +177,7 @@ class OptimizerCalls(RecordedCalls):
 
     @contextlib.contextmanager
     def as_before_an_exception(self) -> Iterator[None]:
-        """Context manager that an exception leaves with the record as it was."""
+        """Context manager that restores the record if an exception leaves it."""
         parts = self._parts_of_step
         before = parts.applied, parts.unscaled, parts.is_whole
         try:
@@ -175,7 +188,10 @@ class OptimizerCalls(RecordedCalls):
             raise
 
     def _decisions_since(self, first: int) -> list[tf.Operation]:
-        """Returns the operations that make or skip a step, after which it is noted."""
+        """Returns the operations that make or skip a step.
+
+        The step is noted after them.
+        """
         graph = host.current_graph()
         if graph is None or host.in_v1_graph():
             return []
@@ -189,7 +205,7 @@ class OptimizerCalls(RecordedCalls):
     def _scale_of_step(self, facts: Facts) -> tf.Tensor:
         """Returns the factor by which the loss of this step was multiplied.
 
-        The loss scale may have moved since then, by other steps or by a part of this one.
+        The loss scale may have moved since then, by other steps or by another part of this one.
         """
         known = self._record.scaled_by()
         if known is not None:
@@ -201,7 +217,10 @@ class OptimizerCalls(RecordedCalls):
         self._record.notes().results = tuple(weakref.ref(r) for r in results if r is not None)
 
     def _refuse_results(self, values: Iterable[Any], method: str) -> None:
-        """Refuses results of the last call, which would be scaled or unscaled twice."""
+        """Refuses results of the last call.
+
+        They would be scaled or unscaled twice.
+        """
         results = {id(ref()) for ref in self._record.notes().results}
         if any(value is not None and id(value) in results for value in values):
             raise ValueError(
@@ -218,7 +237,10 @@ class OptimizerCalls(RecordedCalls):
         self.reports.post(facts.tensor[tf.newaxis], when=tf.convert_to_tensor(is_news))
 
     def _warn_while_tracing(self, goes_on: bool) -> None:
-        """Warns of a function without any call, since it cannot warn when it runs."""
+        """Warns while tracing of a function that makes no call.
+
+        When it runs, such a function cannot warn.
+        """
         if self._record.may_be_changed_elsewhere():
             return
         with tf.init_scope():
@@ -231,15 +253,15 @@ class OptimizerCalls(RecordedCalls):
         messages.warn(missing_call(Facts(numbers[0])), line)
 
 
-# The losses of a step that are looked at if it is skipped.
+# How many losses of a step are looked at if it is skipped.
 _MOST_LOSSES = 16
 
 
-# The facts after a call, and what follows from them. If `goes_on`, the variables are others than
-# those of the last step, so this may be another part of that step.
+# The following functions tell what follows from the facts after a call. `goes_on` means that the
+# variables are not those of the last step, so that this may be another part of that step.
 
 _UNSCALED, _APPLIED, _SPOILED = (bits_of(UNNAMED, fact) for fact in (UNSCALED, APPLIED, SPOILED))
-# Gradients were unscaled for a wrapper: those of other variables may still be scaled.
+# Gradients were unscaled for a wrapper, while those of other variables may still be scaled.
 _EARLY = bits_of(UNNAMED, JUST_UNSCALED)
 
 
@@ -250,7 +272,7 @@ def is_scaled(facts: Facts, goes_on: bool) -> Truth:
 
 
 def is_divided(facts: Facts, goes_on: bool) -> Truth:
-    """Whether the gradients that are applied now were unscaled by a call."""
+    """Whether a call has unscaled the gradients that are applied now."""
     is_more = both(goes_on, facts.has(_APPLIED), negated(facts.has(SCALED | _SPOILED)))
     return either(facts.has(_UNSCALED), is_more)
 
@@ -282,12 +304,15 @@ def apply_unscales(facts: Facts) -> Truth:
 
 
 def knows_its_scale(facts: Facts) -> Truth:
-    """Whether the loss was scaled, in this step or in one of which this may be a part."""
+    """Whether the factor of the loss is known.
+
+    It is if a loss was scaled in this step, or in one of which this may be a part.
+    """
     return both(facts.has(SCALED | _APPLIED), negated(facts.has(_SPOILED)))
 
 
 def missing_call(facts: Facts) -> str:
-    """Returns the message about the missing call, given facts that are known."""
+    """Returns the message about the missing call, given all facts."""
     if not has_begun(facts):
         return _NEITHER
     return _NOT_UNSCALED if facts.has(SCALED) else _NOT_SCALED_BEFORE

@@ -1,4 +1,6 @@
-"""The outcome of a step: the scale moves, skipped steps are counted, and many are a warning.
+"""The outcome of a step: it moves the scale, and is counted if it is a skip.
+
+When many steps are skipped, there is a warning.
 
 RFC 293, "LossScaleOptimizer Overview": steps whose gradients are not finite are skipped.
 """
@@ -19,28 +21,29 @@ from keras_mp.step.overflows import HALF, Overflows, SkippedStep
 from keras_mp.step.schedule import LossScaleState, bad_steps_after
 from keras_mp.support import host, messages, selection
 
-# After so many steps at the start it is told that their loss is not finite, and after so many
-# back-offs without growth that a smaller scale does not help.
+# After so many steps at the start whose loss is not finite, a warning says so. After so many
+# back-offs without growth, a warning says that a smaller scale does not help.
 _FIRST_STEPS, _MANY_BACK_OFFS = 3, 8
-# The outcomes of a step, the better ones first. `update` moves the scale by the worst one since the
-# last `update`. The step was made. Or it says nothing about the scale: its gradients were
-# accumulated for a later step, or a replica had no examples. Or it was skipped although its loss is
-# finite. Or it was skipped, and the loss is not known to be finite.
+# The outcomes of a step, from good to bad. `update` moves the scale by the worst outcome since the
+# last `update`. GOOD: the step was made. UNFINISHED: the step says nothing about the scale, as its
+# gradients were accumulated for a later step, or a replica had no examples. OVERFLOWED: the step
+# was skipped although its loss is finite. BAD: it was skipped, and its loss is not known to be
+# finite.
 _GOOD, _UNFINISHED, _OVERFLOWED, _BAD = 0, 1, 2, 3
 
 
 class OutcomeHandler:
     """Moves the loss scale and counts skipped steps, at once or at `update`.
 
-    `good`, `bad` and `accumulated` are called in the branch of such a step, once for all replicas
+    `good`, `bad` and `accumulated` are called in the branch for such a step, once for all replicas
     of a process. They return their operations. A good step is cheap: it moves the scale, or costs
-    nothing if `update` does so.
+    nothing if `update` moves it.
 
     Args:
-        loss_scale: the `LossScale`. A dynamic one and that of a manager are moved.
+        loss_scale: the `LossScale`. It is moved if it is dynamic or a manager's.
         skipped: the `SkippedSteps`.
         at_update: bool. Whether `update` moves the scale, by the worst outcome of the optimizers
-            that share it. Defaults to False: each outcome moves it at once.
+            that share it. Defaults to False: each outcome moves the scale at once.
     """
 
     def __init__(
@@ -60,15 +63,17 @@ class OutcomeHandler:
         return self._moved.num_bad_steps
 
     def watch(self) -> None:
-        """Prepares for the other methods. Called outside of any branch."""
+        """Prepares for the other methods; called outside of any branch."""
         self._skipped.watch()
 
     def good(self) -> list[Any]:
-        """Handles a step whose gradients are finite: the scale may grow."""
+        """Handles a step with finite gradients, after which the scale may grow."""
         return self._moved.move(True)[0] if self._worst is None else []
 
     def bad(self, seen: SkippedStep | None, loss_is_finite: tf.Tensor) -> list[Any]:
-        """Handles a step whose gradients are not finite: counts it, and the scale backs off.
+        """Handles a step whose gradients are not finite.
+
+        It counts the step, and the scale backs off.
 
         Args:
             seen: the `SkippedStep`; None in a graph of TensorFlow 1.
@@ -81,7 +86,7 @@ class OutcomeHandler:
             is_first, after = None, self._loss_scale()
             back_offs = self._lone_back_offs()
         else:
-            # `update` moves it, and counts one for all optimizers that were skipped.
+            # `update` moves the scale, and counts one skip however many optimizers were skipped.
             is_first = self._worst < _OVERFLOWED
             outcome = tf.where(loss_is_finite, tf.constant(_OVERFLOWED, tf.int64), _BAD)
             outcome = selection.chosen(has_overflowed, lambda: outcome, lambda: zero + _UNFINISHED)
@@ -103,18 +108,20 @@ class OutcomeHandler:
         return tf.constant(0.0)
 
     def accumulated(self) -> list[Any]:
-        """Handles gradients that were accumulated for a step that is not complete."""
+        """Handles gradients that were accumulated for a step that is not complete yet."""
         if self._worst is None:
             return []
         return [self._note(tf.constant(_UNFINISHED, tf.int64))]
 
     def update(self, has_stepped: bool | tf.Tensor, new_scale: tf.Tensor | None = None) -> None:
-        """Moves the scale by the worst outcome since the last call. Called once for all replicas.
+        """Moves the scale by the worst outcome since the last call.
+
+        It is called once for all replicas.
 
         Args:
-            has_stepped: bool, or bool scalar tensor. Whether a step was made, or skipped.
-            new_scale: float32 scalar tensor. The new value of a dynamic scale; None moves it by the
-                outcome.
+            has_stepped: bool, or bool scalar tensor. Whether a step was made or skipped at all.
+            new_scale: float32 scalar tensor. The new value of a dynamic scale; if it is None, the
+                outcome moves the scale.
         """
         outcome = tf.convert_to_tensor(self._worst)
         if has_stepped is not True:
@@ -138,7 +145,10 @@ class OutcomeHandler:
         return self._worst.assign(tf.maximum(self._worst, outcome), read_value=False)
 
     def _move_by(self, outcome: tf.Tensor) -> None:
-        """Moves the scale at `update`. In a graph without a branch, for which a GPU would wait."""
+        """Moves the scale at `update`.
+
+        In a graph there is no branch, since a GPU would wait for it.
+        """
         is_good, loss_is_finite = tf.equal(outcome, _GOOD), tf.equal(outcome, _OVERFLOWED)
         is_over = tf.not_equal(outcome, _UNFINISHED)
         if not tf.executing_eagerly():
@@ -148,12 +158,15 @@ class OutcomeHandler:
 
 
 def _after(operations: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager in which a graph computes after operations; eager has None."""
+    """Returns a context manager in which a graph computes after some operations.
+
+    Eager code has no operations.
+    """
     return tf.control_dependencies([op for op in operations if isinstance(op, tf.Operation)])
 
 
 class _Counter:
-    """Counts the steps that were skipped in a row, in place of a loss scale that moves."""
+    """Counts the steps skipped in a row, in place of a loss scale that moves."""
 
     def __init__(self) -> None:
         self.num_bad_steps = state_variable(0, tf.int64, "bad_steps")
@@ -176,12 +189,13 @@ class SkippedSteps:
     """Counts skipped steps, remembers why, and warns when many are skipped.
 
     Attributes:
-        total: int64 variable, how many steps were skipped.
-        warn_after: int or None. Skips in a row after which to warn, once; there is also a warning
-            when half of the last hundred steps were skipped, one when the scale has come down to
-            its floor, one when it backs off again and again though most steps are good, and one
+        total: int64 variable. How many steps were skipped.
+        warn_after: int or None. After so many skips in a row there is a warning, once. There is
+            also a warning when half of the last hundred steps were skipped, when the scale has come
+            down to its floor, when it backs off again and again though most steps are good, and
             when the first steps have a loss that is not finite. None never warns.
-        raise_after: int or None. Skips in a row after which to raise an error; None never does.
+        raise_after: int or None. After so many skips in a row an error is raised; None never
+            raises.
 
     Args:
         loss_scale: the `LossScale`.
@@ -201,11 +215,11 @@ class SkippedSteps:
         self.warn_after, self.raise_after = warn_after, raise_after
         with tf.init_scope():
             self.total = state_variable(0, tf.int64, "steps_skipped")
-        # The weights that a warning looks at, by weak references: models come and go.
+        # The weights that a warning looks at, by weak references, since models come and go.
         self._looked_at: Sequence[tuple[str, Any, tf.DType]] = ()
-        # What was told already, and is told once.
+        # The warnings that were given already; each is given once.
         self._told: set[str] = set()
-        # A graph of TensorFlow 1 only counts, and saves all variables that it has.
+        # A graph of TensorFlow 1 only counts, since it would save every variable that it has.
         self._is_recorded = not host.in_v1_graph()
         if self._is_recorded:
             self._overflows = Overflows()
@@ -228,7 +242,7 @@ class SkippedSteps:
         return self.raise_after is not None
 
     def look_next_time(self) -> None:
-        """Lets the next `skip` look, since `warn_after` or so has changed."""
+        """Makes the next `skip` look, after `warn_after` or the like has changed."""
         if self._is_recorded:
             self._reports.look_next_time()
 
@@ -245,15 +259,18 @@ class SkippedSteps:
         back_offs: tf.Tensor,
         is_first: bool | tf.Tensor | None = None,
     ) -> list[Any]:
-        """Counts and records a skipped step, and warns if it is time. Called where it is skipped.
+        """Counts and records a skipped step, and warns if it is time.
+
+        It is called in the branch that skips.
 
         Args:
             seen: the `SkippedStep`; None in a graph of TensorFlow 1, which only counts.
             scales: the loss scale before and after the step, float32 scalar tensors.
             consecutive: int64 scalar tensor. How many steps were skipped in a row.
             back_offs: `History.lone_back_offs` after the step.
-            is_first: bool scalar tensor. Whether this skip is the first one of those that count as
-                one in `consecutive`, of several optimizers. Defaults to None: there is only one.
+            is_first: bool scalar tensor. For several optimizers, whose skips count as one in
+                `consecutive`: whether this skip is the first of them. Defaults to None: there is
+                only one optimizer.
 
         Returns:
             list of the operations that count and record.
@@ -287,7 +304,7 @@ class SkippedSteps:
         if is_first is not None:
             is_time &= is_first
         numbers = tf.concat([[consecutive, seen.zeros], tf.cast(flags, tf.int64)], 0)
-        # What the warning says is read after these operations.
+        # The warning has to read what these operations write.
         with _after(noted):
             self._reports.post(numbers, is_time, leaves=selection.is_selecting())
         return noted
@@ -314,16 +331,22 @@ class SkippedSteps:
         return {**reports, **self._overflows.variables()}
 
     def collect_reports(self) -> None:
-        """Gives the warnings of functions that XLA has compiled, which cannot call Python."""
+        """Gives the warnings of functions that XLA has compiled.
+
+        These cannot call Python.
+        """
         if self._is_recorded:
             self._reports.collect()
 
     def _foresee(self, numbers: Sequence[int]) -> int:
-        """Returns after how many more skips there may be something to say, at the earliest."""
+        """Returns after how many more skips there may be something to say.
+
+        It is the lowest possible number.
+        """
         consecutive = numbers[0]
         left = [HALF]
         if self.warn_after is not None:
-            # After a good step it takes as many again.
+            # A good step in between starts the count again.
             more = self.warn_after - consecutive
             left += [more if more > 0 else self.warn_after, self._skips_to_floor()]
             if "start" not in self._told and consecutive == self._total():
@@ -347,7 +370,8 @@ class SkippedSteps:
         falls = math.log(float(scale()) / scale.min_loss_scale) / -math.log(
             scale.backoff_multiplier
         )
-        # A `GradScaler` moves it later. Less a rounding error, which would be a whole skip.
+        # One less, since a `GradScaler` moves the scale later. The 1e-3 is for a rounding error,
+        # which would count as a whole skip.
         return math.ceil(falls - 1e-3) - 1
 
     def _total(self) -> int:
@@ -356,7 +380,7 @@ class SkippedSteps:
     def _is_start(
         self, seen: SkippedStep, consecutive: tf.Tensor, bad_losses: tf.Tensor
     ) -> tf.Tensor:
-        """Returns whether no step was made yet, and the loss of several was not finite."""
+        """Returns whether no step was made yet, and several losses were not finite."""
         made: Any = self.total - consecutive if seen.steps_made is None else seen.steps_made
         return tf.equal(bad_losses, _FIRST_STEPS) & (made <= 0)
 
@@ -383,7 +407,10 @@ class SkippedSteps:
         messages.warn(text, line)
 
     def _what(self, numbers: "_Numbers", loss_is_finite: bool | None, is_over: bool) -> str:
-        """Returns the first sentences of a warning; an empty text if there is nothing to say."""
+        """Returns the first sentences of a warning, or an empty text.
+
+        It is empty if there is nothing to say.
+        """
         consecutive, warn_after = numbers.consecutive, self.warn_after
         if is_over or consecutive == warn_after:
             return f"{consecutive} steps in a row were skipped."
@@ -410,7 +437,7 @@ class _Numbers(NamedTuple):
 
     Attributes:
         consecutive: How many steps were skipped in a row.
-        zeros: How many in a thousand gradient values are 0; -1 if that was not counted.
+        zeros: How many in a thousand gradient values are 0; -1 if they were not counted.
         is_share: Whether half of the last steps were skipped.
         is_stuck: Whether the scale backs off again and again though most steps are good.
         is_start: Whether no step was made yet, and the loss of several was not finite.

@@ -1,4 +1,4 @@
-"""The report of a skipped step: its losses, and the gradients that were not finite."""
+"""The report of a skipped step: its losses, and its non-finite gradients."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ class ReplicaPlace:
 
     Attributes:
         replica: int. Its index among all replicas.
-        worker: int. The index of the worker process it belongs to; 0 where there is one process.
+        worker: int. The index of the worker process that the replica belongs to; 0 if there is one
+            process.
         device: str, such as "GPU:0".
     """
 
@@ -39,9 +40,9 @@ class LossOfReplica:
 
     Attributes:
         place: the replica.
-        kind: "finite", "Inf", "NaN"; "no examples" where `fit` gave it none; or "not known" where
-            the loss was scaled in another function than the one that applied the gradients, or was
-            not scaled by keras_mp.
+        kind: "finite", "Inf", "NaN"; "no examples" where `fit` gave the replica none; or "not
+            known" where the loss was scaled in another function than the one that applied the
+            gradients, or was not scaled by keras_mp.
     """
 
     place: ReplicaPlace
@@ -56,11 +57,11 @@ class OverflowedGradient:
         variable: str. The variable's path in the model that the optimizer was compiled for, such
             as "encoder/dense/kernel". Where no model is known, as in a training loop of your own,
             it is the path that Keras 3 gives a weight, or else the variable's name.
-        place: the replica. None if the gradient of each replica was finite, but their sum, or the
-            sum with gradients that were accumulated before, was not.
-        infs: int. How many values are infinite. None in a step that XLA compiled, in which values
-            that are not finite are not counted.
-        nans: int. How many are NaN; None as well.
+        place: the replica. None if the gradient of each replica was finite, but not their sum, or
+            not the sum with gradients that were accumulated before.
+        infs: int. How many values are infinite. None in a step that XLA compiled, which does not
+            count the values that are not finite.
+        nans: int. How many values are NaN; None in the same case.
         size: int. How many values the variable has; None if that is not known.
     """
 
@@ -72,7 +73,7 @@ class OverflowedGradient:
 
     @property
     def layer(self) -> str:
-        """The name of the variable without its last part; empty if there is only one."""
+        """The name of the variable without its last part; empty if it has no other."""
         return self.variable.rpartition("/")[0]
 
 
@@ -83,11 +84,11 @@ class OverflowedInput:
     Attributes:
         name: str, such as "x", "x['image']", "y" or "sample_weight".
         place: the replica.
-        infs: int. How many values are infinite. None, with `nans`, in a step that XLA compiled,
-            which counts none: then some values are infinite or NaN.
-        nans: int. How many are NaN.
-        too_large: int. How many are finite, and infinite in float16, in which the model computes;
-            None if there are some in a step that XLA compiled.
+        infs: int. How many values are infinite. If XLA compiled the step, this and `nans` are None:
+            then some values are infinite or NaN, but were not counted.
+        nans: int. How many values are NaN.
+        too_large: int. How many values are finite, but infinite in float16, in which the model
+            computes; None if there are some in a step that XLA compiled.
     """
 
     name: str
@@ -106,7 +107,9 @@ class OverflowedInput:
 
 @dataclasses.dataclass(frozen=True)
 class Overflow:
-    """A step that was skipped, and why. Its `str` is a table.
+    """A step that was skipped, and why.
+
+    Its `str` is a table.
 
     Attributes:
         step: int. The number of the step, from 1, skipped steps included; None if the optimizer
@@ -151,7 +154,7 @@ class Overflow:
 
     @property
     def variables(self) -> list[str]:
-        """Names of the variables whose gradients were not finite."""
+        """The names of the variables whose gradients were not finite."""
         return list(dict.fromkeys(gradient.variable for gradient in self.gradients))
 
     @property
@@ -165,7 +168,9 @@ class Overflow:
 
     @property
     def of_gradients(self) -> str:
-        """A sentence about the gradients that were not finite; empty if only their sum was not.
+        """A sentence about the gradients that were not finite.
+
+        It is empty if only their sum was not.
 
         The last variables come first: NaN spreads backward, from the loss.
         """
@@ -174,7 +179,10 @@ class Overflow:
 
     @property
     def of_inputs(self) -> str:
-        """Sentences about inputs that were missing or not finite; empty if there were none."""
+        """Sentences about inputs that were missing or not finite.
+
+        The text is empty if there were none.
+        """
         named = ", ".join(dict.fromkeys(map(str, self.inputs)))
         missing = " There were no examples: leave such batches out, as with `drop_remainder=True`."
         not_finite = f" The input was already not finite or too large: {named}."
@@ -209,7 +217,7 @@ class Overflow:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns names in quotes, of many the first ones; empty if there are none."""
+    """Returns names in quotes, at most the first few; empty if there are none."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(map(repr, names[:_MAX_NAMES])) + more
 
@@ -226,11 +234,13 @@ def _cells(row: OverflowedGradient) -> tuple[str, ...]:
 
 
 def places_of(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[ReplicaPlace]:
-    """Returns the places of all replicas. All workers have the same devices.
+    """Returns the places of all replicas.
+
+    All workers have the same devices.
 
     Args:
         strategy: `tf.distribute.Strategy`.
-        variable: on the device of the replica, if there is only one replica.
+        variable: a variable on the device of the replica, if there is only one replica.
     """
     count = strategy.num_replicas_in_sync
     devices = [variable.device] if count == 1 else strategy.extended.worker_devices
@@ -240,7 +250,10 @@ def places_of(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[R
 
 
 def kind_of(infs: int, nans: int, no_examples: int) -> str:
-    """Returns what a loss was, given the numbers of its values; -1 for a loss that is unknown."""
+    """Returns what a loss was, given the numbers of its values by kind.
+
+    -1 is for a loss that is unknown.
+    """
     if no_examples:
         return _NO_EXAMPLES
     if infs < 0:

@@ -1,7 +1,10 @@
-"""Finds and records which gradients were not finite in skipped steps, and on which replica.
+"""Finds and records which gradients were not finite in skipped steps.
 
-The branch that skips counts them. There is a record, a variable, for each list of variables that
-steps were made with; `overflow_report` has what users see of it. This module needs TensorFlow only.
+It also records on which replica.
+
+The branch that skips a step counts the values. There is a record, a variable, for each list of
+variables that steps were made with. `overflow_report` has what users see of it. This module needs
+TensorFlow only.
 """
 
 import collections
@@ -30,13 +33,13 @@ from keras_mp.step.state_rollback import Input, Weight, name_of
 from keras_mp.support import host, selection
 from keras_mp.support.autograph import do_not_convert
 
-# The header of a record describes its last step: the number of skipped steps so far, those before a
-# restored checkpoint included; the number of steps that the optimizer had made by then, or -1; how
-# many of its steps were skipped; the loss scale; and whether it was told that many of its last
-# steps were skipped.
+# The header of a record describes its last step: the number of skipped steps so far, including
+# those before a restored checkpoint; the number of steps that the optimizer had made by then, or
+# -1; how many of its steps were skipped; the loss scale; and whether the user was told that many of
+# the last steps were skipped.
 _HEADER = 5
 _UNKNOWN = -1
-# The loss of a replica without examples: nothing is known of it.
+# The loss of a replica without examples, about which nothing is known.
 _OF_NO_EXAMPLES = [_UNKNOWN, _UNKNOWN, 1]
 # Half of the last steps were skipped if the first of the last `HALF` skips was less than twice as
 # many steps ago.
@@ -47,7 +50,7 @@ Names = Callable[[Sequence[Any]], list[str | None]]
 
 
 class SkippedStep(NamedTuple):
-    """What is known of a skipped step, on all replicas.
+    """What is known about a skipped step, on all replicas.
 
     Attributes:
         weights: the known weights of the model, from every replica of this process.
@@ -55,12 +58,13 @@ class SkippedStep(NamedTuple):
         inputs: the names of the inputs of the model that were looked at.
         counts: `COUNTS` tensor of shape [rows, 1 + variables + inputs, 3]. Each replica has a row;
             with `has_total`, a last row is for the gradients that were tested. A row begins with
-            the loss, -1 if it is unknown; its third number is 1 where a replica had no examples.
-            `finiteness.count_not_finite` defines the numbers of gradients; of an input the third
-            is how many values are infinite in the dtype of the model only.
-        zeros: int64 scalar tensor. How many in a thousand values of the gradients are 0, -1 if that
-            was not counted.
-        has_total: bool. Whether the gradients that were tested are not those of single replicas.
+            the loss: -1 if it is unknown, and a third number of 1 if the replica had no examples.
+            `finiteness.count_not_finite` defines the numbers of gradients. The third number of an
+            input is how many values are infinite only in the dtype of the model.
+        zeros: int64 scalar tensor. How many in a thousand values of the gradients are 0; -1 if they
+            were not counted.
+        has_total: bool. Whether the gradients that were tested are other than those of single
+            replicas.
         steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
         names: takes variables and returns the users' names for them, None for unknown ones.
         may_be_empty: bool. Whether a replica may have had no examples. Defaults to False.
@@ -77,14 +81,17 @@ class SkippedStep(NamedTuple):
     may_be_empty: bool = False
 
     def loss_is_finite(self) -> tf.Tensor:
-        """Returns whether the losses of all replicas are known to be finite, a bool scalar."""
+        """Returns whether the losses of all replicas are known to be finite.
+
+        It is a bool scalar.
+        """
         return tf.reduce_all(tf.equal(tf.slice(self.counts, [0, 0, 0], [-1, 1, -1]), 0))
 
     def has_overflowed(self) -> bool | tf.Tensor:
-        """Returns False if the step was skipped only since replicas had no examples.
+        """Returns False if the step was skipped only because replicas had no examples.
 
-        Then a smaller loss scale would change nothing. The result is a bool scalar tensor where it
-        is not certain.
+        In that case a smaller loss scale would change nothing. The result is a bool scalar tensor
+        where it is not certain.
         """
         if not self.may_be_empty:
             return True
@@ -102,14 +109,14 @@ class SkippedStep(NamedTuple):
 
 
 class ReplicaValues(NamedTuple):
-    """The values of a replica in a skipped step, in which Inf and NaN are counted.
+    """The values of a replica in a skipped step, among which Inf and NaN are counted.
 
     Attributes:
         losses: its losses; empty if they are not known.
-        unclipped: its gradients before they were clipped; empty if they were not.
-        sent: its gradients as they are, or as it sent them to the others.
+        unclipped: its gradients before they were clipped; empty if they were not clipped.
+        sent: its gradients as they are, or as the replica sent them to the others.
         inputs: what the model was given.
-        has_examples: bool scalar tensor; None if it is certain, or not known.
+        has_examples: bool scalar tensor; None if that is certain, or not known.
     """
 
     losses: Sequence[tf.Tensor]
@@ -122,17 +129,19 @@ class ReplicaValues(NamedTuple):
 def count_not_finite(
     of_replicas: Sequence[ReplicaValues], totals: Sequence[gradients.Gradient] | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Counts values that are not finite, and zeros. Called in the branch that skips.
+    """Counts values that are not finite, and zeros.
+
+    It is called in the branch that skips.
 
     Args:
-        of_replicas: the values of all replicas of this process, or of the one that calls this.
-            The counts of others are added.
-        totals: the gradients that were tested, of which the first were made of `sent`; None if
-            `sent` itself was tested. All replicas have the same.
+        of_replicas: the values of all replicas of this process, or only those of the replica that
+            calls this. The counts of other replicas are added.
+        totals: the gradients that were tested, the first of which were made from `sent`; None if
+            `sent` itself was tested. They are the same on all replicas.
 
     Returns:
-        The `counts` of a `SkippedStep`, the same on every replica; and its `zeros`, those of the
-        first replica of this process.
+        The `counts` of a `SkippedStep`, the same on every replica; and its `zeros`, which are
+        counted on the first replica of this process.
     """
     strategy = tf.distribute.get_strategy()
     count = strategy.num_replicas_in_sync
@@ -149,7 +158,7 @@ def count_not_finite(
             if each.has_examples is not None:
                 loss = tf.where(each.has_examples, row[:1], tf.constant([_OF_NO_EXAMPLES], COUNTS))
                 row = tf.concat([loss, row[1:]], 0)
-                # The largest of no values is -inf, where XLA looks for it.
+                # XLA looks for the largest value, which is -inf if there are no values.
                 of_inputs = [tf.where(each.has_examples, count, 0) for count in of_inputs]
             rows.append(tf.concat([row, *of_inputs], 0))
     of_total = None
@@ -165,7 +174,7 @@ def count_not_finite(
         row = rows[replicas.local_id()] if len(rows) > 1 else rows[0]
         counts = tf.one_hot(replica, count, dtype=COUNTS)[:, tf.newaxis, tf.newaxis] * row
         if of_total is not None:
-            # The totals are the same on all replicas, so one counts in them.
+            # The totals are the same on all replicas, so only one replica counts them.
             is_first = tf.get_static_value(replica) == 0
             total = of_total() if is_first else tf.zeros_like(row)
             counts = tf.concat([counts, total[tf.newaxis]], 0)
@@ -182,7 +191,7 @@ def _row_of_replica(
     unclipped: Sequence[gradients.Gradient],
     sent: Sequence[gradients.Gradient],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Counts values that are not finite among those of a replica, and zeros of what it sent."""
+    """Counts a replica's values that are not finite, and zeros in what it sent."""
     is_counted = not selection.is_without_branches()
     zeros = gradients.zeros_in_a_thousand(sent) if is_counted else tf.constant(-1, tf.int64)
     before = [*unclipped, *[None] * (len(sent) - len(unclipped))] if unclipped else []
@@ -216,7 +225,10 @@ def _counts(
     values: Sequence[gradients.Gradient],
     count: Callable[..., tf.Tensor] = finiteness.count_not_finite,
 ) -> tf.Tensor:
-    """Counts values that are not finite; flags them where each step does so."""
+    """Counts values that are not finite.
+
+    Where every step does so, it only flags them.
+    """
     if selection.is_selecting():
         count = _compiled_flags_of
     elif selection.is_without_branches():
@@ -238,14 +250,14 @@ def _row_of_input(given: Input) -> tf.Tensor:
 
 
 class _Record:
-    """The record of the gradients of a list of variables in skipped steps.
+    """The record of skipped steps for the gradients of a list of variables.
 
     Attributes:
         names: the names of the variables.
         inputs: the names of the inputs.
-        vector: variable of `COUNTS`: the header; the numbers of the last `HALF` skipped steps; in
-            how many of the last ones in a row each gradient was not finite; the counts of the last
-            step.
+        vector: variable of `COUNTS`. It has the header; the numbers of the last `HALF` skipped
+            steps; for each gradient, in how many of the last skips in a row it was not finite; and
+            the counts of the last step.
 
     Args:
         seen: the first of these steps.
@@ -263,7 +275,8 @@ class _Record:
         length = _HEADER + HALF + self.shape[1] + int(np.prod(self.shape))
 
         def vector() -> tf.Variable:
-            # If one replica records for all, copies would only have to be sent around.
+            # If one replica records for all, copies of the variable would only have to be sent
+            # around.
             with strategy.scope() if self._is_on_each else contextlib.nullcontext():
                 return state_variable(np.zeros(length), COUNTS, "overflow")
 
@@ -271,7 +284,7 @@ class _Record:
         self.places = places_of(strategy, self.vector)
 
     def is_alive(self) -> bool:
-        """Whether there may be another step of these variables."""
+        """Whether there may be another step with these variables."""
         return all(reference() is not None for reference in self._variables)
 
     def is_of(self, seen: SkippedStep) -> bool:
@@ -307,8 +320,8 @@ def _after(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns the next `vector` of a record, and two numbers of `Overflows.record`.
 
-    `skipped` is how many steps of the optimizer were skipped; None to count these here. The rest is
-    as in `Overflows.record`, the numbers in `COUNTS`.
+    `skipped` is how many steps of the optimizer were skipped; if it is None, they are counted here.
+    The other arguments are those of `Overflows.record`, with numbers in `COUNTS`.
     """
     header, _, first, later, in_a_row, _ = _parts_of(vector, counts.shape[1])
     is_bad = tf.reduce_any(tf.not_equal(counts, 0), [0, 2])
@@ -342,18 +355,18 @@ class Overflows:
         total: tf.Tensor,
         is_of_one: bool,
     ) -> tuple[list[Any], tf.Tensor, tf.Tensor]:
-        """Records a skipped step. Called in the branch that skips.
+        """Records a skipped step; called in the branch that skips.
 
         Args:
             seen: the step.
             loss_scale: float32 scalar tensor.
-            total: int64 scalar tensor. How many steps were skipped so far, with this one.
-            is_of_one: bool. Whether all of them are steps of one optimizer.
+            total: int64 scalar tensor. How many steps were skipped so far, including this one.
+            is_of_one: bool. Whether all of these are steps of one optimizer.
 
         Returns:
-            tuple of the list of operations, of a bool scalar tensor: whether to tell that half of
-            the last steps were skipped, and of how many in a row had a loss that was not finite, or
-            not known.
+            tuple of the list of operations; of a bool scalar tensor, whether to tell the user that
+            half of the last steps were skipped; and of how many steps in a row had a loss that was
+            not finite, or not known.
         """
         number, record = self._of(seen)
         made = tf.cast(_UNKNOWN if seen.steps_made is None else seen.steps_made, COUNTS)
@@ -373,7 +386,7 @@ class Overflows:
         return noted, is_due, bad_losses
 
     def last(self) -> Overflow | None:
-        """Returns the step that was skipped last, or None. In eager."""
+        """Returns the step that was skipped last, or None; works in eager only."""
         record = self._records.get(int(tf.convert_to_tensor(self._last)))
         if record is None:
             return None
@@ -397,7 +410,10 @@ class Overflows:
         )
 
     def bad_losses(self) -> int:
-        """Returns how many losses in a row were not finite, or not known, in skipped steps."""
+        """Returns how many losses in a row were not finite, or not known.
+
+        Only skipped steps count.
+        """
         record = self._records.get(int(tf.convert_to_tensor(self._last)))
         return 0 if record is None else int(record.parts()[-2][0])
 
@@ -405,7 +421,7 @@ class Overflows:
         """Returns the variables whose gradients were not finite in the last skipped steps.
 
         Args:
-            times: int. In how many of them at least.
+            times: int. In at least how many of them.
         """
         record = self._records.get(int(tf.convert_to_tensor(self._last)))
         if record is None:
@@ -414,7 +430,10 @@ class Overflows:
         return [name for name, n in zip(record.names, in_a_row[1:]) if n >= times]
 
     def are_several(self) -> bool:
-        """Whether steps of several lists of variables were skipped, as of several optimizers."""
+        """Whether steps with several lists of variables were skipped.
+
+        Several optimizers make such steps.
+        """
         return len(self._records) > 1
 
     def variables(self) -> dict[str, tf.Variable]:
@@ -449,7 +468,10 @@ def _names(seen: SkippedStep) -> list[str]:
 
 
 def _is_on_each() -> bool:
-    """Whether each replica keeps records; under other strategies one replica does for all."""
+    """Whether each replica keeps records.
+
+    Under other strategies, one replica keeps them for all.
+    """
     is_alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
     return is_alone or replicas.need_not_meet()
 
@@ -457,5 +479,5 @@ def _is_on_each() -> bool:
 def _reference(variable: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(variable)
-    except TypeError:  # Some variables have slots, and none for references.
+    except TypeError:  # Some variables have slots, but none for references.
         return lambda: variable
