@@ -53,8 +53,8 @@ class Call(enum.IntEnum):
 class GradScalerCalls(RecordedCalls):
     """The calls of a `GradScaler`, which all threads share.
 
-    A wrong call is an error if Python can tell, which is in eager and while a function is traced.
-    If only run time can tell, it is a warning, and the step is not made.
+    A wrong call is an error where Python can tell, which is in eager and while a function is
+    traced. Where it only shows at run time, there is a warning, and the step is not made.
     """
 
     _report_size = 3
@@ -66,7 +66,7 @@ class GradScalerCalls(RecordedCalls):
         self._optimizers = _NumberedOptimizers()
 
     def scale(self, losses: Any, scaled_by: Any = None) -> Any:
-        """Multiplies a structure of losses, by the same number between two updates."""
+        """Multiplies losses, by the same number between two updates."""
         flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
         with self._lock:
             facts, notes = self._record.facts(), self._record.notes()
@@ -106,7 +106,7 @@ class GradScalerCalls(RecordedCalls):
             after = facts.changed(add=bits_of(index, UNSCALED | JUST_UNSCALED))
             after = after.changed(add=bits_of(index, OVERFLOWED), when=negated(_in_python(finite)))
             if facts.number is None and facts.has(SCALED) is not True:
-                # `apply` checks gradients of a loss that is scaled here.
+                # Otherwise the loss is scaled here, and `apply` checks its gradients.
                 is_wrong = tf.convert_to_tensor(negated(_is_right(Call.UNSCALE, index, facts)))
                 self.reports.watch()
                 self._post(Call.UNSCALE, index, facts, when=is_wrong)
@@ -130,7 +130,9 @@ class GradScalerCalls(RecordedCalls):
 
     @contextlib.contextmanager
     def applying(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
-        """Context manager in which an optimizer makes a step. Records the step.
+        """Context manager in which an optimizer makes a step.
+
+        It records the step.
 
         A step that raises an exception, or that is refused, does not count.
         """
@@ -141,7 +143,7 @@ class GradScalerCalls(RecordedCalls):
             index = self._optimizers.index(optimizer, facts.number)
             _raise(Call.STEP, index, facts, or_else=SCALED)
             given, after = self._given(index, facts, scaled_by)
-            # Other threads have to know of it while it is made.
+            # Other threads have to know of the step while it is made.
             self._record.note(after, before=facts)
             notes.unclipped = {
                 i: grads for i, grads in notes.unclipped.items() if i not in (UNNAMED, index)
@@ -156,12 +158,13 @@ class GradScalerCalls(RecordedCalls):
                     self._record.note(undone, before=now)
             raise
         if given.is_allowed is not None:
-            # The branch in which it is refused takes the variable of the facts.
+            # The branch that refuses the step also takes the variable of the facts.
             self._record.note_uses()
 
     def _given(self, index: int, facts: Facts, scaled_by: tf.Tensor) -> tuple[GradientState, Facts]:
-        """Returns the state of the gradients of an optimizer, and the facts after its step."""
-        # Gradients that were unscaled without an optimizer are those of the first one to step.
+        """Returns the state of an optimizer's gradients, and the facts after its step."""
+        # If gradients were unscaled without an optimizer, they belong to the first one to make a
+        # step.
         unnamed = bits_of(UNNAMED, UNSCALED | JUST_UNSCALED | OVERFLOWED)
         if_unscaled = BY_TAPE | bits_of(UNNAMED, UNSCALED) | bits_of(index, UNSCALED)
         is_unscaled, also_wrong = facts.has(if_unscaled), 0
@@ -192,7 +195,10 @@ class GradScalerCalls(RecordedCalls):
         return given, after.changed(add=bits_of(index, APPLIED))
 
     def update(self, *, begins_anew: bool = False) -> tuple[Truth, Callable[[], None]]:
-        """Records that all steps were made, after which nothing is known."""
+        """Records that all steps were made.
+
+        After that, nothing is known.
+        """
         with self._lock:
             facts, notes = self._record.facts(), self._record.notes()
             has_stepped = _is_right(Call.UPDATE, UNNAMED, facts)
@@ -220,13 +226,16 @@ class GradScalerCalls(RecordedCalls):
         self.reports.post(tf.stack([*numbers, facts.tensor]), when=when)
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
-        # A right call was refused if another function had unscaled the gradients.
+        # If the call was right, it was refused because another function had unscaled the gradients.
         what = _what_is_wrong(*numbers) or UNSCALED_ELSEWHERE
         messages.warn(f"The step was not made: {what}" if numbers[0] == Call.STEP else what, line)
 
 
 class UnscaledCalls(Calls):
-    """The calls of a `GradScaler` that scales nothing. It keeps the losses until `update`."""
+    """The calls of a `GradScaler` that scales nothing.
+
+    They keep the losses until `update`.
+    """
 
     def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> Any:
         """Notes losses, and returns them."""
@@ -251,7 +260,7 @@ _USED = "keras_mp_optimizers"
 
 
 class _NumberedOptimizers:
-    """Numbers the optimizers of a scaler, as long as they live."""
+    """Numbers the optimizers of a scaler for as long as they live."""
 
     def __init__(self) -> None:
         self._references: dict[int, Callable[[], Any]] = {}
@@ -260,15 +269,15 @@ class _NumberedOptimizers:
     def index(self, optimizer: Any, facts: int | None) -> int:
         """Returns the number of an optimizer; None stands for the only one.
 
-        A graph keeps an optimizer that it uses, since the number is a part of the graph.
+        A graph keeps the optimizers that it uses alive, since their numbers are part of the graph.
 
         Args:
             optimizer: the optimizer, or None.
-            facts: int. The facts of the step; None if only run time knows them. The number of an
-                optimizer that is gone is given again once nothing is said of it.
+            facts: int. The facts of the step; None if they are only known at run time. The number
+                of an optimizer that is gone is used again once no fact is about it.
 
         Raises:
-            ValueError: there are several.
+            ValueError: `optimizer` is None, and there are several.
         """
         graph, references = host.current_graph(), self._references.items()
         if graph is not None and optimizer is not None:
@@ -303,7 +312,7 @@ def _reference(optimizer: Any) -> Callable[[], Any]:
         if _is_method(optimizer):
             return weakref.WeakMethod(optimizer)
         return weakref.ref(optimizer)
-    except TypeError:  # an object with slots, but none for weak references
+    except TypeError:  # Some objects have slots, but none for weak references.
         return lambda: optimizer
 
 
@@ -318,7 +327,10 @@ def _in_python(truth: Truth) -> Truth:
 
 
 def _raise(call: Call, index: int, facts: Facts, *, or_else: int = 0) -> None:
-    """Raises an error about a wrong call, as far as it is known; of the rest `or_else` is."""
+    """Raises an error about a call that is known to be wrong.
+
+    Of the facts that are not known, those in `or_else` are taken to be true.
+    """
     known = facts.ones if facts.number is not None else facts.ones | or_else
     what = _what_is_wrong(call, index, known)
     if what is not None:
@@ -333,11 +345,11 @@ _WHOSE = (
 
 
 def _rules(call: int, index: int) -> tuple[dict[int, str], dict[int, str]]:
-    """Returns the rules of a call for the optimizer of this number, and the messages about them.
+    """Returns the rules of a call of an optimizer, and the messages about them.
 
     Returns:
-        tuple of a dict of facts, of which none may be true before the call, and of a dict of facts
-        of which one has to be.
+        tuple of two dicts from facts to messages. Before the call, no fact of the first dict may be
+        true; of each entry in the second one, some fact has to be true.
     """
     if call == Call.UPDATE:
         return {}, {bits_of_any(APPLIED | SPOILED): _NO_STEP}
@@ -353,14 +365,20 @@ def _rules(call: int, index: int) -> tuple[dict[int, str], dict[int, str]]:
 
 
 def _is_right(call: Call, index: int, facts: Facts, also_wrong: int = 0) -> Truth:
-    """Whether a call is right; no fact of `also_wrong` may be true either."""
+    """Whether a call is right.
+
+    No fact of `also_wrong` may be true either.
+    """
     wrong, needed = _rules(call, index)
     any_wrong = functools.reduce(operator.or_, wrong, also_wrong)
     return both(*map(facts.has, needed), negated(facts.has(any_wrong)))
 
 
 def _what_is_wrong(call: int, index: int, facts: int) -> str | None:
-    """Returns the message about a wrong call, given all facts; None if the call is right."""
+    """Returns the message about a wrong call, or None if the call is right.
+
+    All facts are given.
+    """
     wrong, needed = _rules(call, index)
     broken = [message for bits, message in wrong.items() if facts & bits]
     broken += [message for bits, message in needed.items() if not facts & bits]

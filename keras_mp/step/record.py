@@ -1,24 +1,25 @@
-"""A record of the calls of a step keeps facts in a variable, for all that make calls.
+"""Records the calls of a step in a variable, for all that make calls.
 
-RFC 293, "LossScaleOptimizer Overview". The states of an optimizer are
+RFC 293, "LossScaleOptimizer Overview". An optimizer goes through these states:
 
     ready --scale--> scaled --unscale--> unscaled --apply--> applied --update--> ready
 
-It goes from scaled to applied directly if applying unscales. `update` is that of a `GradScaler`; a
-`LossScaleOptimizer` stays applied until the next loss is scaled. The state of all optimizers that
-share a scale is one int, in which each fact is a bit.
+It goes from scaled to applied directly if applying unscales the gradients. `update` is a call of a
+`GradScaler`; a `LossScaleOptimizer` stays in the state applied until the next loss is scaled. The
+states of all optimizers that share a scale are one int, in which each fact is a bit.
 
-Eager code, functions, and all that were traced long ago share the variable: if gradients come from
-another `tf.function`, nobody else knows what was called. In ::
+Eager code and functions share the variable, even with functions that were traced long ago. If
+gradients come from another `tf.function`, only the variable knows what was called there. In ::
 
     gradients = compute()  # a function that calls `scale_loss`
     apply(gradients)       # a function that calls `apply_gradients`
 
-both are traced once. Later a function that also calls `get_unscaled_gradients` may replace
-`compute` (`test_the_dialect_may_change_between_functions_traced_once`).
+both functions are traced once. Later a function that also calls `get_unscaled_gradients` may take
+the place of `compute` (`test_the_dialect_may_change_between_functions_traced_once`).
 
-Where Python runs with the calls, in eager and within one graph, it knows the facts as well. Then
-`Facts` leaves out what would do nothing, such as a pass over gradients that are unscaled already.
+Where Python runs along with the calls, in eager and within one graph, it knows the facts as well.
+Then operations that would do nothing, such as a pass over gradients that are unscaled already, are
+left out thanks to `Facts`.
 """
 
 import contextlib
@@ -33,15 +34,17 @@ import tensorflow as tf
 from keras_mp.step.gradients import Gradient
 from keras_mp.support import host
 
-# Facts about all optimizers: a loss was scaled; applying unscales, since `get_unscaled_gradients`
-# is not called; a tape has scaled the loss, and unscaled its gradients.
+# Facts about all optimizers: a loss was scaled; applying unscales, so `get_unscaled_gradients` is
+# not called; a tape has scaled the loss, and unscaled its gradients.
 SCALED, TO_APPLY, BY_TAPE = 1, 2, 4
-# Facts about each optimizer: its gradients were unscaled; a step was made of them; something was
-# wrong, and reported; they were unscaled after the last loss was scaled; one was not finite.
+# Facts about one optimizer: its gradients were unscaled; a step was made of them; something was
+# wrong, and was reported; its gradients were unscaled after the last loss was scaled; one of them
+# was not finite.
 UNSCALED, APPLIED, SPOILED, JUST_UNSCALED, OVERFLOWED = 1, 2, 4, 8, 16
 EVERY_FACT = 31
-# The numbers of optimizers: 0 for one that was not named, or the only one; 1 to `MAX_OPTIMIZERS`;
-# one number for all others. A step that was refused counts as one of optimizer 0.
+# The numbers of optimizers: 0 for one that was not named, or is the only one; 1 to
+# `MAX_OPTIMIZERS`; and one number for all others. A step that was refused counts as one of
+# optimizer 0.
 UNNAMED, MAX_OPTIMIZERS, OTHERS = 0, 10, 11
 
 ALL_BITS = 2**63 - 1
@@ -60,18 +63,20 @@ def bits_of_any(facts: int) -> int:
 
 
 class Facts:
-    """The facts about a step: an int in eager; in a graph a tensor, of which some bits are known.
+    """The facts about a step.
 
-    What is known leaves out operations. The rules about facts are the same for both, since the
-    answers of `has` go through `both`, `either` and `negated`.
+    They are an int in eager. In a graph they are a tensor, some bits of which are known.
+
+    What is known spares operations. The rules about facts are the same in both cases, since the
+    answers of `has` are combined with `both`, `either` and `negated`.
 
     Attributes:
         ones: int. The bits that are known to be 1.
 
     Args:
-        ones: as the attribute. Defaults to 0.
-        tensor: int64 scalar tensor. Defaults to None: then all bits are known.
-        known: int. The bits that are known. Defaults to all, or with a tensor to those of `ones`.
+        ones: int. As the attribute. Defaults to 0.
+        tensor: int64 scalar tensor. Defaults to None, for which all bits are known.
+        known: int. The bits that are known. Defaults to all; with a tensor, to the bits of `ones`.
     """
 
     def __init__(
@@ -83,7 +88,7 @@ class Facts:
 
     @property
     def number(self) -> int | None:
-        """All facts as an int, None if only run time knows them."""
+        """All facts as an int, or None if they are only known at run time."""
         return self.ones if self._tensor is None else None
 
     @property
@@ -92,14 +97,17 @@ class Facts:
         return tf.constant(self.ones, tf.int64) if self._tensor is None else self._tensor
 
     def has(self, bits: int) -> Truth:
-        """Whether any of these facts is true."""
+        """Whether any of some facts is true."""
         if self.ones & bits:
             return True
         unknown = bits & ~self._known
         return tf.not_equal(self.tensor & unknown, 0) if unknown else False
 
     def changed(self, *, add: int = 0, remove: int = 0, when: Truth = True) -> "Facts":
-        """Returns the facts after some have become true and others false, if `when` is true."""
+        """Returns the facts after some have become true and others false.
+
+        They change if `when` is true.
+        """
         if tf.is_tensor(when):
             if tf.executing_eagerly():
                 when = bool(when)
@@ -123,7 +131,7 @@ def _changed(facts: tf.Tensor, add: int, remove: int) -> tf.Tensor:
 
 
 def both(*truths: Truth) -> Truth:
-    """Whether all are true; in Python as far as it is known there."""
+    """Whether all are true; a bool as far as Python knows."""
     if any(truth is False for truth in truths):
         return False
     unknown = [truth for truth in truths if truth is not True]
@@ -131,17 +139,17 @@ def both(*truths: Truth) -> Truth:
 
 
 def either(*truths: Truth) -> Truth:
-    """Whether one is true; in Python as far as it is known there."""
+    """Whether one is true; a bool as far as Python knows."""
     return negated(both(*map(negated, truths)))
 
 
 def negated(truth: Truth) -> Truth:
-    """Whether it is false; in Python if it is known there."""
+    """Whether a truth is false; a bool if Python knows."""
     return not truth if isinstance(truth, bool) else tf.logical_not(truth)
 
 
 def has_begun(facts: Facts) -> Truth:
-    """Whether a loss was scaled, or gradients were unscaled, that are not applied yet."""
+    """Whether some loss was scaled, or gradients unscaled, but not yet applied."""
     return both(
         facts.has(SCALED | bits_of(UNNAMED, UNSCALED)),
         negated(facts.has(bits_of(UNNAMED, APPLIED))),
@@ -149,17 +157,18 @@ def has_begun(facts: Facts) -> Truth:
 
 
 class Notes:
-    """What a thread knows of the calls that it has made in one graph, or in eager.
+    """What a thread knows about its calls in one graph, or in eager.
 
     MirroredStrategy runs each replica in a thread of its own.
 
     Attributes:
         facts: the facts after the last call; None if only the variable has them.
-        uses: the number of operations of the graph that took the variable then.
-        reads: whether the graph read the variable, so that the step began elsewhere.
+        uses: the number of the graph's operations that took the variable as input by then.
+        reads: whether the graph read the variable, because the step began elsewhere.
         scaled_by: the factor of the losses, a float32 scalar tensor; None if it is not known.
         losses: the losses that were scaled.
-        unclipped: by the number of an optimizer, its gradients as they were when unscaled.
+        unclipped: by the number of an optimizer, its gradients as they were when they were
+            unscaled.
         results: weak references to the results of the last call.
     """
 
@@ -185,7 +194,7 @@ class Notebook:
         """Returns the notes of this thread in the graph that is being built, or in eager."""
         graph, of_threads = host.current_graph(), self._in_eager
         if graph is not None:
-            # The graph has the notes about it, so that they keep no graph alive.
+            # The graph itself has its notes, so that they keep no graph alive.
             if not hasattr(graph, "_keras_mp_notes"):
                 graph._keras_mp_notes = {}
             of_threads = graph._keras_mp_notes.setdefault(self, weakref.WeakKeyDictionary())
@@ -199,8 +208,8 @@ class Notebook:
 class Record(Notebook):
     """The facts of the step that is under way, and the factor of its losses.
 
-    Variables have both, for functions that run without Python. A thread takes them from its notes
-    instead, unless somebody else may have made a call since.
+    Variables hold both, for functions that run without Python. A thread uses its own notes instead,
+    unless somebody else may have made a call since.
 
     Args:
         is_shared: bool. Whether all threads make one step together. Otherwise each makes its own.
@@ -209,12 +218,12 @@ class Record(Notebook):
     def __init__(self, is_shared: bool) -> None:
         super().__init__()
         self._is_shared = is_shared
-        # A graph of TensorFlow 1 saves all variables that it has, and makes its calls once.
+        # A graph of TensorFlow 1 makes its calls once, and would save any variable that it has.
         self.has_variables = not host.in_v1_graph()
         if self.has_variables:
             self._facts = host.local_variable("facts", 0)
             self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
-        # Graphs that make a part of a step only. While there are any, eager code reads the
+        # The graphs that make only a part of a step. While there are any, eager code reads the
         # variable, since it cannot know when these functions run.
         self._open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._latest_thread: int | None = None
@@ -226,7 +235,7 @@ class Record(Notebook):
     def facts(self) -> Facts:
         """Returns the facts of the step that is under way.
 
-        A graph that has to read them is noted as one that makes a part of a step only.
+        A graph that has to read them is noted as one that makes only a part of a step.
         """
         notes, graph = self.notes(), host.current_graph()
         if self._is_current(notes, graph):
@@ -238,24 +247,27 @@ class Record(Notebook):
         return Facts(tensor=tf.convert_to_tensor(self._facts))
 
     def in_variable(self) -> Facts:
-        """Returns the facts that the variable has, in eager."""
+        """Returns the facts that the variable has; works in eager only."""
         return Facts(int(tf.convert_to_tensor(self._facts)))
 
     def scaled_by(self) -> tf.Tensor | None:
-        """Returns the factor of the losses, if this thread has noted it here for this step."""
+        """Returns the factor of the losses, if this thread has noted it for this step.
+
+        It must have done so in this graph, or in eager.
+        """
         notes = self.notes()
         is_noted = notes.facts is not None and self._is_current(notes, host.current_graph())
         return notes.scaled_by if is_noted else None
 
     def scaled_by_in_variable(self) -> tf.Tensor:
-        """Returns the factor of the losses that the variable has, a float32 scalar tensor."""
+        """Returns the variable's factor of the losses, a float32 scalar tensor."""
         return tf.convert_to_tensor(self._scaled_by)
 
     def note(self, facts: Facts, *, before: Facts | None = None, ends: bool = False) -> None:
         """Records the facts after a call.
 
         Args:
-            facts: the facts.
+            facts: the facts after the call.
             before: the facts before the call, if other threads may note other facts at the same
                 time. Defaults to None.
             ends: bool. Whether the call ends a step. Defaults to False.
@@ -265,7 +277,8 @@ class Record(Notebook):
             if before is None:
                 self.assign(facts)
             else:
-                # An addition of bits is atomic, and so in any order with those of others.
+                # An addition of bits is atomic, so it can come in any order with those of other
+                # threads.
                 self._facts.assign_add(_value(facts) - _value(before), read_value=False)
         notes.facts = facts
         self._latest_thread = threading.get_ident()
@@ -277,7 +290,7 @@ class Record(Notebook):
             self.note_uses()
 
     def assign(self, facts: Facts) -> None:
-        """Changes the variable of the facts, and no notes."""
+        """Changes the variable of the facts, but no notes."""
         self._facts.assign(_value(facts), read_value=False)
 
     def note_scale(self, scaled_by: tf.Tensor) -> None:
@@ -287,7 +300,7 @@ class Record(Notebook):
             self._scaled_by.assign(scaled_by, read_value=False)
 
     def note_uses(self) -> None:
-        """Notes that all operations of this graph that take the variable are known here."""
+        """Notes that all uses of the variable in this graph are known here."""
         if self._is_in_variables():
             self.notes().uses = self._uses(host.current_graph())
 
@@ -301,7 +314,7 @@ class Record(Notebook):
 
     @contextlib.contextmanager
     def as_before_an_exception(self) -> Iterator[None]:
-        """Context manager that an exception leaves with the record as it was."""
+        """Context manager that restores the record if an exception leaves it."""
         notes = self.notes()
         before = {**vars(notes), "unclipped": dict(notes.unclipped)}
         values = []
@@ -322,13 +335,16 @@ class Record(Notebook):
         return self.has_variables and not host.in_v1_graph()
 
     def _is_current(self, notes: Notes, graph: Any) -> bool:
-        """Whether nobody else may have made a call since this thread noted the facts here."""
+        """Whether the notes hold.
+
+        They do if nobody else may have made a call since this thread noted the facts here.
+        """
         if not self._is_in_variables():
             return True
         if notes.facts is None:
             return False
         if graph is not None:
-            # A function that the graph calls may make calls; it is not always traced again.
+            # A function that the graph calls may make calls itself. It is not always traced again.
             return notes.uses == self._uses(graph)
         if self._is_shared and self._latest_thread != threading.get_ident():
             return False
@@ -336,7 +352,10 @@ class Record(Notebook):
         return bool(has_begun(notes.facts)) and not self._open_graphs
 
     def _uses(self, graph: Any) -> int:
-        """Returns how many operations of a graph take the variable of the facts; calls do."""
+        """Returns how many operations of a graph take the variable of the facts.
+
+        Each call adds some.
+        """
         if tf.distribute.in_cross_replica_context():
             return -1
         handle = self._facts.handle

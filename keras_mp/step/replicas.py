@@ -1,4 +1,4 @@
-"""Communication of replicas: sums gradients, shares the verdict, updates shared variables.
+"""Replicas sum gradients, share the verdict and update shared variables.
 
 RFC 293, "All-reducing in float16". This module needs TensorFlow only.
 """
@@ -25,8 +25,9 @@ T = TypeVar("T")
 State = TypeVar("State")
 Kwargs = dict[str, Any] | None
 
-# A pack of this many bytes is sent as soon as its gradients are there, while others are still
-# computed. By default TensorFlow makes one pack of all, which waits for the last gradient.
+# A pack of this many bytes is sent as soon as its gradients are there, while other gradients are
+# still being computed. By default TensorFlow makes one pack of all, which waits for the last
+# gradient.
 _BYTES_PER_PACK = 2**22
 _REDUCE_DTYPES = (*LOW_PRECISION_NAMES, "float32")
 
@@ -38,7 +39,7 @@ _TPU_STRATEGIES = (
 )
 
 
-# Their replicas sum gradients and update together.
+# The replicas of these strategies sum gradients and update together.
 _SUPPORTED_STRATEGIES = (
     *_TPU_STRATEGIES,
     tf.distribute.OneDeviceStrategy,
@@ -58,7 +59,7 @@ def check_strategy(may_skip: bool = True) -> None:
         may_skip: bool. Whether a step may be skipped. If not, a ParameterServerStrategy works.
 
     Raises:
-        ValueError: the current strategy is one of these.
+        ValueError: the current strategy is such a strategy.
     """
     strategy = tf.distribute.get_strategy()
     if not tf.distribute.has_strategy() or isinstance(strategy, _SUPPORTED_STRATEGIES):
@@ -153,8 +154,9 @@ def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gr
     """Sums gradients over all replicas. Called in a replica context.
 
     Args:
-        gradients: sequence of gradients. float16, bfloat16 and float64 ones travel as they are.
-        reduce_dtype: DType in which float32 gradients travel and are added up. For float16 they
+        gradients: sequence of gradients. Those in float16, bfloat16 and float64 are sent as they
+            are.
+        reduce_dtype: DType in which float32 gradients are sent and added up. For float16 they
             should be scaled, or small ones underflow; a sum that overflows comes back infinite.
 
     Returns:
@@ -166,7 +168,8 @@ def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gr
     cast: list[Any] = cast_gradients(gradients, [tf.float32], reduce_dtype)
     sent = [_bits_as(tf.float16, g) if _cannot_be_gathered(g) else g for g in cast]
     received: list[Gradient] = [None] * len(sent)
-    # TensorFlow packs the tensors of one call, last ones first, and cannot pack different dtypes.
+    # TensorFlow packs the tensors of one call, the last ones first, and cannot pack different
+    # dtypes.
     for dtype in dict.fromkeys(g.dtype for g in sent if g is not None):
         positions = [i for i, g in enumerate(sent) if g is not None and g.dtype == dtype]
         summed = _summed([sent[i] for i in positions], options)
@@ -183,8 +186,8 @@ def _summed(
     if need_not_meet():
         return context.all_reduce(add, gradients, options)
 
-    # `all_reduce` would register a gradient, and keep the graph until the process ends. In graphs
-    # of TensorFlow 1 it looks variables up by name, and does not find those of replicas.
+    # `all_reduce` would register a gradient, and so keep the graph until the process ends. In
+    # graphs of TensorFlow 1 it looks variables up by name, and does not find those of replicas.
     @do_not_convert
     def reduce(strategy: tf.distribute.Strategy, *values: Any) -> Any:
         return strategy.extended.batch_reduce_to(add, [(each, each) for each in values], options)
@@ -193,7 +196,10 @@ def _summed(
 
 
 def need_not_meet() -> bool:
-    """Whether replicas can reduce without a merge call. One replica alone calls nobody."""
+    """Whether replicas can reduce without a merge call.
+
+    A replica that is alone calls nobody.
+    """
     if not tf.distribute.has_strategy():
         return True
     return features.is_on(WITHOUT_MEETING) and replicas.reduces_alone()
@@ -203,7 +209,7 @@ def agree(finite: tf.Tensor) -> tf.Tensor:
     """Returns whether the gradients of all replicas are finite.
 
     Args:
-        finite: bool scalar tensor. Whether those of this replica are.
+        finite: bool scalar tensor. Whether the gradients of this replica are finite.
 
     Returns:
         bool scalar tensor, the same on every replica.
@@ -218,15 +224,15 @@ def decide_for_all_replicas(
     state: State,
     on_each: Callable[[State], Any],
 ) -> T:
-    """Calls `decide` in a context where a `tf.cond` may update variables that replicas share.
+    """Calls a function where a `tf.cond` may update variables that replicas share.
 
     Under strategies that use `merge_call`, such as MirroredStrategy on CPUs, that is the
     cross-replica context: a `tf.cond` in a replica context must not update a mirrored variable.
 
     Args:
         decide: called once with the verdicts; with a list of the states of all replicas of this
-            process, or only that of this replica; and with a function without arguments that
-            calls `on_each` on each replica.
+            process, or of this replica only; and with a function without arguments that calls
+            `on_each` on each replica.
         verdicts: bool scalar tensors, the same on every replica, or None.
         state: object, the state of this replica.
         on_each: takes the state of the replica that it runs on.
@@ -256,7 +262,7 @@ def decide_for_all_replicas(
 def once_for_all_replicas(
     function: Callable[[list[tf.Tensor]], T], tensors: Sequence[tf.Tensor]
 ) -> T:
-    """Calls a function once in a context where it may update variables that replicas share.
+    """Calls a function once, where it may update variables that replicas share.
 
     Args:
         function: called once with the tensors.
@@ -285,7 +291,7 @@ def local_id() -> int:
 
 
 class _UpdatingAlone(threading.local):
-    """The replica that updates alone in this thread, by its number; None elsewhere."""
+    """The number of the replica that updates alone in this thread; None elsewhere."""
 
     replica: int | None = None
 
@@ -295,10 +301,12 @@ _updating_alone, _lock = _UpdatingAlone(), threading.Lock()
 
 @contextlib.contextmanager
 def updating_alone() -> Iterator[None]:
-    """Context manager in which this replica updates its own variables and waits for no others.
+    """Context manager in which this replica updates its own variables alone.
+
+    It waits for no other replicas.
 
     It is for a function that belongs to one replica, in which TensorFlow does not let replicas
-    communicate. Each replica makes the same update. Other threads do not notice.
+    communicate. Each replica makes the same update. Other threads are not affected.
     """
     context, strategy = tf.distribute.get_replica_context(), tf.distribute.get_strategy()
     if context is None or not tf.distribute.has_strategy():
@@ -319,12 +327,16 @@ def updating_alone() -> Iterator[None]:
 
 
 def _let_threads_update_alone(strategy: tf.distribute.Strategy) -> None:
-    """Lets threads in `updating_alone` update variables of a strategy; others do as before."""
+    """Lets threads in `updating_alone` update the variables of a strategy.
+
+    Other threads do as before.
+    """
     extended = strategy.extended
     with _lock:
         if "update" in vars(extended):
             return
-        # Not bound to the object, which would keep itself alive.
+        # Functions of the class, since a bound method in the object's attribute would keep the
+        # object alive.
         own_update, own_broadcast = type(extended).update, type(extended).broadcast_to
 
         def update(
@@ -350,12 +362,15 @@ def _let_threads_update_alone(strategy: tf.distribute.Strategy) -> None:
 
 
 def let_gather_bfloat16(strategy: tf.distribute.Strategy) -> None:
-    """Lets a strategy of several workers gather bfloat16 tensors, bit by bit as float16.
+    """Lets a strategy of several workers gather bfloat16 tensors.
 
-    TensorFlow's operation, which `predict` uses, lacks the dtype.
+    Bit by bit, they are gathered as float16.
+
+    TensorFlow's operation lacks the dtype, and `predict` uses it.
 
     Args:
-        strategy: any strategy. A `MultiWorkerMirroredStrategy` gets its own attribute `gather`.
+        strategy: any strategy. A `MultiWorkerMirroredStrategy` gets an attribute `gather` of its
+            own.
     """
     is_of_workers = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
     if not is_of_workers or "gather" in vars(strategy):
@@ -374,7 +389,10 @@ def let_gather_bfloat16(strategy: tf.distribute.Strategy) -> None:
 
 
 def _cannot_be_gathered(gradient: Gradient) -> bool:
-    """Whether a gradient is sparse and bfloat16, a dtype that rows cannot be gathered in."""
+    """Whether a gradient is sparse and bfloat16.
+
+    Rows cannot be gathered in that dtype.
+    """
     if not isinstance(gradient, tf.IndexedSlices) or gradient.dtype != tf.bfloat16:
         return False
     return not isinstance(tf.distribute.get_strategy(), _TPU_STRATEGIES)

@@ -1,8 +1,8 @@
-"""Which losses and gradients of a step somebody has scaled, while a `train_step` runs.
+"""Notes which losses and gradients of a step are scaled, in a `train_step`.
 
-What scales a loss notes the result here, and an optimizer that is about to apply gradients finds
-out whether it has to say that a call is missing. Outside of a `train_step` that is watched nothing
-is noted. This module needs TensorFlow only.
+What scales a loss notes the result here. An optimizer that is about to apply gradients can then
+tell whether it has to warn of a missing call. Nothing is noted outside of a `train_step` that is
+watched. This module needs TensorFlow only.
 """
 
 import contextlib
@@ -17,13 +17,14 @@ from keras_mp.support.attributes import replaced
 
 
 class ScaledLosses:
-    """What is known of the step that this thread makes.
+    """What is known about the step that this thread makes.
 
     Attributes:
-        by_tape: set of the ids of the handles of variables whose last gradients a tape has scaled
-            and unscaled, and the program has not multiplied by a loss scale.
-        unscaled: dict of those whose last gradients nobody has scaled, and the reasons.
-        knows_scale: whether the program has asked for a loss scale, and may multiply by it.
+        by_tape: set of the ids of handles. They are those of the variables whose last gradients a
+            tape has scaled and unscaled, and the program has not multiplied by a loss scale.
+        unscaled: dict from the ids of handles to reasons, for variables whose last gradients nobody
+            has scaled.
+        knows_scale: whether the program has asked for a loss scale, by which it may multiply.
     """
 
     def __init__(self) -> None:
@@ -34,14 +35,14 @@ class ScaledLosses:
 
     def note_loss(self, scaled: tf.Tensor) -> None:
         """Notes a loss that was multiplied by a loss scale."""
-        # A loop notes many.
+        # A loop notes many losses.
         self._results = [ref for ref in self._results if ref() is not None]
         self._results.append(weakref.ref(scaled))
 
     def is_scaled(self, targets: Sequence[Any]) -> bool:
         """Whether a target is a scaled loss, or was computed from one in this graph.
 
-        What an eager tensor was computed from, only a tape knows.
+        For an eager tensor, only a tape knows what it was computed from.
         """
         results = [result for ref in self._results if (result := ref()) is not None]
         if any(target is result for target in targets for result in results):
@@ -56,7 +57,7 @@ class ScaledLosses:
         Args:
             sources: iterable of variables and tensors.
             by_tape: bool. Whether a tape has scaled and unscaled them.
-            why_not: str, the reason why nobody has scaled them, or None.
+            why_not: str, the reason why nobody has scaled the gradients, or None.
         """
         for key in map(key_of, sources):
             self.by_tape.discard(key)
@@ -76,7 +77,10 @@ _thread = _Thread()
 
 
 def noted() -> ScaledLosses | None:
-    """Returns what is noted of the step that this thread makes; None if nobody watches."""
+    """Returns what is noted about the step that this thread makes, or None.
+
+    It is None if nobody watches the step.
+    """
     return _thread.noted
 
 
@@ -99,7 +103,7 @@ def note_scale() -> None:
 
 
 def are_by_tape(variables: Iterable[Any]) -> bool:
-    """Whether a tape of this step has scaled and unscaled the gradients of all variables."""
+    """Whether a tape of this step has scaled and unscaled all gradients."""
     losses = _thread.noted
     return losses is not None and all(key_of(each) in losses.by_tape for each in variables)
 
@@ -117,12 +121,15 @@ def applying() -> Iterator[bool]:
 
 
 def key_of(source: Any) -> int:
-    """Returns what tells variables apart: Keras 3 has objects of its own around them."""
+    """Returns a key for a variable.
+
+    Keras 3 wraps the same variable in objects of its own.
+    """
     return id(getattr(source, "handle", source))
 
 
 def _depends_on(target: Any, results: Sequence[Any]) -> bool:
-    """Whether a tensor in a graph was computed from others."""
+    """Whether a tensor in a graph was computed from one of some others."""
     known, remaining = {id(result) for result in results}, [target]
     seen: set[int] = set()
     while remaining:

@@ -1,8 +1,8 @@
-"""A step sums scaled gradients, unscales and tests them, and applies them or is skipped.
+"""A step sums scaled gradients, unscales and tests them, and applies or skips.
 
 RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". Read it downward:
 `ScaledStep.make` combines the gradients of all replicas, tests them, and lets a `Decision` make or
-skip the steps of all replicas. An `OutcomeHandler` moves the scale and counts skipped steps.
+skip the step on all replicas. An `OutcomeHandler` moves the scale and counts skipped steps.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ class ScaledStep:
 
     Args:
         adapter: `OptimizerAdapter`, built, which applies the gradients.
-        state: `GradientState` of the gradients. Defaults to that of gradients that were never
+        state: `GradientState` of the gradients. Defaults to the state of gradients that were never
             scaled.
         handler: `OutcomeHandler`; None (the default) if no step is ever skipped.
         reduce_dtype: DType in which float32 gradients are summed over replicas. float16 is used
-            only if they are scaled and a step may be skipped. Defaults to float32.
+            only if the gradients are scaled and a step may be skipped. Defaults to float32.
         names: takes variables and returns the users' names for them; or None (the default).
     """
 
@@ -53,16 +53,16 @@ class ScaledStep:
             name: str. Name of the operation.
 
         Returns:
-            tuple of the operation that makes the step in a TensorFlow 1 graph, else None, and of
-            the verdict, a bool scalar tensor that is the same on every replica; None where no step
-            is skipped.
+            tuple of the operation that makes the step in a TensorFlow 1 graph, else None; and of
+            the verdict, a bool scalar tensor that is the same on every replica, or None where no
+            step is skipped.
         """
         state = self.state
         for observer in observers.all_of_them():
             observer.gradients(pairs, state.divisor(), state.scaled_by)
         step = self._combined(pairs, aggregate, name)
         if self._is_compiled_with_verdict(step):
-            # Replicas decide outside of the update that XLA compiles.
+            # Several replicas decide outside of the update that XLA compiles.
             step.update_selects = replicas.are_several()
             if not step.update_selects:
                 step.inputs = [_summary(each) for each in step.inputs]
@@ -88,8 +88,8 @@ class ScaledStep:
     def _combined(self, pairs: Pairs, aggregate: bool, name: str | None) -> "ReplicaStep":
         """Sums the gradients of all replicas, and keeps what a skipped step needs.
 
-        The sums are unscaled, unless the update does that. In place of the gradients of variables
-        that are overwritten, they have the new values.
+        The sums are unscaled, unless the update unscales them. For variables that are overwritten,
+        the new values stand in place of gradients.
         """
         adapter, variables = self.adapter, [v for _, v in pairs]
         kept = state_rollback.keep(variables if self.handler else ())
@@ -110,12 +110,13 @@ class ScaledStep:
         return ReplicaStep(self, variables, sums, sent, kept, inputs, has_examples, unclipped, name)
 
     def _split(self, pairs: Pairs) -> tuple[list[Gradient], dict[int, Gradient]]:
-        """Splits gradients from new values of variables, which some have in place of a gradient.
+        """Splits gradients from new values, which some variables have in their place.
 
-        New values were never scaled. If they were divided with the gradients, that is undone.
+        New values were never scaled. If they were divided along with the gradients, that is undone.
 
         Returns:
-            tuple of the gradients, None for these variables, and of the new values by position.
+            tuple of the gradients, which are None for these variables, and of the new values by
+            position.
         """
         grads, values = [g for g, _ in pairs], {}
         for i, (gradient, variable) in enumerate(pairs):
@@ -130,8 +131,11 @@ class ScaledStep:
     def _verdicts(
         self, kept: state_rollback.Kept, has_examples: tf.Tensor | None
     ) -> list[Gradient]:
-        """Returns verdicts as gradients, NaN for False, which are summed and tested with others."""
-        # Of a batch without examples, statistics are not finite, though gradients may be.
+        """Returns verdicts as gradients, which are summed and tested with others.
+
+        NaN stands for False.
+        """
+        # Statistics of a batch without examples are not finite, though its gradients may be.
         is_marked = has_examples is not None and kept.may_have_changed()
         verdicts = self.state.was_finite, has_examples if is_marked else None
         return [tf.where(is_good, 0.0, float("nan")) for is_good in verdicts if is_good is not None]
@@ -139,11 +143,10 @@ class ScaledStep:
     def _sum(
         self, grads: list[Gradient], variables: list[Any], aggregate: bool
     ) -> tuple[Sums, Sums | None]:
-        """Sums gradients over replicas, and the marks that follow those of the variables.
+        """Sums gradients over replicas, and the marks that follow the gradients.
 
         Returns:
-            tuple of the sums, and of what this replica sent to the others; None if these are its
-            own gradients.
+            tuple of the sums, and of what this replica sent to the others; None if it sent nothing.
         """
         divisor = self.state.divisor()
         as_given = Sums(grads, divisor)
@@ -163,8 +166,8 @@ class ScaledStep:
         scaled_by, reduce_dtype = self.state.scaled_by, self.reduce_dtype
         if reduce_dtype == tf.float16:
             if self.handler is None or scaled_by is None:
-                # Small values vanish if they are not scaled, and a sum that overflows is harmless
-                # only if the step can be skipped.
+                # Unscaled, small values would vanish; and a sum that overflows is harmless only if
+                # the step can be skipped.
                 reduce_dtype = tf.float32
             elif divisor is not scaled_by:
                 factor = scaled_by if divisor is None else scaled_by / divisor
@@ -178,10 +181,11 @@ class ScaledStep:
         return sums, Sums(sent[: len(packed)], None, unpack, count)
 
     def _is_compiled_with_verdict(self, step: "ReplicaStep") -> bool:
-        """Whether XLA compiles an update that is told whether the gradients are finite.
+        """Whether XLA compiles an update along with the verdict on its gradients.
 
-        It compiles the verdict and the outcome together with it, unless there are replicas: these
-        decide outside. In eager code the verdict is known anyway.
+        It compiles the verdict and the outcome together with the update. With several replicas,
+        which decide outside, the update is only told the verdict. In eager code the verdict is
+        known anyway.
         """
         adapter = self.adapter
         if not adapter.jit_compile or self.handler is None or adapter.accumulates():
@@ -197,23 +201,23 @@ class ScaledStep:
 
 @dataclasses.dataclass
 class ReplicaStep:
-    """The step of a replica after its gradients were combined with those of the others.
+    """The step of a replica, with gradients combined with those of other replicas.
 
     Attributes:
         step: the `ScaledStep`.
         variables: the variables of the gradients.
-        sums: the `Sums` that are applied, and marks.
+        sums: the `Sums` that are applied, followed by marks.
         sent: the `Sums` that this replica sent to the others; None if it sent none.
         kept: the values to restore if the step is skipped.
         inputs: what the model was given, as far as it is known.
-        has_examples: bool scalar tensor; None if it is certain, or not known.
-        unclipped: the gradients as they were when they were unscaled; empty if they were not
+        has_examples: bool scalar tensor; None if that is certain, or not known.
+        unclipped: the gradients as they were when they were unscaled; empty if they have not
             changed since then.
         name: str or None. The name of the operation.
         update_selects: bool. Whether the update takes the verdict, and is called in any case.
         finite: bool scalar tensor, the verdict; None if there is none.
-        totals: the `Sums` that were tested; None if these are the gradients of this replica.
-        tested: the variables of the gradients that were tested, some accumulated before.
+        totals: the `Sums` that were tested; None if the gradients of this replica were.
+        tested: the variables of the gradients that were tested, some of them accumulated before.
     """
 
     step: ScaledStep
@@ -259,7 +263,10 @@ class ReplicaStep:
         )
 
     def release(self) -> None:
-        """Releases the values that only a skipped step needs, which take memory in eager."""
+        """Releases the values that only a skipped step needs.
+
+        In eager they take memory.
+        """
         self.kept.release()
         if tf.executing_eagerly():
             self.unclipped, self.inputs = [], []
@@ -267,7 +274,7 @@ class ReplicaStep:
 
     def values(self) -> overflows.ReplicaValues:
         """Returns the values in which a skipped step counts Inf and NaN."""
-        # A branch that unpacks gradients itself has fewer inputs.
+        # If the branch that skips unpacks the gradients itself, it has fewer inputs.
         own = (self.sent or self.sums).one_by_one()
         losses = self.step.state.losses
         return overflows.ReplicaValues(losses, self.unclipped, own, self.inputs, self.has_examples)
@@ -275,15 +282,15 @@ class ReplicaStep:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The decision on a step: it is made, skipped, or refused.
+    """The decision on a step: make, skip or refuse it.
 
     It is one for all replicas that meet, and one for each where they decide alike by themselves.
-    Each branch does only its own work, so that a good step has little to do.
+    Each branch only does its own work, so that a good step has little to do.
 
     Attributes:
         finite: bool scalar tensor, the verdict; None if no step is ever skipped.
-        is_allowed: that of the `GradientState`.
-        steps: the `ReplicaStep`s of all replicas at hand.
+        is_allowed: as in `GradientState`.
+        steps: the `ReplicaStep`s of all replicas that are at hand.
         apply: function that lets each replica apply its gradients.
     """
 
@@ -294,21 +301,24 @@ class Decision:
 
     @property
     def _step(self) -> ScaledStep:
-        """The first replica's step, for what is the same on all replicas."""
+        """The first replica's step, for all that is the same on all replicas."""
         return self.steps[0].step
 
     def carry_out(self) -> tf.Operation | None:
-        """Carries out the decision, in a TensorFlow 1 graph as the operation that it returns."""
+        """Carries out the decision.
+
+        In a TensorFlow 1 graph, the operation that it returns carries it out.
+        """
         adapter = self._step.adapter
         if self.steps[0].update_selects:
-            # The update makes or skips the step itself. Here only the outcome is handled.
+            # The update itself makes or skips the step. Only the outcome is handled here.
             applied = _operation(self.apply())
             with selection.selecting():
                 return _operation([applied, self._choose(lambda: None, lambda: None)])
         if self.finite is None or not adapter.accumulates():
             return self._choose(self._make, adapter.drop_accumulated)
-        # A step is made of all gradients that were accumulated. If some of them are not finite, it
-        # is skipped when it is complete.
+        # The gradients that were accumulated make up one step. If some of them are not finite, the
+        # step is skipped when it is complete.
         return tf.cond(
             adapter.completes_step(),
             lambda: self._choose(self._make, adapter.drop_accumulated),
@@ -333,8 +343,8 @@ class Decision:
                 noted = handler.bad(seen, self._loss_is_finite(seen))
             return _operation([*put_back, *noted])
 
-        # A function of its own can neither meet other replicas, nor be in a graph of TensorFlow 1,
-        # and where there are no branches it would save nothing.
+        # A function of its own could not meet other replicas, nor be part of a graph of TensorFlow
+        # 1. Where there are no branches, it would save nothing.
         must_stay = host.in_v1_graph() or _replicas_may_meet() or selection.is_without_branches()
         if not must_stay:
             skip = host.as_one_operation(skip)
@@ -360,7 +370,7 @@ class Decision:
         return _operation(self.apply())
 
     def _add(self) -> tf.Operation | None:
-        """Lets the optimizer accumulate the gradients, which the complete step tests."""
+        """Lets the optimizer accumulate the gradients; the complete step tests them."""
         operations = [_operation(self.apply())]
         if any(step.kept for step in self.steps):
             put_back = tf.cond(
@@ -374,7 +384,7 @@ class Decision:
         return [operation for step in self.steps for operation in step.kept.put_back()]
 
     def _seen(self) -> overflows.SkippedStep | None:
-        """Looks for Inf and NaN on all replicas. Called in the branch that skips."""
+        """Looks for Inf and NaN on all replicas; called in the branch that skips."""
         if host.in_v1_graph():
             return None
         first = self.steps[0]
@@ -396,7 +406,10 @@ class Decision:
         )
 
     def _loss_is_finite(self, seen: overflows.SkippedStep | None) -> tf.Tensor:
-        """Returns whether the losses of all replicas are known to be finite, a bool scalar."""
+        """Returns whether the losses of all replicas are known to be finite.
+
+        It is a bool scalar.
+        """
         if seen is not None:
             return seen.loss_is_finite()
         of_replicas = [step.step.state.losses for step in self.steps]
@@ -409,8 +422,8 @@ class Decision:
 
 
 def _is_as_finite(sums: Sums) -> bool:
-    """Whether gradients are known to be finite, once they are unscaled, where these are."""
-    # They become larger only at a scale below 1. In a graph it is unknown.
+    """Whether gradients are sure to be finite after unscaling if they are before."""
+    # Only a scale below 1 makes them larger. While a graph is built, the scale is unknown.
     return tf.executing_eagerly() and (sums.divisor is None or bool(sums.divisor >= 1))
 
 
@@ -422,7 +435,10 @@ def _replicas_may_meet() -> bool:
 
 
 def _operation(result: Any) -> tf.Operation | None:
-    """Returns the result of a branch of `tf.cond`: an operation in TensorFlow 1, else None."""
+    """Returns what a branch of `tf.cond` has to return.
+
+    In TensorFlow 1 it is an operation, else None.
+    """
     if not host.in_v1_graph():
         return None
     of_replicas = tf.distribute.get_strategy().experimental_local_results(result)
@@ -430,7 +446,10 @@ def _operation(result: Any) -> tf.Operation | None:
 
 
 def _summary(given: state_rollback.Input) -> state_rollback.Input:
-    """Returns an input of two numbers, of which the same can be said as of all.
+    """Returns two numbers in place of an input.
+
+    What is looked for in the input can be seen from them. XLA would compile anew for each shape of
+    an input.
 
     XLA would compile anew for each shape of an input.
     """

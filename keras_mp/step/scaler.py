@@ -33,14 +33,14 @@ class Scaler:
     Args:
         loss_scale: `LossScale`.
         calls: as the attribute.
-        skip_nonfinite: bool. Whether steps with gradients that are not finite are skipped with
-            every loss scale, not only with one that moves.
+        skip_nonfinite: bool. Whether steps with gradients that are not finite are always skipped,
+            not only with a loss scale that moves.
         reduce_dtype: str, DType or None, as `replicas.reduce_dtype_of` takes it.
         aggregate_in_float16: bool or None, also as `replicas.reduce_dtype_of` takes it.
         warn_after_skips: int, or None for never.
         raise_after_skips: int, or None for never (the default).
-        at_update: bool. Whether the scale moves when `OutcomeHandler.update` is called. Defaults
-            to False: each step moves it.
+        at_update: bool. Whether the scale moves when `OutcomeHandler.update` is called. Defaults to
+            False: each step moves the scale.
     """
 
     def __init__(
@@ -108,7 +108,10 @@ class Scaler:
         return result
 
     def collect_reports(self) -> None:
-        """Gives the warnings of functions that XLA has compiled, which cannot call Python."""
+        """Gives the warnings of functions that XLA has compiled.
+
+        These cannot call Python.
+        """
         self.calls.collect_reports()
         self.skipped.collect_reports()
 
@@ -119,7 +122,7 @@ class Scaler:
 
 
 class ScalerProperties:
-    """The properties of a `Scaler`, and its children in checkpoints."""
+    """The properties of an object with a `Scaler`, and its children in checkpoints."""
 
     _scaler: Scaler
     _skip_nonfinite = False
@@ -135,12 +138,18 @@ class ScalerProperties:
 
     @property
     def skip_nonfinite(self) -> bool:
-        """Whether steps are skipped whatever the loss scale is. A dynamic one skips them anyway."""
+        """Whether steps are skipped with every loss scale.
+
+        With a dynamic one, they always are.
+        """
         return self._skip_nonfinite
 
     @property
     def aggregate_in_float16(self) -> bool:
-        """Whether float32 gradients are summed over replicas as float16. May be set at any time."""
+        """Whether float32 gradients are summed over replicas as float16.
+
+        It may be set at any time.
+        """
         return self._scaler.reduce_dtype == tf.float16
 
     @aggregate_in_float16.setter
@@ -152,9 +161,11 @@ class ScalerProperties:
 
     @property
     def reduce_dtype(self) -> str:
-        """The dtype in which float32 gradients are summed over replicas. May be set at any time.
+        """The dtype in which float32 gradients are summed over replicas.
 
-        A `tf.function` that was traced before it was set keeps the old one.
+        It may be set at any time.
+
+        A `tf.function` keeps the dtype that was set when it was traced.
         """
         return self._scaler.reduce_dtype.name
 
@@ -166,19 +177,19 @@ class ScalerProperties:
     def steps_skipped(self) -> tf.Tensor:
         """The number of steps skipped so far, an int64 scalar tensor.
 
-        With a `GradScaler` the steps of all optimizers count.
+        With a `GradScaler`, the steps of all optimizers count.
         """
         self._scaler.collect_reports()
-        # A tensor, since a mirrored variable of any value is true in Python.
+        # A tensor, since in Python a mirrored variable is true whatever its value.
         return tf.convert_to_tensor(self._scaler.skipped.total)
 
     @property
     def last_step_skipped(self) -> tf.Tensor:
         """Whether the last step was skipped, a bool scalar tensor.
 
-        With a `GradScaler`: whether any optimizer was skipped before the last `update`. False for
-        a step that was skipped for want of examples only. Gradients that are accumulated for a
-        later step change nothing.
+        With a `GradScaler`, it tells whether any optimizer was skipped before the last `update`. It
+        is False for a step that was skipped only for want of examples. Gradients that are
+        accumulated for a later step do not change it.
         """
         self._scaler.collect_reports()
         handler = self._scaler.handler
@@ -188,17 +199,18 @@ class ScalerProperties:
 
     @property
     def last_overflow(self) -> Overflow | None:
-        """The gradients that were not finite in the step that was skipped last; None if none was.
+        """The gradients that were not finite in the last skipped step, or None.
 
-        A `keras_mp.Overflow`: which step it was, each variable's Inf and NaN on each replica, also
-        of other workers, and whether the loss itself was finite. Its `str` is a table. Gradients
-        are counted as they were before the program clipped them: as `get_unscaled_gradients`, or
-        `unscale` of a `GradScaler`, returned them. A `GradScaler` reports one optimizer, which its
-        variables identify.
+        It is a `keras_mp.Overflow`: which step it was, the Inf and NaN of each variable on each
+        replica (also those of other workers), and whether the loss itself was finite. Its `str` is
+        a table. Gradients are counted as they were before the program clipped them: as
+        `get_unscaled_gradients`, or `unscale` of a `GradScaler`, returned them. A `GradScaler`
+        reports one optimizer, which its variables identify.
 
         Gradients are searched only when a step is skipped, and the result stays on the device until
         it is read. It is not part of checkpoints. With a fixed scale no step is skipped, unless
-        `skip_nonfinite` is set, so there is no report. Graphs of TensorFlow 1 make none either.
+        `skip_nonfinite` is set, so there is no report. Graphs of TensorFlow 1 make no reports
+        either.
 
         Raises:
             RuntimeError: it is read in a graph.
@@ -218,7 +230,7 @@ class ScalerProperties:
     def warn_after_skips(self) -> int | None:
         """The number of skipped steps in a row after which to warn; None for never.
 
-        A `tf.function` that was traced before it was set keeps the old number.
+        A `tf.function` keeps the number that was set when it was traced.
         """
         return self._scaler.skipped.warn_after
 
@@ -229,9 +241,9 @@ class ScalerProperties:
 
     @property
     def raise_after_skips(self) -> int | None:
-        """The number of skipped steps in a row after which to raise an error; None for never.
+        """The number of skips in a row after which to raise an error; None for never.
 
-        A `tf.function` that was traced before it was set keeps the old number.
+        A `tf.function` keeps the number that was set when it was traced.
         """
         return self._scaler.skipped.raise_after
 
@@ -252,9 +264,9 @@ class ScalerProperties:
         return {"loss_scale": self._scaler.loss_scale, "steps_skipped": self._scaler.skipped.total}
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        # Optimizers of tf_keras list their children once, perhaps before they are wrapped.
+        # Optimizers of tf_keras list their children only once, perhaps before they are wrapped.
         others = super()._trackable_children(save_type, **kwargs)  # pyright: ignore
         children = {**others, **self._own_children()}
-        if save_type == "savedmodel":  # which holds functions, and all that these use
+        if save_type == "savedmodel":  # It holds functions, and all that these use.
             children.update(self._scaler.variables())
         return children

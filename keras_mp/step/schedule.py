@@ -1,4 +1,7 @@
-"""The schedule of dynamic loss scaling: pure functions of a state. It needs TensorFlow only."""
+"""The schedule of dynamic loss scaling, as pure functions of a state.
+
+This module needs TensorFlow only.
+"""
 
 import functools
 from collections.abc import Callable
@@ -11,13 +14,14 @@ from keras_mp.support.selection import chosen
 
 # Where a dynamic loss scale starts, and where it stops falling: at the smallest float16.
 INITIAL_LOSS_SCALE, MIN_LOSS_SCALE = 2.0**15, 2.0**-24
-# The evidence that overflows are no accident, which a scale needs to fall below 1: each bad step
-# adds 1, and each good one takes a part away. At random, one bad step in 20 does not add up to so
-# much in many thousand steps. Below 1, where too high a scale costs steps, less of it is enough.
+# The evidence that overflows are no accident, without which a scale does not fall below 1: each bad
+# step adds 1, and each good one takes a part away. At random, one bad step in 20 does not add up to
+# that much in many thousand steps. Below 1, where too high a scale costs steps, less evidence is
+# enough.
 _AT_1, _BELOW_1 = (6.0, 1 / 6), (3.0, 1 / 10)
-# Good steps after which a scale below 1 grows: at first, and at the most.
+# The number of good steps after which a scale below 1 grows: at first, and at most.
 _FIRST_WAIT, _LONGEST_WAIT = 10.0, 320.0
-# A back-off is a lone one if it comes after so many good steps.
+# A back-off is a lone one if it comes after at least this many good steps.
 _LONE = 2
 
 
@@ -41,12 +45,13 @@ class LossScaleState(NamedTuple):
 
 
 class History(NamedTuple):
-    """What happened before a step, as far as the schedule asks. Float scalars.
+    """What happened before a step, as far as the schedule asks: float scalars.
 
     Attributes:
-        evidence: That overflows are no accident, from 0 to 6. A new schedule is ready to fall.
+        evidence: The evidence that overflows are no accident, from 0 to 6. A new schedule is ready
+            to fall.
         loss_scale: The scale after the last bad step.
-        good_steps: `num_good_steps` after it.
+        good_steps: `num_good_steps` after the last bad step.
         bad_steps: Bad steps since the scale last moved; counted only if some are tolerated.
         fallen_to: The scale after it last backed off.
         wait: Good steps after which a scale below 1 grows. It doubles with each growth that failed.
@@ -77,7 +82,9 @@ def next_state(
     tolerance: float = 0.0,
     history: History | None = None,
 ) -> LossScaleState:
-    """Returns the next state of a dynamic loss scale: its schedule, as one pure function.
+    """Returns the next state of a dynamic loss scale.
+
+    This pure function is the schedule of the scale.
 
     ::
 
@@ -87,13 +94,13 @@ def next_state(
                      at hysteresis bad steps or more in a row: scale *= backoff_multiplier
 
     The scale never leaves `[min_loss_scale, max_loss_scale]`. With a `tolerance` it backs off only
-    if more than that share of the steps since it last moved were bad; others leave
-    `num_good_steps`.
+    if more than that share of the steps since it last moved were bad; other bad steps leave
+    `num_good_steps` as it is.
 
-    It goes below 1 only if the loss is known to be finite, since no loss scale makes another loss
-    finite, and if the history shows that overflows are frequent. Below 1 it grows after 10 good
-    steps, or twice as many after each growth that failed, up to 320; bad steps in between do not
-    count.
+    It goes below 1 only if the loss is known to be finite (since no loss scale makes another loss
+    finite), and if the history shows that overflows are frequent. Below 1 it grows after 10 good
+    steps, or after twice as many for each growth that failed, up to 320; bad steps in between do
+    not count.
 
     Args:
         state: LossScaleState before the step.
@@ -157,13 +164,15 @@ class Schedule(NamedTuple):
         finite: Any,
         loss_is_finite: Any = False,
     ) -> tuple[LossScaleState, History | None]:
-        """Returns the state and the history after a step; None for a history that stays.
+        """Returns the state and the history after a step.
+
+        The history is None if it stays the same.
 
         Args:
             state: LossScaleState before the step.
             history: function that returns the History before the step. Most good steps need none.
-            finite: as of `next_state`.
-            loss_is_finite: as of `next_state`.
+            finite: as in `next_state`.
+            loss_is_finite: as in `next_state`.
         """
         scale = tf.convert_to_tensor(state.loss_scale, tf.float32)
         state = state._replace(loss_scale=scale)
@@ -195,18 +204,18 @@ class Schedule(NamedTuple):
         return tf.cast(tf.minimum(wait, longest), tf.int64)
 
     def _wait_after_growth(self, scale: tf.Tensor, history: History) -> tf.Tensor:
-        # After a second growth the first one has not failed.
-        # Divided, since the product may be infinite. It may be off by a rounding.
+        # A growth has not failed if a second one has followed. This is a quotient, since the
+        # product may be infinite; 1.001 allows for rounding.
         has_grown_twice = scale / self.multiplier > 1.001 * history.fallen_to
         return tf.where(has_grown_twice, _FIRST_WAIT, history.wait)
 
     def bad(
         self, state: LossScaleState, history: History, loss_is_finite: tf.Tensor
     ) -> tuple[LossScaleState, History]:
-        """Returns the state and the history after a bad step. All are tensors."""
+        """Returns the state and the history after a bad step, all as tensors."""
         scale, num_bad_steps = state.loss_scale, state.num_bad_steps + 1
         good_steps = tf.cast(state.num_good_steps, tf.float32)
-        # Since the last bad step, and since it last backed off.
+        # Whether the scale has moved since the last bad step, and grown since it last backed off.
         has_moved, has_grown = scale > history.loss_scale, scale > history.fallen_to
         good_before = good_steps - tf.where(has_moved, 0.0, history.good_steps)
         enough, lost = tf.unstack(tf.where(scale < 1, _BELOW_1, _AT_1))
@@ -233,12 +242,12 @@ class Schedule(NamedTuple):
         else:
             starts_again = moves | (scale >= 1)
         good_steps = tf.where(starts_again, 0.0, good_steps)
-        # With hysteresis, the steps before are bad.
+        # With hysteresis, the steps before a back-off are always bad.
         is_lone = good_before >= _LONE if self.hysteresis == 1 else evidence < enough
         lone_back_offs = tf.where(has_grown, 0.0, history.lone_back_offs)
         wait = self._wait_after_growth(scale, history)
         after = History(
-            # The next bad step in a row is evidence enough.
+            # Now the next bad step in a row is evidence enough.
             evidence=tf.where(moves & (lowered < 1), evidence - 1, evidence),
             loss_scale=lowered,
             good_steps=good_steps,
@@ -252,7 +261,7 @@ class Schedule(NamedTuple):
 
 @functools.cache
 def _operation_of_bad(schedule: Schedule) -> Callable[..., Any]:
-    # Traced once for all graphs, which seldom run it.
+    # It is traced once for all graphs, which seldom run it.
     return host.shared_operation(schedule.bad)
 
 
@@ -272,7 +281,7 @@ def bad_steps_after(before: Any, finite: Any) -> tf.Tensor:
     """Returns the number of non-finite steps in a row after a step.
 
     Args:
-        before: int64 scalar tensor or variable. The number before it.
+        before: int64 scalar tensor or variable. The number before the step.
         finite: bool scalar tensor, or bool. Whether all gradients of the step were finite.
     """
     return chosen(finite, lambda: tf.constant(0, tf.int64), lambda: before + 1)

@@ -1,4 +1,7 @@
-"""The sentences of warnings about skipped steps. This module needs TensorFlow only."""
+"""The sentences of warnings about skipped steps.
+
+This module needs TensorFlow only.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +48,7 @@ def bad_weights(weights: Sequence[tuple[str, Any, tf.DType]]) -> str:
 
 
 def diagnosis(loss_is_finite: bool | None) -> str:
-    """Returns what to do about a loss that is finite, is not, or is not known (None)."""
+    """Returns what to do about a loss that is finite, not finite, or unknown (None)."""
     forward = (
         "look at the forward pass, where a smaller loss scale changes nothing: at the inputs and "
         "labels, the learning rate, weights that are already not finite, and activations above "

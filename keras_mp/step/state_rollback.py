@@ -1,10 +1,11 @@
-"""Rolls back the assignments of the forward pass to weights, if the step is skipped.
+"""Rolls back what the forward pass assigned to weights, if the step is skipped.
 
-Batch normalization moves its statistics while the loss is computed, before it is known that
-the step will be skipped. A value that is read before an assignment is the old buffer, which the
-assignment replaces, so keeping it costs no copy. In a graph each weight is read where the step
-begins. When gradients are applied, the graph shows which weights were written since then; the other
-reads are pruned. In eager this is unknown, so all values are kept until the verdict.
+Batch normalization moves its statistics while the loss is computed, before anybody knows that the
+step will be skipped. A value that is read before an assignment is the old buffer. Since the
+assignment replaces that buffer, keeping the value costs no copy. In a graph, each weight is read
+where the step begins. When gradients are applied, the graph shows which weights were written since
+then, and the reads of all others are pruned. In eager this is unknown, so all values are kept until
+the verdict.
 
 This module needs TensorFlow only; it asks a model for its `weights`.
 """
@@ -47,11 +48,13 @@ class Weight(NamedTuple):
 
 
 def name_of(variable: Any) -> str:
-    """Returns the name that the user knows: Keras 3 has paths, which tell layers apart.
+    """Returns the name that the user knows.
+
+    Keras 3 has paths, which tell layers apart.
 
     Args:
-        variable: a variable of any kind. Outside of replicas, a distributed one would be read, in
-            the graph, if it were asked for an attribute that it lacks.
+        variable: a variable of any kind. If a distributed one were asked for an attribute that it
+            lacks, outside of replicas, it would be read in the graph.
     """
     first, *_ = tf.distribute.get_strategy().experimental_local_results(variable)
     return getattr(first, "path", None) or first.name.partition(":")[0]
@@ -63,7 +66,7 @@ class Input(NamedTuple):
     Attributes:
         name: str.
         value: floating-point tensor.
-        limit: float. The smallest value that is infinite where the model computes.
+        limit: float. The smallest value that is infinite in the dtype in which the model computes.
     """
 
     name: str
@@ -79,7 +82,7 @@ class Kept:
 
     Args:
         weights: sequence of Weight.
-        old: list of handles and the values that the variables had.
+        old: list of handles, each with the value that the variable had.
     """
 
     def __init__(self, weights: Sequence[Weight], old: list[tuple[tf.Tensor, tf.Tensor]]) -> None:
@@ -90,7 +93,10 @@ class Kept:
         return bool(self._old)
 
     def may_have_changed(self) -> bool:
-        """Whether the step has written to a weight. In eager, its value tells."""
+        """Whether the step has written to a weight.
+
+        In eager, the value of the weight tells.
+        """
         if not tf.executing_eagerly():
             return bool(self)
         now = (tf.raw_ops.ReadVariableOp(resource=h, dtype=old.dtype) for h, old in self._old)
@@ -100,18 +106,27 @@ class Kept:
         )
 
     def put_back(self) -> list[tf.Operation]:
-        """Restores the values. Works in any context, also for all replicas."""
+        """Restores the values.
+
+        Works in any context, also for all replicas.
+        """
         ops = [tf.raw_ops.AssignVariableOp(resource=h, value=value) for h, value in self._old]
         return [op for op in ops if op is not None]
 
     def release(self) -> None:
-        """Releases the values in eager, where an update copies a value that is held."""
+        """Releases the values in eager.
+
+        Otherwise an update would copy each value that is held.
+        """
         if tf.executing_eagerly():
             self._old.clear()
 
 
 class _StepState(threading.local):
-    """The step that is under way in a thread. MirroredStrategy runs each replica in its own."""
+    """The step that is under way in a thread.
+
+    MirroredStrategy runs each replica in a thread of its own.
+    """
 
     step: "_Step | None" = None
 
@@ -125,28 +140,28 @@ def training_step(*models: Any) -> Iterator[None]:
     """Makes a skipped step leave no trace in a model, in a training loop of your own.
 
     A layer such as `BatchNormalization` assigns to its weights in the forward pass. If the step is
-    skipped then, since the gradients are not finite, each weight gets the value back that it had
-    where the context began, or where the last step was made in it. `Model.fit` enters it by itself
-    for each batch, and so does `train_on_batch`.
+    then skipped, because the gradients are not finite, each weight gets back the value that it had
+    where the context began, or where the last step was made in it. `Model.fit` and `train_on_batch`
+    enter this context for each batch.
 
-    It goes around the forward pass *and* `apply_gradients` or `minimize`; where these are in a
-    `tf.function`, into that function, and under a `tf.distribute.Strategy` into what
-    `strategy.run` calls. All optimizers that make a step inside share it. Weights that a good step
-    has changed keep the change. Random generators and metrics are left alone. With a `GradScaler`
-    a step ends with `update`: what was assigned since the last one is put back if any optimizer is
-    skipped.
+    It goes around the forward pass *and* `apply_gradients` or `minimize`. Where these are in a
+    `tf.function`, it goes into that function, and under a `tf.distribute.Strategy` into the
+    function that `strategy.run` calls. All optimizers that make a step inside share it. Weights
+    that a good step has changed keep the change. Random generators and metrics are left alone. With
+    a `GradScaler`, a step ends with `update`: what was assigned since the last one is put back if
+    any optimizer is skipped.
 
     An exception in eager code puts the same values back.
 
     In the graph mode of TensorFlow 1 it does nothing. A model that is built by its first batch has
-    no weights before, so nothing is known that could be put back after that batch.
+    no weights before that, so nothing is known that could be put back after that batch.
 
     Args:
         *models: models, layers, `tf.Module`s, variables, or lists of them.
 
     Raises:
-        TypeError: there is something else among them.
-        ValueError: it is entered in a cross-replica context.
+        TypeError: one of the arguments is something else.
+        ValueError: the context is entered in a cross-replica context.
 
     Example:
 
@@ -195,10 +210,13 @@ def is_under_way() -> bool:
 
 
 def watch_inputs(given: Iterable[tuple[str, Any, tf.DType]]) -> None:
-    """Lets a step that is skipped look at what its model was given. Called in a `training_step`.
+    """Lets a skipped step look at what its model was given.
+
+    It is called in a `training_step`.
 
     Args:
-        given: iterable of names, structures of tensors, and the dtypes that the model casts to.
+        given: iterable of names, structures of tensors, and the dtypes to which the model casts
+            them.
     """
     step = _thread.step
     if step is None:
@@ -211,13 +229,16 @@ def watch_inputs(given: Iterable[tuple[str, Any, tf.DType]]) -> None:
 
 
 def inputs() -> list[Input]:
-    """Returns what the model of this step was given, as far as it is known in this graph."""
+    """Returns what the model of this step was given, as far as this graph knows."""
     step = _thread.step
     return step.inputs if step is not None and step.graph is host.current_graph() else []
 
 
 def has_examples() -> tf.Tensor | None:
-    """Returns whether there are examples in the batch; None if it is certain, or not known."""
+    """Returns whether there are examples in the batch.
+
+    Returns None if that is certain, or not known.
+    """
     step = _thread.step
     if step is None or step.batch is None or step.graph is not host.current_graph():
         return None
@@ -233,8 +254,8 @@ def keep(trained: Iterable[Any]) -> Kept:
     Called in a replica context, before anything is applied.
 
     Args:
-        trained: iterable of the variables that the step trains. It is unknown whether the forward
-            pass or another step wrote other trainable weights.
+        trained: iterable of the variables that the step trains. For other trainable weights it is
+            unknown whether the forward pass or another step has written to them.
     """
     if host.in_v1_graph():
         return Kept((), [])
@@ -246,7 +267,7 @@ def keep(trained: Iterable[Any]) -> Kept:
 
 
 def step_is_over() -> None:
-    """Begins a new step, after one was made or skipped."""
+    """Begins a new step after one was made or skipped."""
     if _thread.step is not None:
         _thread.step.begin()
 
@@ -269,7 +290,7 @@ class _Step:
         self.weights: dict[int, Weight] = {}
         self.inputs: list[Input] = []
         self.batch: tf.Tensor | None = None
-        # The values that were read in eager, by the id of the handle.
+        # The values that were read in eager, by the ids of the handles.
         self._values: dict[int, tf.Tensor] = {}
         # The number of operations that each graph had when the step began there.
         self._starts: dict[Any, int] = {}
@@ -284,24 +305,31 @@ class _Step:
         self.weights = {**weights, **self.weights}
 
     def begin(self) -> None:
-        """Remembers the values anew, in this graph or in eager."""
+        """Remembers the values again, in this graph or in eager."""
         graph = host.current_graph()
         if graph is not None:
             self._starts[graph] = len(graph.get_operations())
         self._read(self.weights)
 
     def put_back(self) -> None:
-        """Restores in eager what was written since the step began, or the last one was made."""
+        """Restores in eager what was written since the step began.
+
+        If a step was made inside, only later writes are undone.
+        """
         if tf.executing_eagerly():
             old = [(self.weights[key].handle, value) for key, value in self._values.items()]
             Kept((), old).put_back()
 
     def old_values(self, trained: dict[int, Weight]) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """Returns handles and old values of the variables that may have been written since."""
+        """Returns handles and old values of variables that may have been written since.
+
+        That is since the step began.
+        """
         weights = {key: w for key, w in self.weights.items() if key in trained or not w.is_trained}
         if tf.executing_eagerly():
             values = self._values
-            # An update copies values that are held. The rest is for the steps of other optimizers.
+            # An update copies values that are held. The other values are for the steps of other
+            # optimizers.
             self._values = {key: value for key, value in values.items() if key not in trained}
             return [(w.handle, values[key]) for key, w in weights.items() if key in values]
         histories = [
@@ -357,7 +385,10 @@ class _History:
 def _before_first_write(
     histories: Sequence[_History], handle: tf.Tensor
 ) -> tuple[tf.Tensor | None, bool]:
-    """Returns the value read before the first write, or None, and whether there was a write."""
+    """Returns the value read before the first write, and whether there was a write.
+
+    The value is None if there was no such read.
+    """
     value = None
     for history in histories:
         for op, writes in history.uses(handle):
@@ -370,27 +401,29 @@ def _before_first_write(
 
 def _by_handle(variables: Iterable[tuple[Any, bool]]) -> dict[int, Weight]:
     weights = {}
-    with scope.autocast_scope(None):  # in which variables show the dtype of their values
+    with scope.autocast_scope(None):  # Here variables show the dtype of their values.
         for variable, is_trained in variables:
             handle = getattr(variable, "handle", None)
-            if handle is not None:  # as in a variable of Keras 3 that is not built yet
+            if handle is not None:  # A variable of Keras 3 that is not built yet has none.
                 dtype = tf.as_dtype(variable.dtype)
                 weights[id(handle)] = Weight(variable, handle, dtype, is_trained)
     return weights
 
 
 def _variables(models: Any) -> list[tuple[Any, bool]]:
-    """Returns the variables of models, layers and modules, and whether they are trained.
+    """Returns the variables of models, layers and modules.
 
-    Those of metrics are left out. A variable that is given by itself counts as not trained.
+    Each comes with whether it is trained.
+
+    The variables of metrics are left out. A variable that is given by itself counts as not trained.
     """
     if hasattr(type(models), "weights"):
         try:
             weights = models.weights
-        except ValueError:  # as models of Keras 2 that are not built yet have none
+        except ValueError:  # Models of Keras 2 that are not built yet have none.
             return []
         of_metrics = {id(v) for m in getattr(models, "metrics", ()) for v in m.variables}
-        # In Keras 2 the vocabulary of a lookup is one of its weights, and no variable.
+        # In Keras 2, the vocabulary of a lookup is among the weights, but is not a variable.
         return [(v, getattr(v, "trainable", False)) for v in weights if id(v) not in of_metrics]
     if isinstance(models, tf.Module):
         return [(v, v.trainable) for v in models.variables]
@@ -417,5 +450,6 @@ def _named(name: str, structure: Any) -> Iterator[tuple[str, tf.Tensor]]:
 
 
 def _limit(dtype: tf.DType) -> float:
-    # Halfway from the largest float16 to the next power of two, where rounding turns to infinity.
+    # Halfway from the largest float16 to the next power of two, from where on rounding gives
+    # infinity.
     return 65520.0 if dtype == tf.float16 else float("inf")

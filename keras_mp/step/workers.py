@@ -1,8 +1,10 @@
-"""Checks that all workers train alike: they exchange facts, and errors show the differences.
+"""Checks that all workers train alike.
 
-Workers sum gradients while these are scaled, each divides by its own scale, and each asks for sums
-in its own dtype. If these differ, weights drift apart, or a sum never ends. Programs of one worker
-pay nothing.
+They exchange facts, and errors show the differences.
+
+Workers sum gradients while these are scaled. Then each of them divides by its own scale, and each
+asks for sums in its own dtype. If these differ, weights drift apart, or a sum never ends. Programs
+with one worker pay nothing.
 """
 
 import collections
@@ -19,7 +21,7 @@ import tensorflow as tf
 from keras_mp.step.gradients import Gradient, map_values
 from keras_mp.support import host
 
-# More facts that have to be the same on all workers, by name. Other modules add theirs.
+# Further facts that have to be the same on all workers, by name. Other modules add theirs.
 FACTS: dict[str, Callable[[], str]] = {}
 
 _STRATEGIES = (
@@ -30,7 +32,7 @@ _STRATEGIES = (
 _BYTES = 4096
 # How long a worker waits for the others to make their first step.
 TIMEOUT_IN_SECONDS = 1800.0
-# TensorFlow counts its own groups from 1.
+# TensorFlow numbers its own groups from 1.
 _GROUP_KEY = 293_000_000
 _instance_keys = itertools.count(1)
 _known_to_be_alike: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -47,9 +49,9 @@ def are_several(strategy: tf.distribute.Strategy | None = None) -> bool:
 
 
 def check_alike(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
-    """Checks, at the first step of an owner, that its facts are the same on all workers.
+    """Checks, at an owner's first step, that its facts are the same on all workers.
 
-    They exchange facts before their first sum, since a sum of two dtypes would never end.
+    Workers exchange facts before their first sum, since a sum of two dtypes would never end.
 
     Args:
         owner: the object that makes steps. A weak reference to it is kept.
@@ -63,7 +65,8 @@ def check_alike(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
         return
     present = [gradient for gradient in grads if gradient is not None]
     dtypes = collections.Counter(gradient.dtype.name for gradient in present)
-    # Workers whose optimizers make their first steps in different orders meet at different ones.
+    # If workers make their optimizers' first steps in different orders, different optimizers meet
+    # here.
     shapes = [str(gradient.shape) for gradient in present if isinstance(gradient, tf.Tensor)]
     own = {
         **{name: fact() for name, fact in FACTS.items()},
@@ -101,16 +104,16 @@ def check_alike(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
 def with_scale(
     grads: list[Any], scaled_by: tf.Tensor | None, divisor: tf.Tensor | None
 ) -> list[Any]:
-    """Adds the loss scale to the gradients of a replica; `checked` takes it out of the sums.
+    """Adds the loss scale to a replica's gradients; `checked` takes it out again.
 
-    Each replica has a place in a vector that is zero elsewhere. It sends the bytes of two numbers:
-    those up to 255 are the same in every dtype that gradients travel in.
+    Each replica has a place in a vector that is zero elsewhere. It sends two numbers byte by byte,
+    since numbers up to 255 are the same in every dtype in which gradients are sent.
 
     Args:
         grads: the gradients that are sent.
         scaled_by: float32 scalar tensor, or None where nothing scales a loss.
-        divisor: float32 scalar tensor. The number that unscales the sums, which is not the scale if
-            the program has scaled no loss; None if there is none.
+        divisor: float32 scalar tensor. The number that unscales the sums; None if there is none. It
+            is not the scale if the program has scaled no loss.
     """
     if scaled_by is None or not are_several():
         return grads
@@ -122,15 +125,15 @@ def with_scale(
 
 
 def checked(sums: list[Any], scaled_by: tf.Tensor | None) -> list[Any]:
-    """Returns the sums of gradients, once all replicas were found to scale alike.
+    """Returns the sums of gradients, after checking that all replicas scale alike.
 
     Args:
         sums: the sums of the gradients of `with_scale`.
-        scaled_by: as for `with_scale`.
+        scaled_by: as in `with_scale`.
 
     Raises:
-        tf.errors.InvalidArgumentError: the scales differ; where and when the step runs, on all
-            workers.
+        tf.errors.InvalidArgumentError: the scales differ. It is raised where and when the step
+            runs, on all workers.
     """
     if scaled_by is None or not are_several():
         return sums
@@ -155,12 +158,15 @@ def _of_each_worker(scales: tf.Tensor) -> list[Any]:
 
 
 def _count(strategy: Any) -> int:
-    """Returns the number of workers, all of which have the same number of devices."""
+    """Returns the number of workers.
+
+    All of them have the same number of devices.
+    """
     return strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
 
 
 def _exchange(own: dict[str, str]) -> list[dict[str, str]]:
-    """Returns the facts of each worker, in their order."""
+    """Returns the facts of each worker, in the order of the workers."""
     strategy: Any = tf.distribute.get_strategy()
     sent = json.dumps([strategy.cluster_resolver.task_id or 0, _shortened(own)]).encode()
     numbers = np.frombuffer(sent.ljust(_BYTES), np.int32)
