@@ -94,7 +94,7 @@ __all__ = [
     "training_step",
 ]
 
-# The modules of names that most programs do not use. They are imported when they are needed.
+# The modules whose names most programs do not use. They are imported when they are needed.
 _LATER = {
     "GradScaler": "grad_scaler",
     "LossScaleGradientTape": "loss_scale_gradient_tape",
@@ -111,7 +111,7 @@ compile_hook.install(Policy)
 extensions.attach()
 
 
-if not TYPE_CHECKING:  # To a checker, any name would be there.
+if not TYPE_CHECKING:  # Otherwise a type checker would accept any name.
 
     def __getattr__(name: str) -> Any:
         if name not in _LATER:
@@ -121,5 +121,5 @@ if not TYPE_CHECKING:  # To a checker, any name would be there.
 
 
 def __dir__() -> list[str]:
-    # Importing them has put the package's own modules beside the public names.
+    # Once imported, the package's own modules would be listed beside the public names.
     return __all__

@@ -1,8 +1,8 @@
-"""Trains one small model in float32, mixed_float16 and mixed_bfloat16, and compares them.
+"""Trains one small model in float32 and mixed precision, and compares them.
 
 python -m keras_mp [--policy NAME|best ...] [--epochs N] [--strategy none|mirrored] [--output PATH]
 
-Or looks at a saved model:
+It also looks at a saved model:
 
 python -m keras_mp check MODEL.keras BATCH.npz
 python -m keras_mp watch MODEL.keras BATCHES.npz
@@ -39,20 +39,21 @@ _COMMANDS = ("check", "watch", "tune", "profile")
 _SEED = 0
 _BATCH_SIZE = 32
 
-# The default of 2000 good steps is for runs of many thousands. In the few hundred steps of this run
-# the scale would never move; with a short period it grows until gradients overflow.
+# The default of 2000 good steps is for runs of many thousand steps. In the few hundred steps of
+# this run, the scale would never move. With a short period, it grows until gradients overflow.
 _INCREMENT_PERIOD = 20
 
-# Enough for every policy to get within a percent of the accuracy that more would give.
+# After so many epochs, every policy is within a percent of the accuracy that more of them would
+# give.
 _EPOCHS = 5
 
 # The first step traces the graph and builds the optimizer; the next two warm caches up.
 _WARM_UP_STEPS = 3
 
-# Below, a difference in speed is not worth another dtype, and may be noise.
+# A smaller gain in speed is not worth another dtype, and may be noise.
 _LEAST_GAIN = 1.1
 
-# Two lines that cover each other stay visible as a dashed one on a solid one.
+# Of two lines that cover each other, both can be seen if one is dashed and lies on a solid one.
 _LINES = {
     "float32": {"color": "black", "linewidth": 2.2, "alpha": 0.45},
     "mixed_float16": {"color": "tab:red", "linewidth": 1.2},
@@ -68,7 +69,7 @@ class Result:
     Attributes:
         policy: The policy's name.
         accuracy: The share of the test images that are recognized.
-        activation_bytes: Size of all layers' outputs for one batch.
+        activation_bytes: The size of all layers' outputs for one batch.
         steps: The loss and the duration of each step.
         monitor: The loss scale at each step, or None without loss scaling.
     """
@@ -167,7 +168,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _named(policies: Sequence[str]) -> list[str]:
-    """Replaces "best" by the name of the fastest policy, and leaves out repetitions."""
+    """Replaces "best" by the name of the fastest policy, and drops repetitions."""
     named = [keras_mp.hardware.best_policy() if p == _BEST else p for p in policies]
     return list(dict.fromkeys(named))
 
@@ -201,7 +202,7 @@ def _make_strategy(name: str) -> tf.distribute.Strategy | None:
     if name == "none":
         return None
     if not tf.config.list_physical_devices("GPU"):
-        # One CPU would be one replica, with nothing to reduce.
+        # One CPU would make one replica, with nothing to reduce.
         tf.config.set_logical_device_configuration(
             tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
         )
@@ -230,13 +231,13 @@ def _train(
     progress: ProgressBar,
 ) -> Result:
     train_images, test_images, train_labels, test_labels = data
-    # The same initial weights and the same order of batches for every policy.
+    # Every policy gets the same initial weights and the same order of batches.
     tf.keras.utils.set_random_seed(_SEED)
     batches = (
         tf.data.Dataset.from_tensor_slices((train_images, train_labels))
         .shuffle(len(train_labels), seed=_SEED)
         .batch(_BATCH_SIZE, drop_remainder=True)
-        # Endless, since MirroredStrategy takes most of a second to start a data set anew.
+        # The data set is endless, since MirroredStrategy takes most of a second to start one anew.
         .repeat()
     )
     steps_per_epoch = len(train_labels) // _BATCH_SIZE
@@ -283,12 +284,13 @@ def _make_compiled_model(total_steps: int) -> tf.keras.Model:
             layers.MaxPooling2D(),
             layers.Conv2D(32, 3, padding="same", activation="relu"),
             layers.Flatten(),
-            # No dtype="float32" here: the model returns float32, and so does the loss.
+            # dtype="float32" is not needed here: the model returns float32, and so does the loss.
             layers.Dense(10),
         ]
     )
     model.compile(
-        # Decayed, so that the accuracy at the end is not an accident of the last few batches.
+        # The learning rate decays, so that the accuracy at the end is not an accident of the last
+        # few batches.
         optimizer=tf.keras.optimizers.Adam(
             tf.keras.optimizers.schedules.CosineDecay(3e-3, total_steps)
         ),
@@ -327,7 +329,10 @@ def _format_table(results: Sequence[Result]) -> str:
 
 
 def _compare_times(results: Sequence[Result]) -> list[str]:
-    """Returns one line that says what 16 bits bring on this machine, if float32 was run as well."""
+    """Returns one line that says what 16 bits bring on this machine.
+
+    There is none if float32 was not run.
+    """
     by_policy = {result.policy: result.milliseconds for result in results}
     float32 = by_policy.pop("float32", None)
     if float32 is None or not by_policy:
@@ -343,7 +348,7 @@ def _compare_times(results: Sequence[Result]) -> list[str]:
 
 
 def _plot(results: Sequence[Result], path: pathlib.Path) -> None:
-    # Figure without pyplot draws with Agg and leaves the process's own backend alone.
+    # A figure without pyplot is drawn with Agg, and leaves the process's own backend alone.
     from matplotlib.figure import Figure
 
     monitors = [result.monitor for result in results if result.monitor is not None]

@@ -1,7 +1,8 @@
-"""Losses that a layer adds in float16, in which anything above 65,504 is infinite.
+"""Reports losses that a layer adds in float16 and that are infinite there.
 
-What a layer has computed is known only where it runs, so an infinite loss is told of when a step
-has met one. A loss that is finite in float16 is right.
+In float16, anything above 65,504 is infinite. What a layer has computed is known only where it
+runs, so a warning comes when a step has met an infinite loss. A loss that is finite in float16 is
+right.
 """
 
 import functools
@@ -18,7 +19,7 @@ from keras_mp.kernels import again_in_float32
 from keras_mp.step import state_rollback
 from keras_mp.support import host, messages
 
-# What tells of the losses of a layer, in training steps.
+# For each layer, what reports its losses in training steps.
 _callbacks: "weakref.WeakKeyDictionary[tf.keras.layers.Layer, host.HostCallback]" = (
     weakref.WeakKeyDictionary()
 )
@@ -26,7 +27,7 @@ _callbacks: "weakref.WeakKeyDictionary[tf.keras.layers.Layer, host.HostCallback]
 
 @once
 def install() -> None:
-    """Lets layers in float16 tell of infinite losses that they add, once in a process."""
+    """Lets layers in float16 report infinite losses that they add, once in a process."""
     owner = next(cls for cls in tf.keras.layers.Layer.__mro__ if "add_loss" in vars(cls))
     hooks.install([Replacement(Method(owner, "add_loss"), _adding_wide_losses, When.ALWAYS)])
 
@@ -40,7 +41,7 @@ def _adding_wide_losses(own: Callable[..., None]) -> Callable[..., None]:
 
 
 def _widened(layer: tf.keras.layers.Layer, loss: Any) -> Any:
-    # Keras 2 adds a symbolic loss in a layer whose policy is not ours.
+    # Keras 2 adds a symbolic loss in a layer whose policy is not one of keras_mp.
     if reach.current() is None and not again_in_float32.was_made_in_reach(loss):
         return loss
     result = again_in_float32.compute(loss)
@@ -59,7 +60,7 @@ def _tell_if_infinite(layer: tf.keras.layers.Layer, loss: tf.Tensor) -> None:
 
 
 def _once(name: str) -> Any:
-    """Returns a function that warns of the loss of a layer, when it is first called."""
+    """Returns a function that warns of a layer's loss when it is first called."""
 
     @functools.cache
     def warn() -> None:

@@ -1,4 +1,4 @@
-"""The optimizer wrapper that sums gradients in bfloat16, where no loss is scaled.
+"""The optimizer wrapper that sums gradients in bfloat16, without loss scaling.
 
 RFC 293, "All-reducing in float16", for runs in bfloat16 and float32. `LossScaleOptimizer` does the
 same for runs that scale the loss.
@@ -24,27 +24,29 @@ _HINT = (
 
 @keras_api.register_serializable
 class AllReduceOptimizer(OptimizerWrapper):
-    """An optimizer that sums float32 gradients over replicas in bfloat16: in half the bytes.
+    """An optimizer that sums float32 gradients over replicas in bfloat16.
 
-    For training without loss scaling, in `mixed_bfloat16` or float32, under
-    `MultiWorkerMirroredStrategy` or `MirroredStrategy`. A `LossScaleOptimizer` has a `reduce_dtype`
-    of its own. Nothing wraps an optimizer with it by itself.
+    That takes half the bytes.
+
+    It is for training without loss scaling, in `mixed_bfloat16` or float32, under
+    `MultiWorkerMirroredStrategy` or `MirroredStrategy`. (A `LossScaleOptimizer` has its own
+    `reduce_dtype`.) Nothing wraps an optimizer with it automatically.
 
     Gradients are rounded to 8 significant bits on their way: each replica's before they are added,
-    and their sum. Clipping, weight decay and averages see the sum, in float32. float16 gradients
-    are summed in the same dtype, those of bfloat16 and float64 in their own. With one replica
-    nothing is summed or rounded. Steps are never skipped.
+    and then their sum. Clipping, weight decay and averages see the sum, in float32. float16
+    gradients are summed in the same dtype; bfloat16 and float64 gradients are summed in their own.
+    With one replica, nothing is summed or rounded. Steps are never skipped.
 
     Args:
         inner_optimizer: The optimizer to wrap: an instance, a name such as `"adam"`, or a config.
-        reduce_dtype: `"bfloat16"` (the default) or `"float32"`, or such a DType. In which float32
-            gradients are summed.
-        jit_compile: bool. Lets XLA compile the update, as of `OptimizerWrapper`. Defaults to False.
+        reduce_dtype: `"bfloat16"` (the default) or `"float32"`, or such a DType. The dtype in which
+            float32 gradients are summed.
+        jit_compile: bool. Lets XLA compile the update, as in `OptimizerWrapper`. Defaults to False.
 
     Raises:
-        TypeError: `inner_optimizer` is not an optimizer of `tf.keras`, or one that sums gradients
-            itself: a `LossScaleOptimizer`, or another of this class.
-        ValueError: `reduce_dtype` is another one, such as float16, which takes loss scaling.
+        TypeError: `inner_optimizer` is not an optimizer of `tf.keras`, or is one that sums
+            gradients itself: a `LossScaleOptimizer`, or another of this class.
+        ValueError: `reduce_dtype` is another dtype, such as float16, which needs loss scaling.
 
     Example:
 
@@ -82,9 +84,11 @@ class AllReduceOptimizer(OptimizerWrapper):
 
     @property
     def reduce_dtype(self) -> str:
-        """The dtype in which float32 gradients are summed over replicas. May be set at any time.
+        """The dtype in which float32 gradients are summed over replicas.
 
-        A `tf.function` that was traced before it was set keeps the old one.
+        It may be set at any time.
+
+        A `tf.function` keeps the dtype that was set when it was traced.
         """
         return self._reduce_dtype.name
 
@@ -152,7 +156,7 @@ def refuse_inside(optimizer: Any, wrapper: str) -> None:
         wrapper: str. The name of the wrapper.
 
     Raises:
-        TypeError: it is one, or wraps one.
+        TypeError: `optimizer` is an `AllReduceOptimizer`, or wraps one.
     """
     if sums_gradients(optimizer):
         raise TypeError(

@@ -12,7 +12,7 @@ from keras_mp.kernels import softmax_and_cross_entropy as fusion
 
 
 def as_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a function float32 in place of any other floating-point dtype.
+    """Makes a function get float32 instead of any other floating-point dtype.
 
     It is a decorator for your own losses, metrics and regularizers, whose arguments keras_mp
     leaves alone: under `"mixed_float16"` Keras 2 passes float16 to them. A decorated function keeps
@@ -54,7 +54,7 @@ def as_float32(function: Callable[..., Any]) -> Callable[..., Any]:
         args, kwargs = tf.nest.map_structure(_cast_tensor, (args, kwargs))
         return function(*args, **kwargs)
 
-    # `compile` of Keras 2 looks for it.
+    # `compile` of Keras 2 looks for this attribute.
     in_float32._keras_mp_casts_to = "float32"  # pyright: ignore[reportAttributeAccessIssue]
     return in_float32
 

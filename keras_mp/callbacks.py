@@ -1,4 +1,7 @@
-"""Callbacks that log the loss scale while a model trains, for TensorBoard and pictures."""
+"""Callbacks that log the loss scale while a model trains.
+
+They are for TensorBoard and for pictures.
+"""
 
 from typing import Any
 
@@ -21,31 +24,31 @@ class LossScaleMonitor(keras_api.BaseCallback):
     that `fit` returns run last, unless they are in the list.
 
     The values are read from the device at the end of each epoch. If `update_freq` is a number, they
-    are also read every `update_freq` batches, and the logs of every batch have the values that were
+    are also read every `update_freq` batches, and the logs of each batch have the values that were
     read last; the batches in between do not wait for the device. The progress bars of Keras 2 and
-    of Keras 3 before 3.15 then show their means over the epoch; with Keras 2, unless `callbacks`
-    has a `tf.keras.callbacks.ProgbarLogger("steps", stateful_metrics=["loss_scale",
-    "steps_skipped"])`.
+    of Keras 3 before 3.15 then show the mean of each value over the epoch; with Keras 2, this is
+    not so if `callbacks` has a `tf.keras.callbacks.ProgbarLogger("steps",
+    stateful_metrics=["loss_scale", "steps_skipped"])`.
 
-    If steps were skipped between two reads, `absl.logging` shows a line at the level "info": it
-    names the gradients that were not finite in the last of them.
+    If steps were skipped between two reads, `absl.logging` shows a line at the level "info". It
+    names the gradients that were not finite in the last of these steps.
 
     `evaluate` and `predict` log nothing. If a model trains without loss scaling, its logs stay as
-    they are, so a program with a flag for the dtype can always have this callback. There is a
+    they are, so a program with a flag for the dtype can always have this callback; there is a
     warning if a layer computes in float16, which needs loss scaling. If a model has several
-    optimizers, the first that scales the loss is shown. The `LossScaleOptimizer` of `tf.keras` is
-    not shown, since it does not count skipped steps; there is a warning.
+    optimizers, the first one that scales the loss is shown. The `LossScaleOptimizer` of `tf.keras`
+    is not shown, since it does not count skipped steps; there is a warning.
 
     Args:
         update_freq: `"epoch"` (the default), or an int, the number of batches between reads.
 
     Attributes:
-        history: dict with the lists "step" (int, steps attempted so far, skipped ones among them),
-            "loss_scale" (float) and "steps_skipped" (int, in total): one entry when training
-            starts and one each time the values are read. `keras_mp.plots.loss_scale` draws it. A
-            second `fit` continues it, unless the model has made fewer steps by then.
-        overflows: list of `keras_mp.Overflow`, for each read before which steps were skipped the
-            last of them; kept as long as `history`.
+        history: dict with the lists "step" (int, steps attempted so far, including skipped ones),
+            "loss_scale" (float) and "steps_skipped" (int, in total). Each has one entry for the
+            start of training and one for each time the values are read. `keras_mp.plots.loss_scale`
+            draws it. A second `fit` continues it, unless the model has made fewer steps by then.
+        overflows: list of `keras_mp.Overflow`. For each read before which steps were skipped, it
+            has the last one of them. It is kept as long as `history`.
 
     Raises:
         TypeError: `update_freq` is neither a str nor an int.
@@ -108,7 +111,7 @@ class LossScaleMonitor(keras_api.BaseCallback):
         self._next_read = 0 if isinstance(self.update_freq, str) else self.update_freq
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Puts the values into the logs, unless that is done for epochs only.
+        """Puts the values into the logs, unless only epochs are logged.
 
         Args:
             batch: int, the number of the batch in the epoch, from 0.
@@ -158,12 +161,14 @@ class LossScaleMonitor(keras_api.BaseCallback):
 def write_loss_scale(
     optimizer: tf.keras.optimizers.Optimizer, step: int | tf.Tensor | None = None
 ) -> None:
-    """Writes `loss_scale` and `steps_skipped` for TensorBoard, in a training loop of your own.
+    """Writes `loss_scale` and `steps_skipped` for TensorBoard.
+
+    It is for a training loop of your own.
 
     It writes them as scalars of these names to the default writer of `tf.summary`. In a
     `tf.function` nothing waits for the device. Like everything in `tf.summary`, it needs the
     package tensorboard, does not run in functions that XLA compiles, and belongs outside
-    `strategy.run`. Without loss scaling nothing is written. There is a warning if the global policy
+    `strategy.run`. Without loss scaling, it writes nothing. There is a warning if the global policy
     is "mixed_float16", which needs loss scaling, or if the optimizer is the `LossScaleOptimizer` of
     `tf.keras`, which does not count skipped steps.
 
@@ -230,5 +235,8 @@ def _scaling(optimizers: tf.keras.optimizers.Optimizer | None) -> LossScaleOptim
 
 
 def _steps(optimizer: LossScaleOptimizer) -> tf.Tensor:
-    """Returns how many steps were attempted; a skipped one does not advance `iterations`."""
+    """Returns how many steps were attempted.
+
+    A skipped one does not advance `iterations`.
+    """
     return tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64) + optimizer.steps_skipped

@@ -1,10 +1,10 @@
 """The one hook on `Model.compile`.
 
-RFC 293, "A policy's loss scale". `import keras_mp` installs the hook, so that it also sees
-a policy that was set with `tf.keras`'s own function. Models without a `keras_mp.Policy` and without
-a `keras_mp.LossScaleOptimizer` are compiled as before. A model that scales its loss gets a
-`train_step` of its own, around the one of its class. `docs/changes_to_keras.md` lists everything
-that keras_mp changes.
+RFC 293, "A policy's loss scale". `import keras_mp` installs the hook, so that it also sees a policy
+that was set with `tf.keras`'s own function. Models that have neither a `keras_mp.Policy` nor a
+`keras_mp.LossScaleOptimizer` are compiled as before. A model that scales its loss gets its own
+`train_step`, around the one of its class. `docs/changes_to_keras.md` lists everything that keras_mp
+changes.
 """
 
 import copy
@@ -43,7 +43,7 @@ Compile = Callable[..., None]
 
 
 def install(policy_class: type) -> None:
-    """Hooks `Model.compile` once, and that of the other Keras if it is imported.
+    """Hooks `Model.compile` once, also that of the other Keras if it is imported.
 
     Args:
         policy_class: the class of policies that add loss scaling to their models.
@@ -81,7 +81,7 @@ def _compile_for_policy(
     try:
         call = inspect.signature(keras_compile).bind(*args, **kwargs)
     except TypeError:
-        return keras_compile(*args, **kwargs)  # which raises an error with the reason
+        return keras_compile(*args, **kwargs)  # It raises an error with the reason.
     model, policy = args[0], args[0].dtype_policy
     has_our_policy = isinstance(policy, policy_class)
     if not _warn_if_made_in_another_thread(model) and not has_our_policy:
@@ -144,7 +144,7 @@ def _tell_optimizers(
         model: the model.
         is_scaled: bool. Whether its loss is scaled, even if its optimizers are not those passed to
             `compile`. Defaults to False.
-        loss_scale: the `LossScale` with which, or None for the one of its optimizer, if any.
+        loss_scale: the `LossScale` that scales it, or None for the one of its optimizer, if any.
     """
     optimizers = getattr(model, "optimizer", None)
     for optimizer in tf.nest.flatten(optimizers):
@@ -171,7 +171,7 @@ def _has_lost_its_policy(model: tf.keras.Model, call: inspect.BoundArguments) ->
 
 
 def _is_compiled_with_ours(model: tf.keras.Model, call: inspect.BoundArguments) -> bool:
-    """Whether the model was or is to be compiled with an optimizer or a loss of keras_mp."""
+    """Whether the old or new `compile` has an optimizer or a loss of keras_mp."""
     optimizers = [call.arguments.get("optimizer"), getattr(model, "optimizer", None)]
     of_call, of_model = call.arguments.get("loss"), getattr(model, "loss", None)
     all_losses = [*tf.nest.flatten(of_call), *tf.nest.flatten(of_model)]
@@ -212,9 +212,9 @@ def _how_to_scale(
 
 
 def _sums_itself(model: tf.keras.Model, optimizers: Any) -> bool:
-    """Whether an `AllReduceOptimizer` trains a model whose layers do not follow its policy.
+    """Whether an `AllReduceOptimizer` trains layers that do not follow the policy.
 
-    So it is where a file is loaded under another policy: Keras does not save that of the model.
+    It happens where a file is loaded under another policy, since Keras does not save a model's own.
     """
     if not any(map(all_reduce_optimizer.sums_gradients, tf.nest.flatten(optimizers))):
         return False
@@ -301,7 +301,7 @@ def _warn_if_policy_is_not_followed(model: tf.keras.Model, call: inspect.BoundAr
     problem = model_summary.policy_not_followed(model, call.arguments.get("optimizer"))
     if problem is None:
         return
-    # Under the policy in force, layers may well be in float32 on purpose.
+    # Under the policy that is in force, layers may well be in float32 on purpose.
     is_of_another = model.dtype_policy.name != keras_api.get_global_policy().name
     if is_of_another or _is_compiled_with_ours(model, call):
         messages.warn(f"The model {model.name!r}: {problem}")
@@ -324,7 +324,7 @@ def _warn_if_set_too_late(model: tf.keras.Model) -> None:
 def _warn_if_set_with_keras(
     policy_class: type, model: tf.keras.Model, call: inspect.BoundArguments
 ) -> None:
-    """Warns of a mixed global policy that is not ours, unless Keras's wrapper was asked for."""
+    """Warns of a mixed global policy of Keras, unless Keras's wrapper is used as well."""
     policy, own = keras_api.get_global_policy(), model.dtype_policy
     optimizers = tf.nest.flatten(call.arguments.get("optimizer"))
     if (

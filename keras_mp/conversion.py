@@ -15,31 +15,32 @@ from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES
 _Policy = TypeVar("_Policy")
 
 _FLOATING_NAMES = tuple(dtype.name for dtype in FLOATING)
-# Loaded models and inputs may have another policy than the layers that compute.
+# Models and inputs that were loaded may have other policies than the layers that compute.
 _NOT_COMPUTING = (tf.keras.Model, tf.keras.layers.InputLayer)
 
 
 def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
-    """Makes a model that is the same but for its policy: train mixed, export float32.
+    """Makes a model that differs only in its policy: train mixed, export float32.
 
     The new model is made from the config of the old one, with other policies in it, and gets its
-    weights. Where the model has layers that compute in 16 bits, these are converted, and layers
-    that were kept in float32 stay there; otherwise all layers are. Layers that do not compute in
-    floating point, and inputs, are left alone. The result is not compiled. The optimizer's state
-    may be carried over with a `tf.train.Checkpoint`.
+    weights. If the model has layers that compute in 16 bits, these are converted, and layers that
+    were kept in float32 stay in float32. If it has none, all layers are converted. Inputs, and
+    layers that do not compute in floating point, are left alone. The result is not compiled. The
+    optimizer's state may be carried over with a `tf.train.Checkpoint`.
 
-    Weights in 16 bits whose digits a `MasterWeightOptimizer` keeps are converted with all of them.
-    The other way, its `assign_float32_weights` takes the weights of the old model.
+    If a `MasterWeightOptimizer` keeps the digits of weights in 16 bits, the weights are converted
+    with all of their digits. In the other direction, its `assign_float32_weights` takes the weights
+    of the old model.
 
-    With a dict, only the layers with these paths get other policies, and the layers inside of
-    them. A path is the names on the way down to a layer, such as "encoder/dense"; the path ""
-    stands for all layers that no other one names. `keras_mp.numerics.tune` and `advice` give such
-    dicts, which `convert` also takes as JSON.
+    With a dict, only the layers with the given paths, and the layers inside of them, get other
+    policies. A path consists of the names on the way down to a layer, such as "encoder/dense"; the
+    path "" stands for all layers that no other path names. `keras_mp.numerics.tune` and `advice`
+    give such dicts, which `convert` also takes as JSON.
 
     Args:
         model: A model of `tf.keras`: Sequential, functional, or a subclass with a `get_config`.
-        policy: As for `set_global_policy`: a name, a dtype or a policy. Or a dict of paths of
-            layers and such policies; what `keras_mp.numerics.tune` or `advice()` returned; or the
+        policy: As for `set_global_policy`: a name, a dtype or a policy. Or a dict from paths of
+            layers to such policies; or what `keras_mp.numerics.tune` or `advice()` returned; or the
             dict, or the result of `tune`, as JSON: a text, or a path that ends with ".json".
 
     Returns:
@@ -47,9 +48,9 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
 
     Raises:
         TypeError: `model` is not a model of `tf.keras`.
-        ValueError: It cannot be made from its config, or its weights do not fit into the new
-            model; the message names the layer and has its error. Or no layer has one of the
-            paths, or its config has no policy. Or the JSON has something else in it.
+        ValueError: The model cannot be made from its config, or its weights do not fit into the new
+            model; the message names the layer and has its error. Or no layer has one of the paths,
+            or the layer's config has no policy. Or the JSON has something else in it.
 
     Example:
 
@@ -82,7 +83,8 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
         if not compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES):
             dtypes = LOW_PRECISION_NAMES
     with (
-        # Layers that a constructor makes, without a dtype in a config, keep to the model's.
+        # Layers that a constructor makes, and that have no dtype in a config, follow the model's
+        # policy.
         policy_scope(policies.get("", model.dtype_policy.name)),
         tf.keras.utils.custom_object_scope(classes),
         keras_api.trusted_scope(),
@@ -98,14 +100,14 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
             for path, layer_config, serialized_layer in _layer_configs(config):
                 layer: Any = by_path.get(path)
                 if type(layer) in names:
-                    # Other classes may have the name that Keras gave it.
+                    # Other classes may have the name by which Keras registered this one.
                     serialized_layer.update(registered_name=names[type(layer)])
                 if isinstance(layer, tf.keras.layers.Lambda):
                     functions |= keras_api.name_functions(layer, layer_config)
                 dtype = _nearest(path, serialized)
                 if dtype is not None and _compute_dtype(layer_config["dtype"]) in dtypes:
                     layer_config["dtype"] = dtype
-            # On Keras 3 a scope hides the one around it.
+            # On Keras 3, a scope hides the one around it.
             with tf.keras.utils.custom_object_scope({**classes, **functions}):
                 converted = type(model).from_config(config)
             if model.built and not converted.built:
@@ -134,7 +136,7 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
 
 
 def _keep_names(model: tf.keras.Model, converted: tf.keras.Model) -> None:
-    """Gives layers their names again, which those have lost whose config has no name."""
+    """Gives layers back the names that they lost for want of a name in their config."""
     for layer, copy in zip(
         layers_by_path(model).values(), layers_by_path(converted).values(), strict=True
     ):
@@ -143,7 +145,7 @@ def _keep_names(model: tf.keras.Model, converted: tf.keras.Model) -> None:
 
 
 def _read(policy: Any) -> Any:
-    """Returns a policy, or a dict of policies, which may be in the result of a tool or in JSON."""
+    """Returns a policy or a dict of policies, read from a result or JSON if need be."""
     policy = getattr(policy, "policies", policy)
     if isinstance(policy, str) and policy.lstrip().startswith("{"):
         text = policy
@@ -164,7 +166,9 @@ def _read(policy: Any) -> Any:
 
 
 def compute_dtypes(model: tf.keras.Model) -> set[str]:
-    """Returns the dtypes that the layers of a model compute in, those of models inside left out.
+    """Returns the dtypes in which the layers of a model compute.
+
+    Models inside of it are left out.
 
     Args:
         model: A model of `tf.keras`.
@@ -203,10 +207,10 @@ def policy_path(model: tf.keras.Model, path: str) -> str | None:
 
 
 def units_by_path(model: tf.keras.Model) -> dict[str, tf.keras.layers.Layer]:
-    """Returns the layers of a model that get a policy each, by their paths.
+    """Returns the layers of a model that get their own policy, by their paths.
 
-    A layer inside of one that is not a model goes with it, and so does one in a model whose config
-    does not hold its layers.
+    A layer inside of another one that is not a model goes with that one. So does a layer in a model
+    whose config does not hold its layers.
 
     Args:
         model: A model of `tf.keras` with a `get_config`.
@@ -223,7 +227,7 @@ def units_by_path(model: tf.keras.Model) -> dict[str, tf.keras.layers.Layer]:
 
 def _is_known(layer: tf.keras.layers.Layer) -> bool:
     """Whether Keras finds the class of a layer by its name."""
-    # Some of Keras's applications have classes of their own. `Add` is a layer and an operation.
+    # Some of Keras's applications have their own classes. `Add` is both a layer and an operation.
     name, module = type(layer).__name__, type(layer).__module__
     is_public = isinstance(layer, tf.keras.Model) or hasattr(tf.keras.layers, name)
     return module.partition(".")[0] == keras_api.ROOT_PACKAGE and is_public
@@ -232,13 +236,16 @@ def _is_known(layer: tf.keras.layers.Layer) -> bool:
 def _culprit(
     layer: tf.keras.layers.Layer,
 ) -> tuple[tf.keras.layers.Layer, Exception] | None:
-    """Returns the innermost layer that cannot be made from its config, and the error; or None."""
+    """Returns the innermost layer that cannot be made from its config, or None.
+
+    It comes with the error.
+    """
     try:
         type(layer).from_config(layer.get_config())
         return None
     except Exception as error:
         found = (layer, error)
-    # Other layers make the layers inside in their constructors, without the configs of these.
+    # Other layers make the layers inside of them in their constructors, without configs.
     is_model = isinstance(layer, tf.keras.Model) and keras_api.output_layers(layer) is not None
     if is_model or isinstance(layer, (tf.keras.Sequential, tf.keras.layers.Wrapper)):
         inside = map(_culprit, keras_api.layers_inside(layer))
@@ -255,7 +262,7 @@ def _check_paths(model: tf.keras.Model, paths: Iterable[str]) -> None:
             f"{list(layers)}. Received: {list(paths)}"
         )
     in_configs = paths_in_config(model)
-    # The policy of a model is that of its layers.
+    # The policy of a model is the policy of its layers.
     in_configs |= {path for path, layer in layers.items() if isinstance(layer, tf.keras.Model)}
     made_inside = sorted(set(paths) - in_configs)
     if made_inside:
@@ -270,7 +277,7 @@ def _check_paths(model: tf.keras.Model, paths: Iterable[str]) -> None:
 def _check_dtypes(
     model: tf.keras.Model, converted: tf.keras.Model, wanted: Mapping[str, Any]
 ) -> None:
-    """Refuses a model in which a layer in 16 bits is not in the dtype that was asked for."""
+    """Refuses a model whose 16-bit layers are not in the dtype that was asked for."""
     paths = {id(layer): path for path, layer in layers_by_path(model).items()}
     pairs = zip(keras_api.flatten_layers(model), keras_api.flatten_layers(converted), strict=True)
     for old, new in pairs:
@@ -288,7 +295,7 @@ def _check_dtypes(
 
 
 def _nearest(path: str, policies: Mapping[str, _Policy]) -> _Policy | None:
-    """Returns the policy of a layer, else of the innermost layer around it, else None."""
+    """Returns the policy of a layer, or of the innermost layer around it, or None."""
     while path and path not in policies:
         path = path.rpartition("/")[0]
     return policies.get(path)
@@ -300,7 +307,7 @@ def _scoped(policy: Any) -> Any:
 
 
 def _by_unique_name(classes: Iterable[type]) -> dict[str, type]:
-    """Returns classes by names: their own, if no other of these classes has it."""
+    """Returns classes by names: their own names, where no other class has the same."""
     named: dict[str, type] = {}
     for cls in dict.fromkeys(classes):
         name = cls.__name__
@@ -313,12 +320,13 @@ def _layer_configs(
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Yields the paths and configs of layers in the config of a model, however deep.
 
-    With each comes the dict around the config, which names the class; empty if there is none.
+    The third item is the dict around the config, which names the class; it is empty if there is
+    none.
     """
     if isinstance(config, dict):
         is_layer = {"trainable", "dtype"} <= config.keys()  # an input is not trainable
         if is_layer or {"name", "layers"} <= config.keys():  # a model of Keras 2 has no dtype
-            # The first one is the model's own. Keras 3 leaves the name out of a config if the
+            # The first config is the model's own. Keras 3 leaves the name out of a config if the
             # constructor of the class does not call the rest of its arguments `kwargs`.
             path = "" if path is None else f"{path}/{config.get('name', '')}".lstrip("/")
         if is_layer:

@@ -1,4 +1,7 @@
-"""What attaches to the core of keras_mp: each class is one thing that the core does not import."""
+"""What attaches to the core of keras_mp.
+
+Each class stands for something that the core does not import.
+"""
 
 import tensorflow as tf
 
@@ -19,7 +22,11 @@ class _Kernels(observers.Observer):
 
 
 class _Hardware(observers.Observer):
-    """Warns where 16 bits are slow. Variables initialize the devices, which may come later."""
+    """Warns where 16 bits are slow.
+
+    It looks again when variables are made: these initialize the devices, perhaps long after the
+    policy was made.
+    """
 
     def policy_was_made(self, dtype: str) -> None:
         hardware.warn_if_slow(dtype)
@@ -32,7 +39,10 @@ class _Hardware(observers.Observer):
 
 
 class _GraphRewrite(observers.Observer):
-    """Refuses mixed policies while the graph rewrite is on, and warns where it does not reach."""
+    """Refuses mixed policies while the graph rewrite is on.
+
+    It also warns where the rewrite does not reach.
+    """
 
     def policy_is_set(self, name: str) -> None:
         passes.refuse_policy(f"set_global_policy({name!r})")
@@ -61,7 +71,7 @@ class _GraphRewrite(observers.Observer):
 
 
 def attach() -> None:
-    """Attaches all of them. `import keras_mp` does, once."""
+    """Attaches all of them once, for `import keras_mp`."""
     for observer in (_Kernels(), _Hardware(), _GraphRewrite()):
         observers.attach(observer)
     workers.FACTS["kernels in float32 (see keras_mp.hardware.use_table)"] = slow.fact_for_workers

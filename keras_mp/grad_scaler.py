@@ -1,4 +1,6 @@
-"""Loss scaling for any TensorFlow code: many losses and optimizers under one scale.
+"""Loss scaling for any TensorFlow code.
+
+Many losses and optimizers share one scale.
 
 PyTorch's AMP feature proposal, "Gradient scaling".
 """
@@ -27,10 +29,13 @@ NewScale = float | tf.Tensor | tf.Variable | LossScale
 
 
 class GradScaler(ScalerProperties, tf.Module):
-    """Scales losses, and unscales, judges and applies their gradients, for any optimizers.
+    """Scales losses, and unscales, judges and applies their gradients.
 
-    What a `keras_mp.LossScaleOptimizer` is for one optimizer of `tf.keras`, this is for several
-    optimizers and losses that share one scale, and for code without Keras. A training step calls
+    It works with any optimizers.
+
+    A `keras_mp.LossScaleOptimizer` is for one optimizer of `tf.keras`. A `GradScaler` is for
+    several optimizers and losses that share one scale, and for code without Keras. A training step
+    calls
 
     - `scale` with its losses, under the tape, as often as it likes;
     - `unscale` with gradients that it wants to look at or to clip, if any;
@@ -38,38 +43,40 @@ class GradScaler(ScalerProperties, tf.Module):
       scaled, and applies them, or skips the step if they are not finite;
     - `update` once at the end, which moves the scale.
 
-    Each optimizer has a verdict of its own: one whose gradients overflowed is skipped, the others
-    make their steps, and the scale backs off. A step that is skipped changes nothing; what the
-    forward pass assigned to weights is put back in a `keras_mp.training_step` around all of it. A
-    fixed scale skips nothing, unless `skip_nonfinite` is set.
+    Each optimizer gets its own verdict: one whose gradients overflowed is skipped, the others make
+    their steps, and the scale backs off. A step that is skipped changes nothing. What the forward
+    pass assigned to weights is put back if a `keras_mp.training_step` is around all of it. A fixed
+    scale skips nothing, unless `skip_nonfinite` is set.
 
-    A call that is wrong, such as a second `step` before `update`, is an error. Where it is known
-    only when a `tf.function` runs, it is a `MixedPrecisionWarning`, and that step is not made.
+    A wrong call, such as a second `step` before `update`, is an error. Where it only shows when a
+    `tf.function` runs, it is a `MixedPrecisionWarning`, and that step is not made.
 
-    The scaler is a `tf.Module`: put it into a `tf.train.Checkpoint` beside model and optimizers.
-    Make it in the scope of the strategy that it is used under. Threads share one training step:
-    `update` is called once for all of them.
+    The scaler is a `tf.Module`: put it into a `tf.train.Checkpoint` beside the model and the
+    optimizers. Make it in the scope of the strategy under which it is used. Threads share one
+    training step: `update` is called once for all of them.
 
     Args:
         loss_scale: `"dynamic"` (the default), a positive number for a fixed scale, or a
-            `keras_mp.LossScale`. None scales nothing, and skips nothing unless `skip_nonfinite`.
+            `keras_mp.LossScale`. With None, nothing is scaled, and nothing is skipped unless
+            `skip_nonfinite` is set.
         enabled: bool. False has the effect of `loss_scale=None`, whatever the other arguments are:
-            the same calls, without loss scaling. Defaults to True.
-        skip_nonfinite: bool. Skips steps with a fixed scale too, or without one: for training in
-            bfloat16 or float32 in which one bad batch must not end it. Defaults to False.
+            the calls stay the same, without loss scaling. Defaults to True.
+        skip_nonfinite: bool. Skips steps with a fixed scale too, or without any scale. It is for
+            training in bfloat16 or float32 that one bad batch must not end. Defaults to False.
         aggregate_in_float16: bool. Sums float32 gradients over replicas as float16, still scaled,
             in half the bytes. Needs a scale that skips overflowing steps. Defaults to True, unless
             `reduce_dtype` is passed.
-        reduce_dtype: `"float16"`, `"bfloat16"`, `"float32"`, or such a DType. In which float32
-            gradients are summed over replicas: `"float16"` is `aggregate_in_float16=True`.
+        reduce_dtype: `"float16"`, `"bfloat16"`, `"float32"`, or such a DType. The dtype in which
+            float32 gradients are summed over replicas: `"float16"` is `aggregate_in_float16=True`.
             Defaults to None, which leaves it to `aggregate_in_float16`.
-        warn_after_skips: int, or None for never. After how many steps in a row in which an
-            optimizer was skipped to warn, and to say whether the loss itself is non-finite or only
-            its gradients. Defaults to 50.
-        raise_after_skips: int, or None for never (the default). After how many skipped steps in a
-            row to end training with a RuntimeError; in a function it comes as a `tf.errors.OpError`
-            with the same text, and where XLA compiles the step, as late as a warning would.
-        name: str. Name of the module.
+        warn_after_skips: int, or None for never. The number of steps in a row, in each of which an
+            optimizer was skipped, after which to warn. The warning says whether the loss itself is
+            non-finite or only its gradients. Defaults to 50.
+        raise_after_skips: int, or None for never (the default). The number of skipped steps in a
+            row after which training ends with a RuntimeError. In a function it comes as a
+            `tf.errors.OpError` with the same text; where XLA compiles the step, it comes as late as
+            a warning would.
+        name: str. The name of the module.
 
     Raises:
         TypeError: an argument is of another type.
@@ -111,7 +118,7 @@ class GradScaler(ScalerProperties, tf.Module):
         self._enabled = validation.boolean("enabled", enabled)
         self._skip_nonfinite = validation.boolean("skip_nonfinite", skip_nonfinite)
         used = configured if enabled and configured is not None else FixedLossScale(1)
-        # Not an attribute, which checkpoints would contain.
+        # This is not an ordinary attribute, since checkpoints would contain that.
         vars(self)["_configured"] = configured
         self._scaler = Scaler(
             used,
@@ -128,7 +135,7 @@ class GradScaler(ScalerProperties, tf.Module):
 
     @property
     def enabled(self) -> bool:
-        """Whether it scales, or skips, anything."""
+        """Whether the scaler scales, or skips, anything."""
         return self._enabled
 
     @do_not_convert
@@ -142,7 +149,8 @@ class GradScaler(ScalerProperties, tf.Module):
             losses: float tensor of any shape, or a nested structure of them.
 
         Returns:
-            The same structure of tensors, in float32 or wider; where nothing is scaled, `losses`.
+            The same structure of tensors, in float32 or wider; `losses` itself if nothing is
+            scaled.
 
         Raises:
             TypeError: a loss is not a floating-point tensor.
@@ -155,12 +163,12 @@ class GradScaler(ScalerProperties, tf.Module):
         """Divides gradients by the loss scale, so that they can be looked at or clipped.
 
         `step` then takes them as they are. If one of them is not finite, the step is skipped, even
-        if it is made finite afterwards.
+        if the gradient is made finite afterwards.
 
         Args:
             grads: iterable of tensors, `tf.IndexedSlices` (which stay sparse) and None.
-            optimizer: The optimizer of the gradients, as it will be passed to `step`. May be left
-                out if only one optimizer is used.
+            optimizer: The optimizer of the gradients, as it will be passed to `step`. It may be
+                left out if only one optimizer is used.
 
         Returns:
             list of the gradients, each in the dtype it came in.
@@ -223,14 +231,15 @@ class GradScaler(ScalerProperties, tf.Module):
     def update(self, new_scale: NewScale | None = None) -> None:
         """Ends the training step: moves a dynamic scale, once for all optimizers.
 
-        It backs off if an optimizer was skipped since the last call, and counts a good step, after
-        `increment_period` of which it grows, if none was.
+        The scale backs off if an optimizer was skipped since the last call. If none was, that
+        counts as a good step. After `increment_period` good steps the scale grows.
 
         Args:
             new_scale: int, float, or float scalar tensor, within the bounds of the loss scale,
-                which are `2**-24` and `2**126` by default. Sets the scale instead, which takes a
-                dynamic one. May be given without any `step`. In a function, a tensor that is out of
-                bounds or not finite leaves the scale as it is. Ignored where nothing is scaled.
+                which are `2**-24` and `2**126` by default. It sets the scale instead, which must be
+                a dynamic one. It may be given without any `step`. In a function, a tensor that is
+                out of bounds or not finite leaves the scale as it is. It is ignored where nothing
+                is scaled.
 
         Raises:
             TypeError: `new_scale` is not a number.
@@ -258,7 +267,7 @@ class GradScaler(ScalerProperties, tf.Module):
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal scaler.
 
-        The state of the loss scale is not among them: it is in checkpoints.
+        The state of the loss scale is not among the arguments; it is in checkpoints.
         """
         return {
             "loss_scale": loss_scale_lib.serialize(self._configured),

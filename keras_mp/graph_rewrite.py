@@ -1,8 +1,10 @@
-"""TensorFlow 1.15's automatic mixed precision: the graph is rewritten, the program stays.
+"""TensorFlow 1.15's automatic mixed precision, which rewrites graphs.
+
+The program stays as it is.
 
 TensorFlow 1.15, `tf.train.experimental.enable_mixed_precision_graph_rewrite`. The passes are
 TensorFlow's own. This module adds loss scaling around the optimizer, errors for combinations that
-cannot work, and the `report` of the operations that were rewritten.
+cannot work, and the `report` on the operations that were rewritten.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -38,27 +40,28 @@ __all__ = [
 def enable_mixed_precision_graph_rewrite(
     optimizer: Any, loss_scale: Any = "dynamic", dtype: str | None = None
 ) -> Any:
-    """Turns TensorFlow's graph rewrite on, and wraps an optimizer in the loss scaling it needs.
+    """Turns TensorFlow's graph rewrite on, and wraps an optimizer in loss scaling.
 
-    From now on, where a `tf.function` or a session runs a graph, TensorFlow moves operations that
-    are safe in 16 bits, and worth it, from float32 to `dtype`, and puts casts around them:
+    From now on, where a `tf.function` or a session runs a graph, TensorFlow moves operations from
+    float32 to `dtype` if they are safe in 16 bits and worth it, and puts casts around them;
     `report` shows them. The program computes with float32 tensors as before, and variables stay in
-    float32. Operations whose 16-bit kernels stop short of long sums, such as the gradient of a
-    bias in bfloat16 on CPUs, are left in float32, unless `enable_float32_sums(False)` was called.
-    Eager code has no graph and is not rewritten; neither is a function that XLA compiles
-    (`jit_compile=True`, which is what `compile` of Keras 3 chooses on GPUs).
+    float32. Operations whose 16-bit kernels stop short of long sums, such as the gradient of a bias
+    in bfloat16 on CPUs, are left in float32, unless `enable_float32_sums(False)` was called. Eager
+    code has no graph, and is not rewritten. Neither is a function that XLA compiles
+    (`jit_compile=True`, which `compile` of Keras 3 chooses on GPUs).
 
     Compute and apply gradients with the optimizer that is returned, by `minimize`, `Model.fit`, or
-    its other methods: `tf.gradients` and `tf.GradientTape` alone do not scale the loss.
+    its other methods, since `tf.gradients` and `tf.GradientTape` alone do not scale the loss.
 
     Args:
         optimizer: An optimizer of `tf.keras` of any family, or a `tf.compat.v1.train.Optimizer`.
         loss_scale: `"dynamic"` (the default), a positive number for a fixed scale, or a
-            `keras_mp.LossScale`; with an optimizer of `tf.compat.v1` all that
-            `keras_mp.compat.v1.LossScaleOptimizer` takes. bfloat16 needs none, and it is not used.
-        dtype: "float16", which TensorFlow rewrites to on Nvidia GPUs of compute capability 7.0 and
-            above and on CPUs with AMX-FP16 or AVX-NE-CONVERT; "bfloat16", which it rewrites to on
-            CPUs with AVX512 or AVX-NE-CONVERT; or None (the default) for the one that is fast on
+            `keras_mp.LossScale`; with an optimizer of `tf.compat.v1`, anything that
+            `keras_mp.compat.v1.LossScaleOptimizer` takes. It is not used with bfloat16, which needs
+            no loss scaling.
+        dtype: "float16", to which TensorFlow rewrites on Nvidia GPUs of compute capability 7.0 and
+            above, and on CPUs with AMX-FP16 or AVX-NE-CONVERT; "bfloat16", to which it rewrites on
+            CPUs with AVX512 or AVX-NE-CONVERT; or None (the default) for the dtype that is fast on
             this machine, or "float16" if none is. Where TensorFlow leaves graphs as they are, a
             warning says so.
 
@@ -103,9 +106,11 @@ def enable_mixed_precision_graph_rewrite(
 
 
 def disable_mixed_precision_graph_rewrite() -> None:
-    """Turns the graph rewrite off, for functions at once and for sessions that are made later.
+    """Turns the graph rewrite off.
 
-    Optimizers that were wrapped go on scaling the loss, which does no harm.
+    It is off for functions at once, and for sessions that are made later.
+
+    Optimizers that were wrapped still scale the loss, which does no harm.
 
     Example:
 
@@ -157,20 +162,20 @@ def session_config(
 
 
 def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) -> RewriteReport:
-    """Reports the changes of the graph rewrite to a function, or to operations for a session.
+    """Reports how the graph rewrite changes a function, or operations for a session.
 
-    The function is traced, as calling it would trace it, and does not run. From its graph, and all
-    that the graph calls, TensorFlow's grappler then makes what will run.
+    The function is traced as a call would trace it, but does not run. From its graph, and
+    everything that the graph calls, TensorFlow's grappler then makes the graph that would run.
 
-    With `device` it describes the rewrite for a GPU. No GPU is needed: grappler gets the
-    description of one of that compute capability, and TensorFlow's wheel knows its kernels. The
-    rewrite need not be on either; the report is then about TensorFlow's own lists.
+    With `device`, the report describes the rewrite for a GPU. No GPU is needed: grappler gets the
+    description of a GPU with that compute capability, and TensorFlow's wheel knows the kernels for
+    it. The rewrite need not be on either; the report is then about TensorFlow's own lists.
 
     Args:
-        function: a `tf.function`, or a concrete one; a model of `tf.keras` that is compiled, for
-            its step of training; or an operation or a tensor of a `tf.Graph`, or a list of these.
-        *args: the arguments of the function, tensors or `tf.TensorSpec`s. For a model a batch,
-            of arrays, tensors or `tf.TensorSpec`s: `x`, `y`, and sample weights if there are any.
+        function: a `tf.function`, or a concrete function; a model of `tf.keras` that is compiled,
+            for its training step; or an operation or a tensor of a `tf.Graph`, or a list of these.
+        *args: the arguments of the function, tensors or `tf.TensorSpec`s. For a model, a batch of
+            arrays, tensors or `tf.TensorSpec`s: `x`, `y`, and sample weights if there are any.
         device: str. A GPU and its compute capability, such as "GPU 7.0". None (the default) stands
             for this machine.
         **kwargs: keyword arguments of the function.
@@ -182,8 +187,8 @@ def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
         RuntimeError: the graph rewrite is not on, and `device` is None.
         ValueError: `device` is not such a description, or TensorFlow was built without CUDA; a
             model is not compiled, or operations are of several graphs.
-        TypeError: `function` is something else; a Python function has no graph. Or a model is
-            passed without a batch.
+        TypeError: `function` is something else, such as a Python function, which has no graph. Or a
+            model is passed without a batch.
 
     Example:
 
@@ -204,7 +209,7 @@ def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
         dtype = passes.enabled_dtype() or "float16"
     fetches: list[Any] = list(function) if isinstance(function, (list, tuple)) else [function]
     kinds = (tf.Operation, tf.Tensor, tf.Variable)
-    # An eager tensor is in no graph.
+    # An eager tensor has no graph.
     if fetches and all(isinstance(each, kinds) and hasattr(each, "graph") for each in fetches):
         if len({id(fetch.graph) for fetch in fetches}) > 1:
             raise ValueError(
@@ -232,18 +237,20 @@ def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
 
 
 def op_lists(dtype: str | None = None) -> dict[str, frozenset[str]]:
-    """Returns the lists of operations by which the graph rewrite goes, as TensorFlow has them now.
+    """Returns the lists of operations that the graph rewrite uses.
+
+    They are the lists that TensorFlow has at the moment.
 
     Args:
-        dtype: "float16" or "bfloat16". Defaults to the one that graphs are rewritten to, or to
+        dtype: "float16" or "bfloat16". Defaults to the dtype to which graphs are rewritten, or to
             "float16" while the rewrite is off. The lists for float16 are those for GPUs; the
             version of CUDA may keep a few operations off the list "allow".
 
     Returns:
-        dict of names of operations: "allow", those that gain and are always rewritten; "infer",
-        those that are if they stand between operations of "allow", and not behind one of "deny";
-        "deny", those that are dangerous in 16 bits; and "clear", those that change no number, and
-        follow their neighbours.
+        dict of names of operations: "allow" has operations that gain speed and are always
+        rewritten; "infer" has operations that are rewritten if they stand between operations of
+        "allow", and not behind one of "deny"; "deny" has operations that are dangerous in 16 bits;
+        and "clear" has operations that change no number, and follow their neighbours.
 
     Raises:
         RuntimeError: an operation is on two lists.
@@ -269,7 +276,7 @@ def change_op_lists(
 ) -> None:
     """Puts operations on other lists, before the graph rewrite is turned on.
 
-    Earlier changes are undone: without arguments the lists are TensorFlow's again. They are
+    Earlier changes are undone, so without arguments the lists are TensorFlow's again. They are
     changed by TensorFlow's environment variables, which it reads each time that it rewrites a
     graph. Functions that have run keep their graphs.
 
@@ -380,7 +387,10 @@ def _wrapper(optimizer: _Optimizer) -> type:
 
 
 def _fastest() -> str:
-    """Returns the dtype to which a rewrite pays off on this machine, "float16" if none does."""
+    """Returns the dtype to which a rewrite pays off on this machine.
+
+    It is "float16" if neither does.
+    """
     if tf.config.get_visible_devices("GPU"):
         return "float16"  # The pass for bfloat16 is for CPUs.
     return "bfloat16" if hardware.best_policy() == "mixed_bfloat16" else "float16"
@@ -407,12 +417,15 @@ def _warn_if_it_is_in_vain(dtype: str) -> None:
 
 
 def _with_wrong_sums(dtype: str) -> set[str]:
-    """Returns the operations that the pass would move to kernels that stop short of long sums."""
+    """Returns operations that the pass would move to kernels that stop short of sums.
+
+    These kernels are wrong in long sums.
+    """
     if not (sums.are_enabled() and lists.can_be_read(dtype)):
         return set()
     found = lists.read(dtype)
     rewritten = found["allow"] | found["infer"] | found["clear"]
-    # Sums of rows, and biases of both formats, in which most kernels are wrong.
+    # Most kernels are wrong in sums of rows, and in biases of both formats.
     patterns = {"BiasAddGrad": ("NHWC", "NCHW"), "Sum": ((True, False),), "Mean": ((True, False),)}
     return {
         op
@@ -435,12 +448,15 @@ def _check_training(model: tf.keras.Model, batch: Sequence[Any], kwargs: dict[st
 def _step_of_training(
     model: tf.keras.Model, batch: Sequence[Any]
 ) -> tuple[Callable[..., object], tuple[Any, ...]]:
-    """Returns the step of `fit`, without the iterator that Keras puts around it, and its batch."""
+    """Returns the step of `fit`, and its batch.
+
+    The iterator that Keras puts around the step is left out.
+    """
 
     def train_step(data: tuple[Any, ...]) -> object:
         return model.distribute_strategy.run(model.train_step, args=(data,))
 
-    # Models of Keras 2 have None by default.
+    # The attribute is None by default in models of Keras 2.
     function = tf.function(train_step, autograph=False, jit_compile=model.jit_compile or None)
 
     def tensor(value: Any) -> Any:
