@@ -1,10 +1,10 @@
-"""How a layer with a 16-bit policy of keras_mp is called: the one hook on `Layer.__call__`.
+"""The one hook on `Layer.__call__`, for layers with a 16-bit policy of keras_mp.
 
-Keras asks a policy for dtypes only. What else a policy says holds here: the layer is in the reach
-of what keras_mp replaces; it reads raw inputs if that is its job (`raw_inputs`); with an
-`output_dtype` it is a float32 layer whose products have gradients in 16 bits; and a model that no
-other layer calls returns float32 (`model_outputs`). All other layers are called as if there were no
-hook.
+Keras asks a policy for dtypes only. Everything else that a policy says is done here: the layer is
+in the reach of what keras_mp replaces; it reads raw inputs if that is its job (`raw_inputs`); with
+an `output_dtype`, it is a float32 layer whose products have gradients in 16 bits; and a model that
+no other layer calls returns float32 (`model_outputs`). All other layers are called as if there were
+no hook.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from keras_mp.variables import type_errors
 
 @once
 def install(policy_class: type) -> None:
-    """Lets layers of `tf.keras` heed the whole of their policy, once in a process.
+    """Makes layers of `tf.keras` heed the whole of their policy, once in a process.
 
     Args:
         policy_class: the class of policies of keras_mp.
@@ -49,7 +49,8 @@ def install(policy_class: type) -> None:
 def _heeding_policies(policy_class: type, own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the method that calls a layer."""
 
-    # Of `own` itself AutoGraph would convert what is below its decorators, and change these.
+    # If it were given `own` itself, AutoGraph would convert the function below the decorators, and
+    # change the decorators.
     def converted_call(*args: Any, **kwargs: Any) -> Any:
         return own(*args, **kwargs)
 
@@ -59,7 +60,7 @@ def _heeding_policies(policy_class: type, own: Callable[..., Any]) -> Callable[.
             keras_call = allow_conversion(converted_call)
         policy: Any = getattr(self, "dtype_policy", None)
         dtype = policy.low_precision_dtype if isinstance(policy, policy_class) else None
-        is_model = isinstance(self, tf.keras.Model)  # whose layers may be ours
+        is_model = isinstance(self, tf.keras.Model)  # Its layers may have a policy of keras_mp.
         is_ours = is_model or dtype is not None or reach.current() is not None
         is_noted = is_ours and not keras_api.is_operation(self)
         notes = again_in_float32.noted() if is_noted else contextlib.nullcontext()
@@ -70,7 +71,7 @@ def _heeding_policies(policy_class: type, own: Callable[..., Any]) -> Callable[.
             explained = _explained(error, self) if dtype is not None else None
             if explained is None:
                 raise
-            # Keras takes away the cause, and with it the user's lines.
+            # Keras removes the cause of an error, and with it the user's lines.
             raise explained.with_traceback(error.__traceback__) from None
 
     return call
@@ -90,7 +91,7 @@ def _call_in(
     is_model = isinstance(layer, tf.keras.Model)
     if dtype is not None:
         observers.reach_begins()
-        # Of a layer that was made after `compile`.
+        # This is for a layer that was made after `compile`.
         if getattr(layer, "activity_regularizer", None) is not None:
             regularizers.wrap_activity_regularizer(layer)
     is_at_rim = model_outputs.is_last(layer) or (
@@ -104,7 +105,7 @@ def _call_in(
         if not is_model:
             again_in_float32.mark_activations(outputs)
         return outputs
-    # In a region all layers are ours.
+    # In a region, all layers are in reach.
     if dtype is None and (reach.current() is None or reach.region() is not None):
         return keras_call(layer, *args, **kwargs)
     with reach.entered(dtype), _gradients(policy, dtype):
@@ -117,7 +118,7 @@ def _call_in(
 
 
 def _has_outputs_of(policy_class: type, model: tf.keras.Model) -> bool:
-    """Whether a layer with a policy of ours makes an output of a model.
+    """Whether a layer with a policy of keras_mp makes an output of a model.
 
     Keras does not save the policy of a model, only those of its layers.
     """
@@ -127,11 +128,11 @@ def _has_outputs_of(policy_class: type, model: tf.keras.Model) -> bool:
 
 @contextlib.contextmanager
 def entered(policy: Any, dtype: tf.DType | None) -> Iterator[None]:
-    """Context manager for what a layer computes, where Keras traces it without calling the layer.
+    """Context manager for what a layer computes if Keras traces it without a call.
 
     Args:
         policy: the policy of the layer.
-        dtype: its DType of 16 bits, if it is a policy of ours that has one.
+        dtype: the 16-bit DType of the policy, if it is one of keras_mp and has one.
     """
     with reach.entered(dtype), _gradients(policy, dtype):
         yield

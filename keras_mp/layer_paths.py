@@ -14,9 +14,9 @@ def layers_by_path(
 ) -> dict[str, tf.keras.layers.Layer]:
     """Returns the layers below a model, each once, by their paths.
 
-    A path is the names from below the model down to the layer, with slashes between them, such as
-    "encoder/attention". If neighbours have the same name, the second gets a "#2" at its end, and
-    so on.
+    A path consists of the names from below the model down to the layer, with slashes between them,
+    such as "encoder/attention". If neighbours have the same name, the second one gets a "#2" at its
+    end, and so on.
 
     Args:
         model: A model of `tf.keras`.
@@ -54,12 +54,14 @@ def layers_by_path(
 
 
 def output_layers(model: tf.keras.layers.Layer, subclassed: bool = False) -> set[int]:
-    """Returns the ids of the layers whose outputs are those of a model, and of those around them.
+    """Returns the ids of the layers that make the outputs of a model.
+
+    The layers around these are among them.
 
     Args:
         model: A model of `tf.keras`.
         subclassed: bool. Whether all layers of a subclassed model are among them, since nothing
-            tells which of them make its outputs. Defaults to False: none is.
+            tells which of them make its outputs. Defaults to False: none of them is.
     """
     found: set[int] = set()
     waiting = [model]
@@ -88,7 +90,8 @@ def variables_by_path(
 
     Returns:
         dict from paths, such as "encoder/dense/kernel", to tuples of the variable and of the
-        innermost layer that has it; that is the model for a variable of its own.
+        innermost layer that has it. That is the model itself if the variable is an attribute of the
+        model.
     """
     trained = {id(variable) for variable in model.trainable_variables}
     found = _weights_by_path(model).items()
@@ -96,14 +99,14 @@ def variables_by_path(
 
 
 def paths_of_weights(model: tf.keras.Model) -> dict[int, str]:
-    """Returns the paths of all weights of a model, as `variables_by_path` has them.
+    """Returns the paths of all weights of a model, as in `variables_by_path`.
 
     Args:
         model: A model of `tf.keras`, built.
 
     Returns:
-        dict from the id of each weight, and of the `tf.Variable` that a weight of Keras 3 has
-        inside, to its path.
+        dict to paths from the ids of weights, and from the ids of the `tf.Variable`s inside the
+        weights of Keras 3.
     """
     paths: dict[int, str] = {}
     with keras_api.autocast_scope(None):
@@ -113,20 +116,24 @@ def paths_of_weights(model: tf.keras.Model) -> dict[int, str]:
 
 
 def native_variable(weight: tf.Variable) -> tf.Variable:
-    """Returns the `tf.Variable` inside of a weight of Keras 3; another weight is one itself."""
+    """Returns the `tf.Variable` inside of a weight of Keras 3.
+
+    Any other weight is returned itself.
+    """
     inside = getattr(weight, "value", None)
     return inside if isinstance(inside, tf.Variable) else weight
 
 
 def variables_inside(model: tf.keras.layers.Layer) -> list[Any]:
-    """Returns the variables of a model or layer, with those that Keras 3 does not know of.
+    """Returns the variables of a model or layer, even those unknown to Keras 3.
 
     Args:
         model: A model or layer of `tf.keras`.
 
     Returns:
-        list of `tf.Variable`s, each once: the weights, those of metrics and of random numbers, and
-        each `tf.Variable` that a layer has as an attribute, in a list, a dict or a `tf.Module`.
+        list of `tf.Variable`s, each once: the weights, the variables of metrics and of random
+        numbers, and each `tf.Variable` that a layer has as an attribute, or in a list, a dict or a
+        `tf.Module`.
     """
     known = [each for each in model.variables if hasattr(each, "assign")]
     for layer in keras_api.flatten_layers(model):
@@ -149,7 +156,7 @@ def _weights_by_path(
 ) -> dict[str, tuple[tf.Variable, tf.keras.layers.Layer]]:
     owners: dict[int, tuple[str, tf.keras.layers.Layer]] = {}
     for path, layer in {"": model, **layers_by_path(model)}.items():
-        # A layer that is in several others has its path from one of them only.
+        # The path of a layer that is in several others leads through one of them only.
         inside = {id(weight) for child in _children(layer) for weight in child.weights}
         for weight in keras_api.variables(layer):
             if id(weight) not in inside:
@@ -165,8 +172,8 @@ def _weights_by_path(
 
 
 def _name_in(layer: tf.keras.layers.Layer, weight: tf.Variable) -> str:
-    """Returns the name of a weight, or, if it was given none, of the attribute that it is."""
-    # On Keras 2 a variable's name is a path of scopes.
+    """Returns the name of a weight, or of the attribute that it is if it has none."""
+    # On Keras 2, the name of a variable is a path of scopes.
     name = weight.name.partition(":")[0].rpartition("/")[2]
     if not re.fullmatch(r"[Vv]ariable(_\d+)?", name):
         return name
@@ -174,7 +181,7 @@ def _name_in(layer: tf.keras.layers.Layer, weight: tf.Variable) -> str:
 
 
 def _children(layer: tf.keras.layers.Layer) -> list[tf.keras.layers.Layer]:
-    # A Sequential of Keras 3 has a functional model inside, which is another view of it.
+    # A Sequential of Keras 3 has a functional model inside, which is just another view of it.
     is_sequential = isinstance(layer, tf.keras.Sequential)
     children = layer.layers if is_sequential else keras_api.layers_inside(layer)
     return [child for child in children if not isinstance(child, tf.keras.metrics.Metric)]

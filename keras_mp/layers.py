@@ -23,11 +23,11 @@ from keras_mp.variables.scope import share_scope
 share_scope(keras_api.autocast_dtype, keras_api.autocast_scope)
 
 _TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices, tf.Variable)
-# Containers that are copied in any case. Others are copied if something in them is cast.
+# Containers that are always copied. Others are copied if something in them is cast.
 _CONTAINERS = (list, tuple, dict, collections.OrderedDict, collections.defaultdict)
 
-# The positional arguments of `add_weight`: TensorFlow 2's `add_weight("kernel", [3, 4])`, which is
-# the RFC's, and Keras 3's `add_weight([3, 4], "zeros")`.
+# The positional arguments of `add_weight`. TensorFlow 2 and the RFC have `add_weight("kernel", [3,
+# 4])`, and Keras 3 has `add_weight([3, 4], "zeros")`.
 _NAME_FIRST = ("name", "shape", "dtype", "initializer", "regularizer", "trainable", "constraint")
 _SHAPE_FIRST = ("shape", "initializer", "dtype")
 
@@ -39,19 +39,21 @@ class Layer(keras_api.BaseLayer):
     """A `tf.keras.layers.Layer` whose author writes no casts.
 
     Before `call` runs, the floating-point tensors in all of its arguments are cast to the layer's
-    compute dtype: positional, keyword, nested in lists, tuples and dicts, ragged, sparse, and NumPy
-    arrays. Integers, booleans and strings stay. While it runs, weights made by `add_weight` appear
-    in the compute dtype. Lists and dicts are copied, so that those of the caller never change. All
-    this also holds if `call` is called directly, as `recompute_grad` does.
+    compute dtype: positional and keyword arguments, also nested in lists, tuples and dicts, also
+    ragged and sparse tensors and NumPy arrays. Integers, booleans and strings stay as they are.
+    While `call` runs, weights made by `add_weight` appear in the compute dtype. Lists and dicts are
+    copied, so that the caller's own never change. All this also holds if `call` is called directly,
+    as `recompute_grad` does.
 
     An `InputSpec` with a dtype is checked before the cast. Regularizers see weights in the variable
-    dtype. Give a layer that you make inside another one its policy:
-    `Dense(10, dtype=self.dtype_policy)`.
+    dtype. If you make a layer inside another one, give it the outer one's policy: `Dense(10,
+    dtype=self.dtype_policy)`.
 
-    A bare `tf.Variable` attribute does not cast itself: in a mixed layer a `MixedPrecisionWarning`
+    A bare `tf.Variable` attribute does not cast itself; in a mixed layer, a `MixedPrecisionWarning`
     says so, once for each class. Where 16-bit and float32 tensors meet, TensorFlow's operations
-    compute in float32. What is refused all the same, or with `strict_dtypes`, is raised again as a
-    `TypeError` that names the layer, the line, both dtypes and the likely cure.
+    compute in float32. If they are refused all the same, or because of `strict_dtypes`, the error
+    is raised again as a `TypeError` that names the layer, the line, both dtypes and the likely
+    cure.
 
     Args:
         *args: for Keras 2, whose layers take `trainable`, `name` and `dtype` by position.
@@ -61,13 +63,13 @@ class Layer(keras_api.BaseLayer):
             `trainable`, `autocast` (False casts no argument) and others.
 
     Attributes:
-        keep_dtype: names of arguments of `call` that are passed on as they are, not cast and not
-            copied; a class sets it. By default none.
+        keep_dtype: names of arguments of `call` that are passed on as they are, neither cast nor
+            copied. A class sets it. By default there are none.
         reads_raw: bool or None. True makes it a layer for numbers as they come from the world:
-            whatever its 16-bit policy, it is a float32 layer, whose arguments are not rounded
-            first, and its result is rounded once. False is for a layer whose `call` assigns to its
-            weights, and which computes in 16 bits all the same. A class sets it. Defaults to None:
-            True for a layer whose `call` assigns to its weights.
+            whatever its 16-bit policy, it is a float32 layer, its arguments are not rounded first,
+            and its result is rounded once. False is for a layer whose `call` assigns to its
+            weights, but which still computes in 16 bits. A class sets it. Defaults to None: True
+            for a layer whose `call` assigns to its weights.
         dtype_policy: the layer's dtype policy.
         compute_dtype: str. The dtype of computations and outputs.
         variable_dtype: str. The dtype of weights.
@@ -101,7 +103,7 @@ class Layer(keras_api.BaseLayer):
 
     def __init__(self, *args: Any, strict_dtypes: bool = False, **kwargs: Any) -> None:
         vars(self)["_strict_dtypes"] = validation.boolean("strict_dtypes", strict_dtypes)
-        # The class may have another `call` by now.
+        # By now, the class may have another `call`.
         _adopt_call(type(self))
         super().__init__(*args, **kwargs)
 
@@ -124,8 +126,9 @@ class Layer(keras_api.BaseLayer):
                 `variable_dtype`.
 
         Returns:
-            On Keras 2 an `AutoCastVariable` or a `tf.Variable`. On Keras 3 a `keras.Variable` that
-            reads and writes as an `AutoCastVariable`, since Keras trains and saves nothing else.
+            On Keras 2, an `AutoCastVariable` or a `tf.Variable`. On Keras 3, a `keras.Variable`
+            that reads and writes as an `AutoCastVariable`, since Keras trains and saves nothing
+            else.
 
         Raises:
             TypeError: an argument is given twice, or `autocast` and `experimental_autocast` differ.
@@ -149,7 +152,10 @@ class Layer(keras_api.BaseLayer):
 
     @property
     def losses(self) -> list[tf.Tensor]:
-        """Losses of `add_loss` and of regularizers, which see weights in the variable dtype."""
+        """The losses of `add_loss` and of regularizers.
+
+        Regularizers see weights in the variable dtype.
+        """
         with variables.autocast_scope(None):
             return super().losses
 
@@ -178,7 +184,7 @@ class Layer(keras_api.BaseLayer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute, and warns of a variable that does not cast itself."""
-        # Keras 2 replaces `call` while it saves, and sets its own again.
+        # Keras 2 replaces `call` while it saves, and then puts the original back.
         is_own = getattr(value, "__self__", None) is self and hasattr(value, "_runs_in_the_policy")
         if name == "call" and not (is_own or keras_api.is_call_for_saving(value)):
             value = types.MethodType(_run_in_the_policy(_unbound(value)), self)
@@ -197,7 +203,7 @@ class Layer(keras_api.BaseLayer):
             )
 
     def _is_bare(self, variable: tf.Variable) -> bool:
-        """Whether a new attribute does not cast itself, and is not a weight that should not."""
+        """Whether a new attribute does not cast itself, though it should."""
         if not hasattr(self, "dtype_policy") or not self._is_mixed():
             return False
         is_cast = hasattr(variable, "true_dtype") or variable.dtype == self.compute_dtype
@@ -209,7 +215,7 @@ class Layer(keras_api.BaseLayer):
         return self.compute_dtype != self.variable_dtype
 
     def _scope(self) -> contextlib.AbstractContextManager[None]:
-        # In a layer that is not mixed, weights of another dtype are meant to have it.
+        # In a layer that is not mixed, weights of another dtype are meant to have that dtype.
         if self._is_mixed() or variables.autocast_dtype() is not None:
             return variables.autocast_scope(_float_dtype(self.compute_dtype))
         return contextlib.nullcontext()
@@ -259,7 +265,7 @@ def _takes(signature: inspect.Signature, kind: object) -> bool:
 
 
 def _unbound(call: Callable[..., object]) -> Callable[..., object]:
-    """Gives a function a first parameter, `self`, which it does not need."""
+    """Gives a function that needs no `self` such a first parameter."""
 
     @functools.wraps(call)
     def unbound(self: Layer, *args: Any, **kwargs: Any) -> object:
@@ -275,7 +281,7 @@ def _unbound(call: Callable[..., object]) -> Callable[..., object]:
 
 
 def _run_in_the_policy(call: Callable[..., object]) -> Callable[..., object]:
-    """Makes `call` get arguments of the compute dtype, and read weights in it."""
+    """Makes `call` get arguments, and read weights, in the compute dtype."""
     signature = inspect.signature(call)
 
     @functools.wraps(call)
@@ -292,7 +298,7 @@ def _run_in_the_policy(call: Callable[..., object]) -> Callable[..., object]:
                     raise
                 raise explained from error
 
-    # Keras 2 asks for the arguments in a way that does not look through wrappers.
+    # Keras 2 looks up the arguments in a way that does not see through wrappers.
     run.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     run._runs_in_the_policy = True  # pyright: ignore[reportAttributeAccessIssue]
     return run
@@ -300,7 +306,10 @@ def _run_in_the_policy(call: Callable[..., object]) -> Callable[..., object]:
 
 @functools.cache
 def _float_dtype(compute_dtype: str | None) -> tf.DType | None:
-    """Returns the dtype to cast to; None if a layer does not compute in floating point."""
+    """Returns the dtype to cast to, or None.
+
+    It is None if a layer does not compute in floating point.
+    """
     dtype = None if compute_dtype is None else tf.as_dtype(compute_dtype)
     return dtype if dtype in FLOATING else None
 

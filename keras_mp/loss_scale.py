@@ -30,7 +30,7 @@ __all__ = [
 
 LossScaleArgument = LossScale | float | str | dict[str, Any] | None
 
-# `serialize(DynamicLossScale())`, which would make variables.
+# It equals `serialize(DynamicLossScale())`, which would make variables.
 DEFAULT_DYNAMIC = {
     "class_name": "DynamicLossScale",
     "config": {
@@ -89,12 +89,12 @@ def get(loss_scale: LossScaleArgument) -> LossScale | None:
 
 
 def required(loss_scale: LossScaleArgument, user: str, instead: str) -> LossScale:
-    """Converts to a `LossScale`, as `get` does, but refuses None.
+    """Converts a value to a `LossScale` as `get` does, but refuses None.
 
     Args:
-        loss_scale: as of `get`.
+        loss_scale: as in `get`.
         user: str. The name of the class that needs a loss scale, for the message.
-        instead: str. The alternative without one.
+        instead: str. The alternative without a loss scale, for the message.
 
     Returns:
         A `LossScale`.
@@ -130,7 +130,10 @@ def serialize(loss_scale: LossScale | None) -> dict[str, Any] | None:
 
 
 def _name_in_files(cls: type) -> str:
-    """Returns the name of a class in configs: with its module, but for those of keras_mp."""
+    """Returns the name of a class in configs.
+
+    It includes the module, except for classes of keras_mp.
+    """
     is_ours = cls.__module__.startswith("keras_mp.")
     return cls.__name__ if is_ours else f"{cls.__module__}.{cls.__qualname__}"
 
@@ -138,7 +141,7 @@ def _name_in_files(cls: type) -> str:
 def _deserialize(config: dict[str, Any]) -> LossScale:
     name = config.get("class_name")
     classes = {_name_in_files(cls): cls for cls in CLASSES.values()}
-    # A class may have moved to another module since, or the file does not name its module.
+    # A class may have moved to another module since, or the file may not name its module.
     moved = [cls for cls in classes.values() if cls.__name__ == str(name).rpartition(".")[2]]
     if name not in classes and len(moved) != 1:
         raise ValueError(

@@ -21,26 +21,27 @@ from keras_mp.support.autograph import do_not_convert
 class LossScaleGradientTape(tf.GradientTape):
     """A `tf.GradientTape` whose gradients are those of a scaled loss, unscaled.
 
-    Where a gradient is not finite, `gradient` computes all of them again at half the scale, from
-    the same forward pass, instead of losing the batch. It is for runs in which a skipped step
+    If a gradient is not finite, `gradient` computes all gradients again at half the scale, from the
+    same forward pass, so that the batch is not lost. It is for runs in which a skipped step
     matters. If the loss itself is not finite, or nothing helps, the gradients are returned as they
     are.
 
-    A dynamic scale goes on where the gradients were finite. With several replicas each looks for
-    its own, and all go on with the smallest. With a `LossScale` this tape alone moves the scale: a
-    finite `gradient` counts as a good step. With a `GradScaler`, `GradScaler.step` takes the
-    gradients as they are, and skips those that nothing has helped; `GradScaler.update` counts.
+    A dynamic scale stays where the gradients were finite. With several replicas, each looks for its
+    own scale, and then all of them take the smallest. With a `LossScale`, only this tape moves the
+    scale: a finite `gradient` counts as a good step. With a `GradScaler`, `GradScaler.step` takes
+    the gradients as they are, and skips those that nothing has helped; `GradScaler.update` counts
+    the step.
 
-    It keeps the results of the forward pass until `gradient` returns, as a persistent tape does.
-    Only `gradient` scales. In a `tf.function`, gradients of gradients that were computed again are
-    NaN.
+    The tape keeps the results of the forward pass until `gradient` returns, as a persistent tape
+    does. Only `gradient` scales. In a `tf.function`, gradients of gradients that were computed
+    again are NaN.
 
     Args:
         loss_scale: A `keras_mp.GradScaler`, a `keras_mp.LossScale`, `"dynamic"`, or a number for a
-            fixed scale, which is where each search starts.
+            fixed scale, at which each search starts.
         max_retries: int of at least 0. How often to compute again. Defaults to 16.
         persistent: bool. Whether `gradient` may be called more than once. Defaults to False.
-        watch_accessed_variables: bool, as of `tf.GradientTape`. Defaults to True.
+        watch_accessed_variables: bool, as in `tf.GradientTape`. Defaults to True.
 
     Raises:
         TypeError: an argument is of another type.
@@ -65,7 +66,7 @@ class LossScaleGradientTape(tf.GradientTape):
         persistent: bool = False,
         watch_accessed_variables: bool = True,
     ) -> None:
-        # It has to be persistent, to compute gradients again.
+        # The tape has to be persistent, to compute gradients again.
         super().__init__(persistent=True, watch_accessed_variables=watch_accessed_variables)
         self._scaler: GradScaler | None = None
         if isinstance(loss_scale, GradScaler):
@@ -99,7 +100,7 @@ class LossScaleGradientTape(tf.GradientTape):
             self._records = before
 
     def watched_variables(self) -> Sequence[tf.Variable]:
-        """Returns variables that the tape watches, in the order in which they were first used."""
+        """Returns the variables that the tape watches, in the order of their first use."""
         return super().watched_variables() if self._watched_before is None else self._watched_before
 
     @do_not_convert
@@ -110,13 +111,15 @@ class LossScaleGradientTape(tf.GradientTape):
         output_gradients: Any = None,
         unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """Computes gradients of the scaled target and unscales them, again until they are finite.
+        """Computes gradients of the scaled target, and unscales them.
+
+        It computes them again until they are finite.
 
         Args:
             target: float tensor, or a nested structure of them.
             sources: variable or tensor, or a nested structure of them.
-            output_gradients: tensors, one for each of `target`, by which its gradients are
-                multiplied. Not scaled.
+            output_gradients: tensors, one for each of `target`, by which the gradients of that
+                target are multiplied. They are not scaled.
             unconnected_gradients: the result for sources on which `target` does not depend.
 
         Returns:
@@ -160,15 +163,15 @@ class LossScaleGradientTape(tf.GradientTape):
         return tf.nest.pack_sequence_as(structure[0], grads)
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises an error, since it would not be scaled: use a `tf.GradientTape`."""
+        """Raises an error, since it would not be scaled; use a `tf.GradientTape`."""
         raise NotImplementedError("Only gradient() scales. Use a tf.GradientTape for jacobians.")
 
     def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises an error, since it would not be scaled: use a `tf.GradientTape`."""
+        """Raises an error, since it would not be scaled; use a `tf.GradientTape`."""
         self.jacobian()
 
     def _widened(self, target: Any) -> tf.Tensor:
-        """Casts a target that cannot be multiplied by an ordinary loss scale, on the tape."""
+        """Casts a target that an ordinary loss scale would overflow, on the tape."""
         target = tf.convert_to_tensor(target)
         if not target.dtype.is_floating or target.dtype.size >= tf.float32.size:
             return target
@@ -180,13 +183,13 @@ class LossScaleGradientTape(tf.GradientTape):
     def _paused(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager in which gradients are computed.
 
-        What is computed there is not to be differentiated, unless the tape is asked again.
+        What is computed there will not be differentiated, unless the tape is asked again.
         """
         is_to_stop = self._records and not self._is_kept
         return self.stop_recording() if is_to_stop else contextlib.nullcontext()
 
     def _is_over(self) -> None:
-        """Forgets what was recorded, unless the tape is asked again."""
+        """Forgets what was recorded, unless the tape may be asked again."""
         if self._is_kept:
             return
         watched = super().watched_variables()
@@ -195,7 +198,7 @@ class LossScaleGradientTape(tf.GradientTape):
         self._watched_before = watched
 
     def _search(self, compute: Callable[[tf.Tensor], list[Any]], targets: list[tf.Tensor]) -> list:
-        """Computes gradients at the highest scale, from the current one down, that works."""
+        """Computes gradients at the highest scale that works, not above the current one."""
         loss_is_finite = finiteness.all_finite(targets)
         start = self._loss_scale()
         floor = getattr(self._loss_scale, "min_loss_scale", MIN_LOSS_SCALE)
@@ -249,7 +252,7 @@ class LossScaleGradientTape(tf.GradientTape):
                 scale.fall_to(lowered)
 
             def count() -> None:
-                if self._scaler is None:  # which counts by itself
+                if self._scaler is None:  # A GradScaler counts by itself.
                     scale.move(finite, loss_is_finite)
 
             tf.cond(finite & was_lowered, go_on, count)
@@ -261,9 +264,12 @@ class LossScaleGradientTape(tf.GradientTape):
 def _worst_of_all_replicas(
     retries: tf.Tensor, finite: tf.Tensor, loss_is_finite: tf.Tensor, at_most: int
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns the most retries of any replica, and whether all gradients and losses were finite."""
-    # Replicas can only sum, so each one raises a flag. In int64, since GPUs leave arithmetic in
-    # int32 to the host.
+    """Returns the most retries of any replica, and whether everything was finite.
+
+    That is all gradients and losses.
+    """
+    # Replicas can only sum, so each one raises a flag. The flags are int64, since GPUs leave
+    # arithmetic in int32 to the host.
     kind = tf.where(loss_is_finite, tf.constant(at_most + 1, tf.int64), at_most + 2)
     flags = tf.one_hot(tf.where(finite, tf.cast(retries, tf.int64), kind), at_most + 3)
     raised = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, flags) > 0
@@ -273,7 +279,10 @@ def _worst_of_all_replicas(
 
 
 def _set_shapes(gradient: Any, known: Any) -> None:
-    """Gives a gradient the static shape of the same one outside of a loop, where more is known."""
+    """Gives a gradient the static shape of the same gradient outside of a loop.
+
+    More is known there.
+    """
     parts = [tf.nest.flatten(each, expand_composites=True) for each in (gradient, known)]
     for part, known_part in zip(*parts):
         if not tf.executing_eagerly():

@@ -41,7 +41,7 @@ def wrapper_of(optimizer: tf.keras.optimizers.Optimizer) -> "LossScaleOptimizer 
 
 
 def find_loss_scale_optimizer(optimizer: tf.keras.optimizers.Optimizer | None) -> Any:
-    """Finds the one that scales the loss among an optimizer and those that it wraps.
+    """Finds the optimizer that scales the loss, among one and those that it wraps.
 
     Args:
         optimizer: An optimizer of `tf.keras`, or None.
@@ -54,7 +54,7 @@ def find_loss_scale_optimizer(optimizer: tf.keras.optimizers.Optimizer | None) -
 
 
 def wrappers_among(optimizers: Any) -> "list[LossScaleOptimizer]":
-    """Returns the optimizers of our class that scale the loss of a model.
+    """Returns the optimizers of this class that scale the loss of a model.
 
     Args:
         optimizers: An optimizer, None, or a structure of them, as a model was compiled with.
@@ -71,54 +71,55 @@ class LossScaleOptimizer(
     OptimizerWrapper,
     keras_api.KerasLossScaleOptimizer,
 ):
-    """An optimizer that applies loss scaling, so that float16 gradients do not underflow.
+    """An optimizer that applies loss scaling, against underflow in float16.
 
-    One step is: multiply the loss by the loss scale; compute the gradients; sum them over all
-    replicas; find out whether they are finite; divide them by the loss scale; let the inner
-    optimizer clip and apply them. Where a dynamic scale made a gradient overflow, the step is
-    skipped on every replica instead: weights, slots, averages and `iterations` stay as they are,
-    and the scale backs off. What the forward pass assigned to weights, such as moving statistics,
-    is put back in `Model.fit`, and elsewhere in a `keras_mp.training_step`. A fixed scale skips
-    nothing. A step is skipped if the sum of an unscaled gradient is not finite, which is quicker to
-    find out than whether a value is not. Where gradients are float16, or XLA compiles the step,
-    each value is tested.
+    A step consists of these parts: multiply the loss by the loss scale; compute the gradients; sum
+    them over all replicas; find out whether they are finite; divide them by the loss scale; let the
+    inner optimizer clip and apply them. If a dynamic scale made a gradient overflow, the step is
+    skipped on every replica: weights, slots, averages and `iterations` stay as they are, and the
+    scale backs off. What the forward pass assigned to weights, such as moving statistics, is put
+    back in `Model.fit`, and elsewhere in a `keras_mp.training_step`. A fixed scale skips nothing. A
+    step is skipped if the sum of an unscaled gradient is not finite, which is quicker to find out
+    than whether each value is finite. Where gradients are float16, or XLA compiles the step, each
+    value is tested.
 
-    `minimize` and `Model.fit` do all of it, and `Model.compile` wraps the optimizer itself under a
-    `keras_mp.Policy` with a loss scale. Loops with a `tf.GradientTape` call `get_scaled_loss` and
-    `get_unscaled_gradients` (the RFC's way), or `scale_loss` and then `apply_gradients` or `apply`
-    with the gradients as they are (Keras 3's way); on both Kerases either works.
+    `minimize` and `Model.fit` do all of this, and `Model.compile` wraps the optimizer itself under
+    a `keras_mp.Policy` with a loss scale. Loops with a `tf.GradientTape` call `get_scaled_loss` and
+    `get_unscaled_gradients` (the RFC's way). Or they call `scale_loss` and then `apply_gradients`
+    or `apply` with the gradients as they are (Keras 3's way). Both ways work on both Kerases.
 
     Everything that Keras's own class offers works too: `dynamic`, `initial_scale`,
     `dynamic_growth_steps` and `dynamic_counter` of TensorFlow 2.4-2.15, `dynamic_scale` and
-    `step_counter` of Keras 3. `loss_scale` is a `LossScale`: call it, or use it as the tensor it
-    was in TensorFlow 2.4.
+    `step_counter` of Keras 3. `loss_scale` is a `LossScale`: call it, or use it as the tensor that
+    it was in TensorFlow 2.4.
 
     Args:
         inner_optimizer: The optimizer to wrap: an instance, a name such as `"adam"`, or a config.
         loss_scale: `"dynamic"` (the default), a positive number for a fixed scale, or a
             `keras_mp.LossScale`. None scales nothing, and needs `skip_nonfinite`.
         aggregate_in_float16: bool. Sums float32 gradients over replicas as float16, still scaled,
-            in half the bytes. Needs a scale that skips overflowing steps: with a fixed one, they
-            are summed in float32. Defaults to True, unless `reduce_dtype` is passed.
-        reduce_dtype: `"float16"`, `"bfloat16"`, `"float32"`, or such a DType. In which float32
-            gradients are summed over replicas: `"float16"` is `aggregate_in_float16=True`.
-            `"bfloat16"` takes half the bytes with any scale, and rounds to 8 bits, not to 11.
+            in half the bytes. Needs a scale that skips overflowing steps: with a fixed one,
+            gradients are summed in float32. Defaults to True, unless `reduce_dtype` is passed.
+        reduce_dtype: `"float16"`, `"bfloat16"`, `"float32"`, or such a DType. The dtype in which
+            float32 gradients are summed over replicas: `"float16"` is `aggregate_in_float16=True`.
+            `"bfloat16"` takes half the bytes with any scale, and rounds to 8 bits instead of 11.
             Defaults to None, which leaves it to `aggregate_in_float16`.
         name: str. Defaults to the inner optimizer's name.
-        warn_after_skips: int, or None for never. After how many skipped steps in a row to warn, and
-            to say whether the loss itself is non-finite or only its gradients. Defaults to 50.
-        raise_after_skips: int. After how many skipped steps in a row to raise a RuntimeError, in a
-            function a `tf.errors.OpError`. Defaults to None, for never.
-        skip_nonfinite: bool. Skips steps with a fixed scale too, or without one: for training in
-            bfloat16 or float32 in which one bad batch must not end it. Defaults to False.
-        jit_compile: bool. Lets XLA compile the update, as of `OptimizerWrapper`. Defaults to False.
+        warn_after_skips: int, or None for never. The number of skipped steps in a row after which
+            to warn. The warning says whether the loss itself is non-finite or only its gradients.
+            Defaults to 50.
+        raise_after_skips: int. The number of skipped steps in a row after which to raise a
+            RuntimeError, in a function a `tf.errors.OpError`. Defaults to None, for never.
+        skip_nonfinite: bool. Skips steps with a fixed scale too, or without any scale. It is for
+            training in bfloat16 or float32 that one bad batch must not end. Defaults to False.
+        jit_compile: bool. Lets XLA compile the update, as in `OptimizerWrapper`. Defaults to False.
         dynamic: bool. Older spelling: False means a fixed scale of `initial_scale`.
         initial_scale: number. Older spelling of the (initial) scale.
         dynamic_growth_steps: int. Older spelling of the scale's `increment_period`.
 
     Attributes:
-        policy_in_file: str or None. The policy of the 16-bit layers of the model that it was saved
-            with, where it comes from a file.
+        policy_in_file: str or None. If the optimizer comes from a file: the policy of the 16-bit
+            layers of the model with which it was saved.
 
     Raises:
         TypeError: `inner_optimizer` is not an optimizer of `tf.keras`, or is a
@@ -230,7 +231,9 @@ class LossScaleOptimizer(
 
     @do_not_convert
     def get_scaled_loss(self, loss: Loss) -> Loss:
-        """Multiplies the loss by the loss scale. `get_unscaled_gradients` is its counterpart.
+        """Multiplies the loss by the loss scale.
+
+        Its counterpart is `get_unscaled_gradients`.
 
         Args:
             loss: float tensor, or a callable without arguments that returns one.
@@ -245,12 +248,17 @@ class LossScaleOptimizer(
 
     @do_not_convert
     def scale_loss(self, loss: Loss) -> Loss:
-        """Multiplies the loss as `get_scaled_loss`; `apply_gradients` or `apply` then unscale."""
+        """Multiplies the loss as `get_scaled_loss` does.
+
+        `apply_gradients` or `apply` then unscales the gradients.
+        """
         return self._scaled(loss, to_apply=True)
 
     @do_not_convert
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
-        """Divides gradients by the loss scale. `get_scaled_loss` is its counterpart.
+        """Divides gradients by the loss scale.
+
+        Its counterpart is `get_scaled_loss`.
 
         Args:
             grads: iterable of tensors, `tf.IndexedSlices` (which stay sparse) and None.
@@ -273,7 +281,9 @@ class LossScaleOptimizer(
         grad_loss: tf.Tensor | None = None,
         name: str | None = None,
     ) -> Any:
-        """Does a whole step: scales the loss, computes, unscales and applies the gradients.
+        """Makes a whole step.
+
+        It scales the loss, and computes, unscales and applies the gradients.
 
         Args:
             loss: float tensor, or a callable without arguments that returns one. Not scaled.
@@ -313,7 +323,9 @@ class LossScaleOptimizer(
         tape: tf.GradientTape | None = None,
         grad_loss: tf.Tensor | None = None,
     ) -> list[tuple[Any, Any]]:
-        """Computes gradients with the loss scaled, and unscales them: the first half of `minimize`.
+        """Computes gradients of the scaled loss, and unscales them.
+
+        It is the first half of `minimize`.
 
         The arguments are those of `minimize`.
 
@@ -346,17 +358,18 @@ class LossScaleOptimizer(
         """Sums gradients over replicas, and applies them or skips the step.
 
         Gradients are unscaled here if the loss was scaled with `scale_loss`, and taken as they are
-        if `get_scaled_loss` and `get_unscaled_gradients` were called. Those of a loss that was
-        multiplied by the loss scale by hand need `scaled=True`. A call that is missing is reported
-        with a `MixedPrecisionWarning`.
+        if `get_scaled_loss` and `get_unscaled_gradients` were called. If you multiply the loss by
+        the loss scale yourself, pass `scaled=True`. A call that is missing is reported with a
+        `MixedPrecisionWarning`.
 
         Args:
             grads_and_vars: iterable of (gradient, variable) pairs. A gradient may be None.
             name: str. Name of the operation.
             skip_gradients_aggregation: bool. True where the gradients are summed already.
             experimental_aggregate_gradients: bool. False means the same.
-            scaled: bool. True where the loss was multiplied by hand, by the loss scale as it still
-                is. Defaults to False, which leaves it to the calls that were made.
+            scaled: bool. True if you have multiplied the loss by the loss scale yourself, and the
+                scale has not changed since. Defaults to False, which leaves it to the calls that
+                were made.
 
         Returns:
             `iterations`, or in a TensorFlow 1 graph the operation that makes the step.
@@ -377,7 +390,7 @@ class LossScaleOptimizer(
                 return self._step(pairs, state, aggregate=aggregate, name=name)
 
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
-        """Lets the inner optimizer set the final values, where it has any: averages, for one.
+        """Lets the inner optimizer set final values, such as averages, if it has any.
 
         Args:
             var_list: iterable of the model's trainable variables.
@@ -386,13 +399,19 @@ class LossScaleOptimizer(
         super().finalize_variable_values(var_list)
 
     def _scales_on_tape(self) -> bool:
-        """Whether the tape has to scale, since the inner optimizer must see the loss unscaled."""
+        """Whether the tape has to scale.
+
+        It does if the inner optimizer must see the loss unscaled.
+        """
         return self._scaler.calls.scales and not self._adapter.only_differentiates
 
     def _scaled(
         self, loss: Loss, scaled_by: tf.Tensor | None = None, to_apply: bool | None = None
     ) -> Loss:
-        """Scales a loss, now or when it is called; unless `to_apply` is None, it begins a step."""
+        """Scales a loss now, or when the loss is called.
+
+        Unless `to_apply` is None, that begins a step.
+        """
         if callable(loss) and not tf.is_tensor(loss):
             user_loss = allow_conversion(loss)
             return do_not_convert(lambda: self._scaled(user_loss(), scaled_by, to_apply))
@@ -413,8 +432,8 @@ class LossScaleOptimizer(
     ) -> list[tuple[Any, Any]]:
         """Computes gradients of a loss that `scale` multiplies.
 
-        `scaled_by_tape` is None, or the loss scale for a tape that scales and unscales in place of
-        `scale`, for an inner optimizer that computes gradients in its own way.
+        `scaled_by_tape` is None, or the loss scale for a tape that scales and unscales instead of
+        `scale`. That is for an inner optimizer that computes gradients in its own way.
         """
         if scaled_by_tape is not None:
             scale = functools.partial(self._scaled, scaled_by=tf.constant(1.0))

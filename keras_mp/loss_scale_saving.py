@@ -1,4 +1,4 @@
-"""Saving of a `LossScaleOptimizer`: its config, its state, and the layouts of checkpoints."""
+"""Saving of a `LossScaleOptimizer`: config, state and layouts of checkpoints."""
 
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -66,8 +66,8 @@ class LossScaleSaving(WrapperSaving):
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal optimizer.
 
-        As the config of an optimizer has its learning rate of that moment, this one has the loss
-        scale's state: an `.h5` file has no other place for it.
+        The config of an optimizer has its current learning rate. In the same way, this one has the
+        state of the loss scale, for which an `.h5` file has no other place.
         """
         config = {
             **super().get_config(),
@@ -92,9 +92,10 @@ class LossScaleSaving(WrapperSaving):
         """Makes an optimizer from a config of this class, or of Keras's own.
 
         Args:
-            config: dict that `get_config` returned, here, on tf_keras, on Keras 3 or in TensorFlow
+            config: dict that `get_config` returned: here, on tf_keras, on Keras 3, or in TensorFlow
                 2.2 and 2.3.
-            custom_objects: dict of names and the classes they stand for, for the inner optimizer.
+            custom_objects: dict from names to the classes that they stand for, for the inner
+                optimizer.
 
         Returns:
             An optimizer.
@@ -111,10 +112,11 @@ class LossScaleSaving(WrapperSaving):
         return optimizer
 
     def keras_layout(self) -> Any:
-        """Returns the content of checkpoints of Keras's own `LossScaleOptimizer`, by their names.
+        """Returns an object with the checkpoint layout of Keras's `LossScaleOptimizer`.
 
-        That of tf_keras lays its checkpoints out as this one does, which is itself returned there.
-        That of Keras 3 does not, so its checkpoints are read, and written for it, by way of this.
+        On Keras 2, both classes lay out their checkpoints alike, so this optimizer itself is
+        returned. On Keras 3 they do not, so checkpoints of Keras's class are read, and written for
+        it, by way of this object.
 
         Returns:
             An object for `tf.train.Checkpoint`.
@@ -136,8 +138,8 @@ class LossScaleSaving(WrapperSaving):
         return keras_api.keras_layout(self)
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # In checkpoints, the children that both layouts share precede those that differ. Nothing is
-        # restored before all have been looked up.
+        # In checkpoints, the children that both layouts share come before those that differ.
+        # Nothing is restored before all children have been looked up.
         if name == keras_api.KERAS_LAYOUT_CHILD:
             raise ValueError(
                 "This is a checkpoint of tf.keras's own LossScaleOptimizer, whose layout in Keras "
@@ -159,7 +161,10 @@ class LossScaleSaving(WrapperSaving):
         return state
 
     def _policy_of_model(self) -> str | None:
-        """Returns the policy of the 16-bit layers of the model, or without a model of the file."""
+        """Returns the policy of the model's 16-bit layers.
+
+        Without a model, it is the policy in the file.
+        """
         model = self._model()
         if model is None:
             return self.policy_in_file

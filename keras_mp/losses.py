@@ -1,7 +1,9 @@
-"""Losses that compute in float32, whatever the model computes in (RFC 293, "Loss dtype").
+"""Losses that compute in float32, whatever the dtype of the model.
 
-Beside the base class and `Crossentropy` there is a class for each built-in loss of the running
-`tf.keras`, with the same name, the same arguments and `dtype`.
+RFC 293, "Loss dtype".
+
+Beside the base class and `Crossentropy`, there is a class for each built-in loss of the running
+`tf.keras`, with the same name, the same arguments, and `dtype`.
 """
 
 import inspect
@@ -20,9 +22,10 @@ from keras_mp.support import dtypes, features, messages
 
 @keras_api.register_serializable
 class Loss(keras_api.BaseLoss):
-    """A base class of losses, whose `call` runs in float32 also where the model runs in float16.
+    """A base class of losses whose `call` runs in float32, whatever the model's dtype.
 
-    It is a `tf.keras.losses.Loss` and is used like one: override `call`. Its arguments are
+    It is a `tf.keras.losses.Loss` and is used like one: override `call`. The arguments of `call`
+    are
 
     - floating-point predictions cast to `dtype`;
     - floating-point labels cast to `dtype`;
@@ -33,7 +36,7 @@ class Loss(keras_api.BaseLoss):
     Args:
         reduction: str. As for `tf.keras.losses.Loss`.
         name: str. Name of the loss.
-        dtype: The dtype that `call` runs in, `"float32"` by default. Pass `"float64"` to keep
+        dtype: The dtype in which `call` runs, `"float32"` by default. Pass `"float64"` to keep
             float64.
 
     Raises:
@@ -64,7 +67,7 @@ class Loss(keras_api.BaseLoss):
         Args:
             y_true: tensor or structure of tensors. The labels.
             y_pred: tensor or structure of tensors. The predictions.
-            sample_weight: tensor. Weights of the samples; None weighs all alike.
+            sample_weight: tensor. Weights of the samples; None weighs all of them alike.
 
         Returns:
             The reduced loss, of the loss's dtype.
@@ -89,7 +92,7 @@ class Loss(keras_api.BaseLoss):
 
 
 class _BuiltIn(Loss):
-    """A built-in loss of `tf.keras`; `_keras_class` is its class there."""
+    """A built-in loss of `tf.keras`, whose class there is `_keras_class`."""
 
     _keras_class: type
     _section = "Loss dtype"
@@ -105,26 +108,26 @@ class _BuiltIn(Loss):
         return {**self._arguments, **now}
 
     def _cast(self, value: tf.Tensor) -> tf.Tensor:
-        # Labels that are compared with predictions have to be of their dtype.
+        # Labels that are compared with predictions need the same dtype.
         is_number = value.dtype.is_integer or value.dtype.is_bool
         return tf.cast(value, self.dtype) if is_number else super()._cast(value)
 
 
 class _OfClassIds(_BuiltIn):
     def _cast_label(self, label: tf.Tensor) -> tf.Tensor:
-        # A class id is not cast, also a float one: Keras makes an integer of it.
+        # A class id is not cast, even a float one: Keras makes an integer of it.
         return label
 
 
 class _Huber(_BuiltIn):
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        # Keras 2 itself casts to floatx, also from float64.
+        # Keras 2 itself casts to floatx, even from float64.
         huber = keras_api.LossFunctionWrapper(_huber, delta=self._arguments["delta"])
         return huber.call(y_true, y_pred)
 
 
 class _CrossEntropy(_BuiltIn):
-    """A cross entropy that looks for the logits that its predictions were made of."""
+    """A cross entropy that looks for the logits from which its predictions were made."""
 
     _activation = "Softmax"
     _section = "Softmax and cross entropy"
@@ -137,7 +140,7 @@ class _CrossEntropy(_BuiltIn):
     @tf.autograph.experimental.do_not_convert
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         logits = None
-        # Keras fills up ragged predictions for dense labels, probabilities with zeros.
+        # Keras pads ragged predictions for dense labels, and so pads probabilities with zeros.
         if isinstance(y_true, tf.RaggedTensor) or not isinstance(y_pred, tf.RaggedTensor):
             axis = self._arguments.get("axis", -1)
             logits = fusion.logits_of(y_pred, self._activation, axis)
@@ -150,12 +153,12 @@ class _CrossEntropy(_BuiltIn):
                 )
             logits = fusion.cast(fusion.finite(logits), self.dtype)
             return self._of_logits.call(y_true, logits)
-        # Keras would take any logits that are noted on a tensor, those of another activation too.
+        # Keras would take any logits that are noted on a tensor, even those of another activation.
         own = tf.identity(y_pred) if tf.is_tensor(y_pred) else y_pred
         result = super().call(y_true, own)  # pyright: ignore
         if not self._arguments["from_logits"] and (
             fusion.ran_in_float16(y_pred, self._activation)
-            # Looking at values takes time, so it is done only where nothing else tells.
+            # Looking at values takes time, so it is only done where nothing else tells.
             or (not self._has_warned and fusion.lost_to_float16(y_true, y_pred, result))
         ):
             self._warn(
@@ -188,7 +191,7 @@ class _SparseCrossEntropy(_OfClassIds, _CrossEntropy):
 
 class _FocalCrossEntropy(_CrossEntropy):
     def _make_of_logits(self) -> tf.keras.losses.Loss:
-        # Keras's own takes the softmax of the logits and then its logarithm.
+        # Keras's own loss takes the softmax of the logits, and then its logarithm.
         names = ("alpha", "gamma", "label_smoothing", "axis")
         return keras_api.LossFunctionWrapper(
             fusion.categorical_focal_crossentropy,
@@ -286,11 +289,13 @@ _of_function = {keras_class().fn: ours for keras_class, ours in _of_keras.items(
 
 @keras_api.register_serializable
 class Crossentropy(Loss):
-    """The cross entropy that fits the shapes: binary, sparse categorical or categorical.
+    """The cross entropy that fits the shapes.
 
-    It is what `compile(loss="crossentropy")` means in Keras 3. Predictions whose last axis is 1 are
-    binary ones. Otherwise labels with an axis less than the predictions, or with a last axis of 1,
-    are class ids.
+    It is binary, sparse categorical or categorical.
+
+    It is what `compile(loss="crossentropy")` means in Keras 3. Predictions whose last axis has the
+    size 1 are binary. Otherwise, labels are class ids if they have one axis less than the
+    predictions, or a last axis of size 1.
 
     Args:
         reduction: str. As for `tf.keras.losses.Loss`.
@@ -329,12 +334,12 @@ def get(identifier: Any, dtype: str | tf.DType = "float32") -> Any:
     Args:
         identifier: Name, config, function, class or instance of a built-in loss; or anything else
             that `tf.keras.losses.get` takes.
-        dtype: The floating-point dtype that a built-in loss computes in, unless it computes in a
+        dtype: The floating-point dtype in which a built-in loss computes, unless it computes in a
             wider one already.
 
     Returns:
-        For built-in losses a `keras_mp.losses.Loss` with the same arguments. Your own functions and
-        losses, also subclasses of built-in ones, come back as they are, and so does None.
+        For built-in losses, a `keras_mp.losses.Loss` with the same arguments. Your own functions
+        and losses, also subclasses of built-in ones, are returned as they are, and so is None.
 
     Raises:
         ValueError: Keras knows no such loss, or `dtype` is not of floating point.
@@ -368,7 +373,7 @@ def get(identifier: Any, dtype: str | tf.DType = "float32") -> Any:
 
 
 def for_compile(losses: Any, dtype: str) -> Any:
-    """Replaces built-in losses among those given to `Model.compile` by ours.
+    """Replaces built-in losses given to `Model.compile` by those of keras_mp.
 
     Args:
         losses: the argument `loss` of `compile`: a loss, or any nest of losses.
@@ -376,7 +381,7 @@ def for_compile(losses: Any, dtype: str) -> Any:
 
     Returns:
         The same nest with losses of keras_mp in the place of built-in ones. A loss that Keras does
-        not know is left, so that `compile` raises its own error.
+        not know is left in place, so that `compile` raises its own error.
 
     Example:
 
@@ -408,9 +413,11 @@ def _standardize_dtype(dtype: str | tf.DType | None) -> str:
 
 
 def _map_tensors(function: Callable[[tf.Tensor], tf.Tensor], structure: Any) -> Any:
-    """Applies a function to all tensors of a structure, and to arrays and numbers as tensors.
+    """Applies a function to all tensors of a structure.
 
-    None stays. Nested lists of numbers are one tensor.
+    Arrays and numbers are converted to tensors.
+
+    None stays None. Nested lists of numbers are one tensor.
     """
     leaves = tf.nest.flatten(structure)
     if tf.nest.is_nested(structure) and all(map(_is_scalar, leaves)):

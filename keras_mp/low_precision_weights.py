@@ -1,6 +1,7 @@
-"""Models whose variables are in 16 bits, as `compile`, `convert` and `summary` treat them.
+"""Models whose variables are in 16 bits, in `compile`, `convert` and `summary`.
 
-RFC 293 keeps variables in float32. Where they are not, an optimizer needs to keep their digits.
+RFC 293 keeps variables in float32. Where they are in 16 bits, an optimizer has to keep their
+digits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ _LOST = {"float16": "1/2048", "bfloat16": "1/256"}
 
 
 def _keepers(optimizers: object) -> Iterator[MasterWeightOptimizer]:
-    """Yields each `MasterWeightOptimizer` among optimizers and those that they wrap.
+    """Yields every `MasterWeightOptimizer` among optimizers and those they wrap.
 
     Args:
         optimizers: An optimizer, None, or a structure of them, as a model is compiled with.
@@ -49,7 +50,8 @@ def as_seen(optimizers: object, variables: Sequence[Any]) -> Sequence[Any]:
         variables: Variables.
 
     Returns:
-        Float32 views where a `MasterWeightOptimizer` keeps the digits, else the variables.
+        Float32 views where a `MasterWeightOptimizer` keeps the digits, else the variables
+        themselves.
     """
     for keeper in _keepers(optimizers):
         variables = keeper.as_float32(variables)
@@ -57,15 +59,17 @@ def as_seen(optimizers: object, variables: Sequence[Any]) -> Sequence[Any]:
 
 
 def keep_digits(model: tf.keras.Model, optimizer: Any) -> Any:
-    """Wraps the optimizer of a model whose policy keeps variables in 16 bits, and logs that.
+    """Wraps a model's optimizer if the policy keeps variables in 16 bits.
+
+    It also logs that.
 
     Args:
         model: A model of `tf.keras`.
         optimizer: the argument of `compile`: an optimizer, a name, a config or None.
 
     Returns:
-        The optimizer in a `MasterWeightOptimizer`. It comes back as it is if it is wrapped already,
-        or is in a wrapper that goes around a `MasterWeightOptimizer`.
+        The optimizer in a `MasterWeightOptimizer`. It is returned as it is if it is wrapped
+        already, or is in a wrapper that goes around a `MasterWeightOptimizer`.
     """
     optimizer = keras_api.get_optimizer(optimizer)
     if optimizer is None or keeps_digits(optimizer) or isinstance(optimizer, OUTER_WRAPPERS):
@@ -80,7 +84,7 @@ def keep_digits(model: tf.keras.Model, optimizer: Any) -> Any:
 
 
 def warn_if_updates_are_lost(model: tf.keras.Model) -> None:
-    """Warns of a compiled model with variables in 16 bits and an optimizer that rounds them.
+    """Warns of a compiled model whose optimizer rounds its 16-bit variables.
 
     Args:
         model: A model of `tf.keras`.
@@ -116,7 +120,9 @@ def _may_have_weights(layer: tf.keras.layers.Layer) -> bool:
 
 
 def float32_values(model: tf.keras.Model) -> list[np.ndarray]:
-    """Returns the values of a model's weights, those in 16 bits with the digits that were kept.
+    """Returns the values of a model's weights, including the digits that were kept.
+
+    Variables in 16 bits have such digits.
 
     Args:
         model: A model of `tf.keras`, built.
@@ -131,7 +137,7 @@ def float32_values(model: tf.keras.Model) -> list[np.ndarray]:
 
 
 def bytes_of_weights(model: tf.keras.Model) -> Iterator[str]:
-    """Yields a line on each optimizer of a model that keeps digits of its weights.
+    """Yields a line for each optimizer that keeps the digits of a model's weights.
 
     Args:
         model: A model of `tf.keras`.
@@ -170,7 +176,7 @@ def vanishing_constants(optimizer: Any, dtype: str) -> Iterator[str]:
     """
     config: Mapping[str, Any] = optimizer.get_config()
     for name, value in config.items():
-        # A learning rate is multiplied by a factor that makes up for it.
+        # A factor makes up for a learning rate that is rounded.
         if isinstance(value, (float, np.floating)) and name != "learning_rate":
             rounded = float(tf.cast(tf.constant(value, tf.float32), dtype))
             if rounded in (0.0, 1.0) and rounded != float(value):

@@ -34,8 +34,8 @@ class StepRecorder(tf.keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Stops the clock and records the loss."""
-        # Keras logs the mean since the start of the epoch, from which the batch's own loss follows.
-        # Reading it waits for the device, so it is part of the time.
+        # Keras logs the mean since the start of the epoch. The batch's own loss follows from it.
+        # Reading it waits for the device, so this is part of the time.
         total = float((logs or {})["loss"]) * (batch + 1)
         self.seconds.append(time.perf_counter() - self._start)
         self.losses.append(total - self._epoch_total)
@@ -49,9 +49,9 @@ class ProgressBar(tf.keras.callbacks.Callback):
 
     Args:
         runs: int. The number of models that are trained.
-        steps_per_run: int. The number of steps of each.
+        steps_per_run: int. The number of steps for each model.
         stream: The output. Defaults to standard output.
-        clock: Returns the time in seconds. Defaults to `time.perf_counter`.
+        clock: function that returns the time in seconds. Defaults to `time.perf_counter`.
     """
 
     _WIDTH = 30
@@ -78,7 +78,7 @@ class ProgressBar(tf.keras.callbacks.Callback):
         """Starts the next run.
 
         Args:
-            name: str. Its name.
+            name: str. The name of the run.
         """
         self._name, self._done, self._started = name, 0, self._clock()
 

@@ -1,6 +1,6 @@
 """The optimizer wrapper that trains weights in 16 bits as if they were float32.
 
-RFC 293 keeps variables in float32. Large models are tuned with variables in 16 bits, which the
+RFC 293 keeps variables in float32. Large models are fine-tuned with variables in 16 bits, which the
 optimizers of `tf.keras` cannot train: in bfloat16, 0.999 is 1, and 1 + 2**-9 is 1.
 """
 
@@ -30,8 +30,8 @@ _KEPT = re.compile("(remainder|carry|copy)_[0-9]+")
 class MasterWeightOptimizer(OptimizerWrapper):
     """An optimizer that sees float32 weights where a model has them in 16 bits.
 
-    The inner optimizer computes in float32 and keeps float32 slots. The digits of its weights that
-    the variables in 16 bits leave out are kept by one of three methods:
+    The inner optimizer computes in float32 and keeps float32 slots. One of three methods keeps the
+    digits of its weights that the variables in 16 bits leave out:
 
     - `"split"`: the remainder, beside the weight. With a bfloat16 weight it makes up the float32
       weight, bit for bit, so that training is that of `mixed_bfloat16`. It takes 17 bits: 16, and
@@ -41,20 +41,20 @@ class MasterWeightOptimizer(OptimizerWrapper):
     - `"stochastic_rounding"`: nothing. A weight is rounded up or down at random, so that its
       expected value is right. Each step draws other numbers, the same on all replicas and workers.
 
-    Variables in other dtypes are left to the inner optimizer. One variable after the other is seen
-    in float32, so no float32 copy of all weights is in memory. A weight that is set by other means,
-    such as `model.load_weights`, is taken as it is.
+    Variables in other dtypes are left to the inner optimizer. The variables are seen in float32 one
+    after the other, so no float32 copy of all weights is in memory. A weight that is set by other
+    means, such as `model.load_weights`, is taken as it is.
 
-    Under a `LossScaleOptimizer` or an `AllReduceOptimizer` it is their inner optimizer.
+    A `LossScaleOptimizer` or an `AllReduceOptimizer` goes around it.
 
     Args:
         inner_optimizer: The optimizer to wrap: an instance, a name such as `"adam"`, or a config.
         method: `"split"` (the default), `"copy"` or `"stochastic_rounding"`.
         slot_dtype: `"float32"` (the default) or `"bfloat16"`. The dtype of the inner optimizer's
-            slots; those in bfloat16 are rounded stochastically.
-        seed: int. The seed of stochastic rounding. Defaults to None, for one that
+            slots; slots in bfloat16 are rounded stochastically.
+        seed: int. The seed of stochastic rounding. Defaults to None, for a seed that
             `tf.keras.utils.set_random_seed` determines.
-        jit_compile: bool. Lets XLA compile the update, as of `OptimizerWrapper`. Defaults to False.
+        jit_compile: bool. Lets XLA compile the update, as in `OptimizerWrapper`. Defaults to False.
 
     Raises:
         TypeError: `inner_optimizer` is not an optimizer of `tf.keras`, or it is one that goes
@@ -114,12 +114,12 @@ class MasterWeightOptimizer(OptimizerWrapper):
 
     @property
     def method(self) -> str:
-        """The method by which the digits of weights are kept. Read-only."""
+        """The method by which the digits of weights are kept (read-only)."""
         return self._method
 
     @property
     def slot_dtype(self) -> str:
-        """The dtype of the slots of weights in 16 bits. Read-only."""
+        """The dtype of the slots of weights in 16 bits (read-only)."""
         return self._slot_dtype.name
 
     @property
@@ -140,16 +140,16 @@ class MasterWeightOptimizer(OptimizerWrapper):
         """Sets the values of `variables`.
 
         Args:
-            weights: iterable of arrays, as `get_weights` returns them, here or of the inner
-                optimizer alone: then the variables beside the weights stay as they are.
+            weights: iterable of arrays that `get_weights` returned, here or of the inner optimizer
+                alone. In the latter case, the variables beside the weights stay as they are.
 
         Raises:
-            ValueError: these are weights of an optimizer of another kind or for another model, or
+            ValueError: the weights are those of an optimizer of another kind, for another model, or
                 with another method.
         """
         weights, inner = list(weights), self._inner_variables()
         if not getattr(self.inner_optimizer, "built", True):
-            super().set_weights(weights)  # which keeps them until it is
+            super().set_weights(weights)  # This keeps them until the optimizer is built.
             return
         if len(weights) != len(inner):
             check_shapes(self.variables, weights)
@@ -158,7 +158,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
             variable.assign(weight)
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Saves the variables beside the weights, and all others that Keras does not save itself.
+        """Saves the variables beside the weights, and others that Keras does not save.
 
         Args:
             store: dict-like, of names and arrays.
@@ -168,15 +168,17 @@ class MasterWeightOptimizer(OptimizerWrapper):
             store[name] = tf.convert_to_tensor(variable).numpy()
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Loads variables that `save_own_variables` saved, here or of the inner optimizer alone.
+        """Loads variables that `save_own_variables` saved.
+
+        The inner optimizer alone may have saved them as well.
 
         Args:
-            store: dict-like, of names and arrays. If it has none from beside the weights, float32
-                weights are those in 16 bits.
+            store: dict-like, of names and arrays. If it has no variables from beside the weights,
+                the float32 weights become those in 16 bits.
 
         Raises:
-            ValueError: the variables are those of another optimizer, or it kept the digits of its
-                weights by another method.
+            ValueError: the variables are those of another optimizer, or of one that kept the digits
+                of its weights by another method.
         """
         super().load_own_variables(store)
         names = set(store.keys())
@@ -201,8 +203,9 @@ class MasterWeightOptimizer(OptimizerWrapper):
         return super()._lookup_dependency(name, *args, **kwargs)
 
     def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> Any:
-        # A legacy optimizer makes a slot as soon as a checkpoint has its value. The order in which
-        # variables are made decides how they are rounded, so they are all made in the usual one.
+        # A legacy optimizer makes a slot as soon as a checkpoint has a value for it. Since the
+        # order in which variables are made decides how they are rounded, all of them are made in
+        # the usual order.
         self.build([*self._variables_of_model(), kwargs["variable"]])
         [kwargs["variable"]] = self._adapter.views([kwargs["variable"]])
         return self.inner_optimizer._create_or_restore_slot_variable(*args, **kwargs)
@@ -240,13 +243,15 @@ class MasterWeightOptimizer(OptimizerWrapper):
             variables: iterable of variables.
 
         Returns:
-            list of variables: float32 views of those in 16 bits that the optimizer was built with,
+            list of variables: float32 views of those in 16 bits that the optimizer was built with;
             all others as they are.
         """
         return self._adapter.views(variables)
 
     def bytes_a_weight(self) -> float | None:
-        """Returns bytes a weight: its variable, those beside it and its slots; None if not built.
+        """Returns the number of bytes that a weight takes, or None if not built.
+
+        They are the bytes of its variable, of the variables beside it and of its slots.
 
         Example:
 
@@ -263,15 +268,14 @@ class MasterWeightOptimizer(OptimizerWrapper):
         return sum(size_in_bytes(variable) for variable in variables) / max(count, 1)
 
     def assign_float32_weights(self, weights: Iterable[Any]) -> None:
-        """Sets the weights, all digits of them.
+        """Sets the weights with all of their digits.
 
         Args:
             weights: iterable of arrays or tensors, as `float32_weights` returns them, or as a model
                 with float32 variables has them.
 
         Raises:
-            ValueError: the optimizer has not been built yet, or their number is not that of
-                its variables.
+            ValueError: the optimizer has not been built yet, or has another number of variables.
         """
         views = self.as_float32(self._adapter.built_variables())
         for view, weight in zip(views, list(weights), strict=True):

@@ -1,8 +1,9 @@
-"""Layers whose `call` assigns to their weights.
+"""Finds layers whose `call` assigns to their weights.
 
-Inside of a layer a float32 weight is read in 16 bits. What is computed from that and assigned to
-the weight takes its digits away, and with them the small updates of all steps before. Nothing shows
-what a value was computed from when it is assigned. But the code of a layer shows that it assigns.
+Inside of a layer, a float32 weight is read in 16 bits. If something that is computed from this is
+assigned to the weight, the weight loses its further digits, and with them the small updates of all
+steps before. When a value is assigned, nothing shows what it was computed from. But the code of a
+layer shows that it assigns.
 """
 
 import dis
@@ -20,11 +21,13 @@ import tensorflow as tf
 from keras_mp.support.dtypes import parse
 
 _ASSIGN = {"assign", "scatter_update", "scatter_nd_update", "batch_scatter_update"}
-# They keep the digits of what they add to. But a moving average adds what it computes from itself.
+# These methods keep the digits of what they add to. But a moving average adds what it computes from
+# the weight itself.
 _ADD = {"assign_add", "assign_sub"}
 _LIBRARIES = ("keras", "tf_keras", "tensorflow", "keras_mp", "numpy")
 
-# The attributes that lead from a layer to what is assigned to; empty if that is not known.
+# The attributes that lead from a layer to the object that is assigned to; empty if they are not
+# known.
 _Path = tuple[str, ...]
 _owners: weakref.WeakKeyDictionary[type, frozenset[_Path]] = weakref.WeakKeyDictionary()
 # By layer, so that what `build` makes does not change the dtype of a layer after its first call.
@@ -32,10 +35,12 @@ _answers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def assigns_weights(layer: Any) -> bool:
-    """Whether `call` of a layer of the user, or a function that it calls, assigns to a variable.
+    """Whether a user's layer assigns to a variable in `call`.
+
+    A function that `call` calls may do so as well.
 
     Args:
-        layer: the layer. Those of Keras keep what they assign to in float32 themselves.
+        layer: the layer. Keras's own layers keep what they assign to in float32 themselves.
     """
     if layer not in _answers:
         _answers[layer] = any(_may_be_weight(layer, path) for path in owners(type(layer)))
@@ -43,7 +48,9 @@ def assigns_weights(layer: Any) -> bool:
 
 
 def owners(cls: type) -> frozenset[_Path]:
-    """Returns what `call` of a class assigns to: any object may have a method of such a name.
+    """Returns what `call` of a class assigns to.
+
+    Some of it may be no variable, since any object may have a method of that name.
 
     Args:
         cls: class of layers.
@@ -77,7 +84,10 @@ def _find(cls: type) -> Iterator[_Path]:
 
 
 def _assigned_to(code: types.CodeType) -> Iterator[_Path]:
-    """Yields what a code assigns to, or adds to if it reads it, too."""
+    """Yields what a code assigns to.
+
+    What it adds to counts if the code reads it, too.
+    """
     if not (_ASSIGN | _ADD) & {*code.co_names}:
         return
     steps = list(dis.get_instructions(code))
@@ -95,7 +105,10 @@ def _assigned_to(code: types.CodeType) -> Iterator[_Path]:
 
 
 def _path(steps: list[dis.Instruction]) -> _Path:
-    """Returns the attributes of `self` that the last steps read; none if it is another object's."""
+    """Returns the attributes of `self` that the last steps read.
+
+    There are none if the object is another one.
+    """
     names: list[str] = []
     while steps and steps[-1].opname == "LOAD_ATTR":
         names.insert(0, steps.pop().argval)
@@ -107,14 +120,17 @@ def _path(steps: list[dis.Instruction]) -> _Path:
 
 
 def _function(value: object) -> Callable[..., object] | None:
-    """Returns the function of an attribute, a method or a property, if it is not a library's."""
+    """Returns the function of an attribute, a method or a property.
+
+    It is None if the function belongs to a library.
+    """
     value = value.fget if isinstance(value, property) else value
     value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
     if isinstance(value, types.FunctionType):
         value = inspect.unwrap(value)
     if not isinstance(value, types.FunctionType):
         return None
-    # One that `exec` has made may have no module.
+    # A function that `exec` has made may have no module.
     module: str | None = value.__module__
     return None if (module or "").partition(".")[0] in _LIBRARIES else value
 

@@ -1,14 +1,14 @@
 """Outputs of a model in float32, though its layers compute in 16 bits.
 
-A model that no other layer calls returns float32 to the program: it is *at the rim*. A cast would
-only widen numbers that have been rounded. So the layers that make the outputs of a functional or
-Sequential model are called as layers with `output_dtype="float32"` are, and later layers take that
-same tensor. A model among them is at the rim, too. An activation, and what only moves numbers, is
-called so together with the layer before it.
+A model that no other layer calls returns float32 to the program; it is *at the rim*. A cast would
+only widen numbers that have been rounded already. So the layers that make the outputs of a
+functional or Sequential model are called like layers with `output_dtype="float32"`, and later
+layers take the same tensor. A model among these layers is at the rim, too. An activation, or a
+layer that only moves numbers, is called in this way together with the layer before it.
 
-Nothing tells before a call which layers make the outputs of a subclassed model. What comes in 16
-bits is made again in float32 (`op_autocast/exact_outputs.py`), or cast. Gradients with respect to
-such an output are those of both (`kernels/returned_outputs.py`).
+Before a call, nothing tells which layers make the outputs of a subclassed model. Outputs that come
+in 16 bits are computed again in float32 (`op_autocast/exact_outputs.py`), or cast. Gradients with
+respect to such an output take in those of both tensors (`kernels/returned_outputs.py`).
 """
 
 import collections
@@ -34,7 +34,7 @@ from keras_mp.support import objects
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
 
-# They have no weights, and return probabilities, or the numbers that they get.
+# These layers have no weights. They return probabilities, or the numbers that they get.
 _PASS_ON = (
     *("Activation", "Softmax", "Lambda", "Reshape", "Flatten", "Permute", "RepeatVector"),
     *("Concatenate", "Identity", "Rescaling"),
@@ -43,10 +43,11 @@ _PASS_ON = (
 
 
 class _Rim(threading.local):
-    """What the model at the rim is that this thread calls.
+    """What this thread knows about the model at the rim that it calls.
 
     Attributes:
-        layers: ids of the layers that make its outputs; of those, the one that is called, too.
+        layers: ids of the layers that make its outputs, including such a layer that is being
+            called.
         policy: the policy of the outermost model.
     """
 
@@ -58,13 +59,13 @@ _thread = _Rim()
 
 
 def is_last(layer: Any) -> bool:
-    """Whether a layer makes outputs of the model at the rim that is called in this thread."""
+    """Whether a layer makes outputs of the model at the rim that this thread calls."""
     return id(layer) in _thread.layers
 
 
 @contextlib.contextmanager
 def as_last(layer: Any) -> Iterator[None]:
-    """Context manager in which a layer is called as one that makes outputs of a model.
+    """Context manager in which a layer is called as one that makes a model's outputs.
 
     Args:
         layer: a layer.
@@ -134,17 +135,23 @@ def returns_float32(model: tf.keras.Model, layer_policy: Any) -> bool:
 
 
 def _is_to_be_float32(model_policy: Any, layer_policy: Any) -> bool:
-    """Whether an output is, given the policies of the model and of the layer that made it."""
+    """Whether an output is to be float32, given the policies of model and layer.
+
+    The layer is the one that made the output.
+    """
     if getattr(model_policy, "model_outputs", "float32") is None:
         return False
     policy = layer_policy or model_policy
-    # Another policy than that of the model, or one of Keras, is there on purpose.
+    # A policy other than the model's, or one of Keras, is there on purpose.
     is_ours = getattr(policy, "model_outputs", None) is not None
     return is_ours and (policy == model_policy or policy.compute_dtype != policy.variable_dtype)
 
 
 def _policy_of(model: tf.keras.Model) -> Any:
-    """Returns the policy of a model; one from a file has that of all its 16-bit layers."""
+    """Returns the policy of a model.
+
+    For a model from a file, it is the policy of all its 16-bit layers.
+    """
     policy: Any = getattr(model, "dtype_policy", None)
     if getattr(policy, "low_precision_dtype", None) is not None:
         return policy
@@ -157,7 +164,7 @@ def _policy_of(model: tf.keras.Model) -> Any:
 
 
 def _has_a_part(layer: Any, is_to_be: Callable[[Any], bool]) -> bool:
-    """Whether a layer, or one inside of it, may be called as with a float32 output."""
+    """Whether a layer, or one inside of it, may be called for a float32 output."""
     if not isinstance(layer, tf.keras.layers.Layer) or keras_api.is_operation(layer):
         return False  # It computes in the dtype that it gets.
     policy: Any = layer.dtype_policy
@@ -166,14 +173,14 @@ def _has_a_part(layer: Any, is_to_be: Callable[[Any], bool]) -> bool:
 
 
 def last_layers(layer: Any) -> Sequence[Any]:
-    """Returns the layers inside of one that make its outputs, as far as that is known before.
+    """Returns the layers inside of one that make its outputs, if known before a call.
 
     Args:
-        layer: a layer or model. One that is subclassed has none.
+        layer: a layer or model. A subclassed one has none.
 
     Returns:
-        Layers and models, and operations that are neither. What a model calls several times is not
-        among them: other layers may take what it returns.
+        Layers and models, and operations that are neither. A layer that a model calls several times
+        is not among them, since other layers may take what it returns.
     """
     if not isinstance(layer, tf.keras.Model):
         return keras_api.layers_inside(layer) if _computes_itself(layer) else ()
@@ -189,7 +196,7 @@ def last_layers(layer: Any) -> Sequence[Any]:
     return [each for each in (reference() for reference in _found[layer]) if each is not None]
 
 
-# The last layers of functional models, which stay. It keeps no layer alive.
+# The last layers of functional models, which do not change. No layer is kept alive.
 _found: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -218,7 +225,9 @@ def _passing_on() -> tuple[type, ...]:
 
 
 def note_policy(outputs: Any, policy: Any) -> None:
-    """Notes the policy of the layer that made a tensor; the innermost layer is the first to.
+    """Notes the policy of the layer that made a tensor.
+
+    The innermost layer comes first.
 
     Args:
         outputs: what a layer returns.
@@ -237,9 +246,9 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
 
     Args:
         outputs: structure of tensors and anything else. Objects that hold tensors, such as
-            distributions, become others that hold float32.
-        is_to_be: tells whether an output is to be float32; takes the policy of the layer that made
-            it, or None if that is not known.
+            distributions, are replaced by others that hold float32.
+        is_to_be: tells whether an output is to be float32. It takes the policy of the layer that
+            made the output, or None if that is not known.
     """
     exact = ExactOutputs()
 
@@ -249,7 +258,7 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
             return output
         if not is_to_be(getattr(output, "_keras_mp_policy", None)):
             return output
-        # A layer for raw data has rounded it.
+        # It may have been rounded by a layer for raw data.
         result: Any = raw_inputs.before_rounding(output)
         if not _is_float32(result):
             with keras_api.autocast_scope(None), _in_the_scope_of(output):
@@ -258,7 +267,7 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
             if result is None:
                 result = fusion.cast(output, "float32")
             made = how_made(output)
-            # What was rounded to make the output has both gradients anyway.
+            # If the result was rounded to make the output, it gets the gradients of both anyway.
             if made is None or all(each is not result for each in made.inputs):
                 returned_outputs.note(result, output, is_cast)
         if hasattr(output, "_keras_mask"):

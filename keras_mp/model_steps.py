@@ -1,4 +1,7 @@
-"""What surrounds the steps of a compiled model, which `fit`, `evaluate` and `predict` call."""
+"""What is around the steps of a compiled model.
+
+`fit`, `evaluate` and `predict` call them.
+"""
 
 import contextlib
 import functools
@@ -55,19 +58,21 @@ def _in_reach(
         raise explained.with_traceback(error.__traceback__) from None
 
 
-# The loss scales of models that have float16 layers and are compiled, for their own tapes.
+# The loss scales of compiled models that have float16 layers, for tapes of the models' own.
 _loss_scales: "weakref.WeakKeyDictionary[tf.keras.Model, LossScale]" = weakref.WeakKeyDictionary()
 
 
 def scale(model: tf.keras.Model, loss_scale: LossScale | None) -> None:
-    """Puts a `training_step` around the `train_step` of a model, and scales what it differentiates.
+    """Puts a `training_step` around the `train_step` of a model.
 
-    So it does in a `fit` or `train_on_batch` of somebody else, which may have a loop of its own.
+    It also scales what the `train_step` differentiates.
+
+    It does the same in a user's own `fit` or `train_on_batch`, which may have a loop of its own.
 
     Args:
         model: the model.
-        loss_scale: `LossScale` of the tapes of a `train_step` whose optimizers scale nothing, or
-            None, if it has no need of one.
+        loss_scale: `LossScale` for the tapes of a `train_step` whose optimizers scale nothing, or
+            None if these tapes need not scale.
     """
     _loss_scales.pop(model, None)
     if loss_scale is not None:
@@ -116,7 +121,10 @@ def _scaling_tapes(
 
 
 def _scale_of(model: tf.keras.Model, loss_scale: LossScale) -> LossScale:
-    """Returns the loss scale of the optimizer that a model has by now, else the one given."""
+    """Returns the loss scale of the optimizer that a model has by now.
+
+    Without one, it is the given loss scale.
+    """
     wrappers = wrappers_among(model.optimizer)
     return wrappers[0].loss_scale if wrappers else loss_scale
 
@@ -127,7 +135,10 @@ def has_own_train_step(model: tf.keras.Model) -> bool:
 
 
 def _is_keras_own(model: tf.keras.Model, of_instance: _Step | None) -> bool:
-    """Whether Keras's own `train_step` trains a model: it scales the loss by its optimizer."""
+    """Whether Keras's own `train_step` trains a model.
+
+    Its optimizer scales the loss.
+    """
     while isinstance(of_instance, functools.partial) and of_instance.func is _in_reach:
         of_instance = of_instance.args[1]
     return of_instance is None and not has_own_train_step(model)
