@@ -1,4 +1,4 @@
-"""A table of the dtypes in a model, with notes on those that may be mistakes."""
+"""A table of the dtypes in a model, with notes on possible mistakes."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -19,11 +19,11 @@ _LARGE_SHARE = 0.1
 
 
 def summary(model: tf.keras.Model, print_fn: Callable[[str], Any] | None = None) -> None:
-    """Prints in which dtype each layer of a model computes, keeps its variables and returns.
+    """Prints in which dtype each layer computes, keeps variables and returns.
 
     The first line says so if the model returns as float32 what its last layers compute in 16 bits.
-    Layers inside of others are indented. Numbers in the last column refer to the notes below the
-    table, which are about:
+    Layers inside of others are indented. Numbers in the last column refer to notes below the table.
+    The notes are about:
 
     - a softmax in float16 or bfloat16 whose probabilities the model returns in that dtype, as with
       a policy of Keras or one with `model_outputs=None`;
@@ -33,13 +33,13 @@ def summary(model: tf.keras.Model, print_fn: Callable[[str], Any] | None = None)
     - a layer that does not follow the model's policy, or does not cast its inputs.
 
     Below the table are the method by which a `MasterWeightOptimizer` keeps the digits of weights in
-    16 bits, and the bytes that a weight takes, slots included; a warning if no layer follows the
-    model's policy; the table that says which kernels are slow; and whether the dtypes that the
-    model computes in are fast on this machine.
+    16 bits, and the bytes that a weight takes, including slots; a warning if no layer follows the
+    model's policy; the table that says which kernels are slow; and whether the dtypes in which the
+    model computes are fast on this machine.
 
     Output dtypes are those that Keras found when it connected the layers. (Keras 3 believes that a
-    Lambda returns its compute dtype.) "-" stands for unknown values: a subclassed model has
-    no outputs that Keras knows of, and a model that is not built has no parameters.
+    Lambda returns its compute dtype.) "-" stands for unknown values: a subclassed model has no
+    outputs that Keras knows of, and a model that is not built has no parameters.
 
     Args:
         model: A model of `tf.keras`: Sequential, functional or subclassed, built or not.
@@ -70,14 +70,14 @@ def summary(model: tf.keras.Model, print_fn: Callable[[str], Any] | None = None)
 
 
 def policy_not_followed(model: tf.keras.Model, optimizers: Any) -> str | None:
-    """Returns a warning if none of the layers of a 16-bit model computes in 16 bits.
+    """Returns a warning if no layer of a 16-bit model computes in 16 bits.
 
-    A model is one by its own policy, or by the one that it was saved under: a class may save none,
-    but the optimizer's config names it.
+    It is a 16-bit model by its own policy, or by the policy under which it was saved: a class may
+    not save a policy, but then the optimizer's config names it.
 
     Args:
         model: A model of `tf.keras`.
-        optimizers: An optimizer, None, or a structure of them, as it is compiled with.
+        optimizers: An optimizer, None, or a structure of them, as the model is compiled with.
 
     Returns:
         The problem and the cure, or None.
@@ -108,7 +108,7 @@ def policy_not_followed(model: tf.keras.Model, optimizers: Any) -> str | None:
 
 
 class _Place(NamedTuple):
-    """A layer and where it is.
+    """A layer and its place in the model.
 
     Attributes:
         layer: the layer.
@@ -170,7 +170,7 @@ def _lines(model: tf.keras.Model) -> Iterator[str]:
 def _cells(place: _Place) -> Iterable[str]:
     layer = place.layer
     yield f"{'  ' * place.depth}{layer.name} ({type(layer).__name__})"
-    if isinstance(layer, tf.keras.layers.InputLayer):  # which computes nothing
+    if isinstance(layer, tf.keras.layers.InputLayer):  # It computes nothing.
         yield from (_UNKNOWN, _UNKNOWN)
     else:
         yield from (layer.compute_dtype or _UNKNOWN, layer.variable_dtype or _UNKNOWN)
@@ -190,7 +190,7 @@ def _parameters(layer: tf.keras.layers.Layer, which: str = "weights") -> int | N
     if not layer.built:
         return None
     weights = getattr(layer, which)
-    # Keras 2 has a vocabulary among them.
+    # Keras 2 has a vocabulary among the weights.
     return sum(math.prod(weight.shape) for weight in weights if hasattr(weight, "shape"))
 
 
@@ -222,7 +222,7 @@ def _notes(place: _Place, model: tf.keras.Model) -> Iterator[str]:
             f"Its policy is {layer.dtype_policy.name}, not the model's: it was given a dtype of "
             "its own, or made under another global policy."
         ) + _about_other_policy(place, model)
-    # Layers of Keras have reasons not to cast, such as the ids that an embedding takes.
+    # Layers of Keras have reasons not to cast, for example the ids that an embedding takes.
     is_keras_own = type(layer).__module__.startswith(f"{keras_api.ROOT_PACKAGE}.")
     is_mixed = dtype != layer.variable_dtype
     if is_mixed and not is_keras_own and not getattr(layer, "autocast", True):

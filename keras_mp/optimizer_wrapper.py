@@ -1,6 +1,6 @@
-"""The base of optimizers that wrap another one.
+"""The base class of optimizers that wrap another one.
 
-RFC 293, "OptimizerWrapper". Its attributes are in `wrapper_delegation`.
+RFC 293, "OptimizerWrapper". The attributes of a wrapper are in `wrapper_delegation`.
 """
 
 import contextlib
@@ -34,24 +34,24 @@ class OptimizerWrapper(
 ):
     """An optimizer that wraps another one and looks like it.
 
-    A wrapper has the hyperparameters of the inner optimizer, which can be read and written, and its
-    variables. A `tf.train.Checkpoint` of the wrapper is one of the inner optimizer.
+    A wrapper has the variables of the inner optimizer, and its hyperparameters, which can be read
+    and written. A `tf.train.Checkpoint` of the wrapper is one of the inner optimizer.
 
     The hyperparameters of `tf.keras.optimizers.legacy` optimizers are those that they registered,
-    and `clipnorm`, `clipvalue`, `global_clipnorm`; those of all others are the keys of the config.
-    Everything else of the inner optimizer is reached through `inner_optimizer`: reading it here is
-    an AttributeError that says so, and so is setting it. Methods that only an inner optimizer's
-    class has are not delegated, since they would go around the wrapper.
+    and `clipnorm`, `clipvalue`, `global_clipnorm`; the hyperparameters of all others are the keys
+    of the config. Everything else of the inner optimizer is reached through `inner_optimizer`. To
+    read or set it on the wrapper is an AttributeError that says so. Methods that only the class of
+    an inner optimizer has are not delegated, since they would bypass the wrapper.
 
     A subclass overrides `apply_gradients`, and also `minimize` if it computes gradients
-    differently. The gradients that it gets are unscaled, however the loss was scaled, whether it is
-    inside a `LossScaleOptimizer` or around one.
+    differently. The gradients that it gets are unscaled, however the loss was scaled, whether the
+    wrapper is inside a `LossScaleOptimizer` or around one.
 
     Args:
         inner_optimizer: An optimizer of `tf.keras`.
         jit_compile: bool. Lets XLA compile the update: unscaling, the work of the inner optimizer,
             and the variables beside weights in 16 bits become one function, in one pass over
-            memory. Results differ in the last digit. If the update cannot be compiled, such as
+            memory. Results differ in the last digit. If the update cannot be compiled, for example
             under a `ParameterServerStrategy`, a warning says so once. Defaults to False.
 
     Raises:
@@ -76,7 +76,7 @@ class OptimizerWrapper(
         self, inner_optimizer: tf.keras.optimizers.Optimizer, jit_compile: bool = False
     ) -> None:
         # The constructor of Keras's base class is not called: it would make a second iteration
-        # counter and learning rate, which nothing would ever use.
+        # counter and a second learning rate, which nothing would ever use.
         adapter = adapter_of(inner_optimizer)
         if adapter is None:
             raise TypeError(
@@ -112,7 +112,8 @@ class OptimizerWrapper(
             scaled: bool = False,
             **kwargs: Any,
         ) -> Any:
-            # Even if a LossScaleOptimizer further in would unscale them later.
+            # They are unscaled even if a LossScaleOptimizer further inside would unscale them
+            # later.
             with self._unscaled(grads_and_vars, scaled) as pairs:
                 return allow_conversion(method)(self, pairs, *args, **kwargs)
 
@@ -123,11 +124,13 @@ class OptimizerWrapper(
 
     @property
     def jit_compile(self) -> bool:
-        """Whether XLA compiles the update, as one function. May be set at any time.
+        """Whether XLA compiles the update, as one function.
 
-        A `tf.function` that was traced before it was set keeps the old one. That of an inner
-        optimizer of Keras 2, which compiles the update of each variable by itself on a GPU, is
-        `inner_optimizer.jit_compile`.
+        It may be set at any time.
+
+        A `tf.function` keeps the value that was set when it was traced. Optimizers of Keras 2 have
+        their own attribute, `inner_optimizer.jit_compile`, by which they compile the update of each
+        variable by itself on a GPU.
         """
         return self._adapter.jit_compile
 
@@ -139,8 +142,8 @@ class OptimizerWrapper(
         """Makes the inner optimizer's variables.
 
         Args:
-            var_list: iterable of the model's trainable variables. An empty one, which Keras 3
-                passes for an `.h5` file, stands for those of the model that was compiled with this
+            var_list: iterable of the model's trainable variables. Keras 3 passes an empty one for
+                an `.h5` file. It stands for the variables of the model that was compiled with this
                 optimizer, or for none yet.
             variables: iterable. The name of `var_list` in Keras 3.
         """
@@ -175,7 +178,7 @@ class OptimizerWrapper(
         return model.trainable_variables if model is not None and model.built else ()
 
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
-        """Lets the inner optimizer set the final values, where it has any: averages, for one.
+        """Lets the inner optimizer set final values, such as averages, if it has any.
 
         Args:
             var_list: iterable of the model's trainable variables.
@@ -184,7 +187,10 @@ class OptimizerWrapper(
             self.inner_optimizer.finalize_variable_values(var_list)
 
     def get_slot_names(self) -> list[str]:
-        """Returns the names of the inner optimizer's slots; only legacy optimizers have any."""
+        """Returns the names of the inner optimizer's slots.
+
+        Only legacy optimizers have any.
+        """
         inner = self.inner_optimizer
         return inner.get_slot_names() if hasattr(inner, "get_slot_names") else []
 
@@ -226,7 +232,7 @@ class OptimizerWrapper(
         tape: tf.GradientTape | None = None,
         grad_loss: tf.Tensor | None = None,
     ) -> list[tuple[Any, Any]]:
-        """Computes gradients: the first half of `minimize`, of which it takes the arguments.
+        """Computes gradients: the first half of `minimize`, with the same arguments.
 
         Returns:
             list of (gradient, variable) pairs.
@@ -247,13 +253,13 @@ class OptimizerWrapper(
         *,
         scaled: bool = False,
     ) -> None:
-        """Applies gradients, in the two lists that Keras 3 has for them.
+        """Applies gradients, given in two lists as in Keras 3.
 
         Args:
             grads: iterable of gradients.
-            trainable_variables: iterable of variables, one for each gradient. Defaults to those
-                that the inner optimizer was built with.
-            scaled: bool, as of `apply_gradients`. Defaults to False.
+            trainable_variables: iterable of variables, one for each gradient. Defaults to the
+                variables that the inner optimizer was built with.
+            scaled: bool, as in `apply_gradients`. Defaults to False.
         """
         if trainable_variables is None:
             trainable_variables = self._adapter.built_variables()
@@ -263,13 +269,15 @@ class OptimizerWrapper(
     def _unscaled(
         self, pairs: Iterable[tuple[Any, Any]], scaled: bool
     ) -> Iterator[Iterable[tuple[Any, Any]]]:
-        """Context manager that unscales gradients as a LossScaleOptimizer further in would.
+        """Context manager that unscales gradients early.
 
-        An exception leaves the record of its calls as it was.
+        It unscales them as a LossScaleOptimizer further inside would.
+
+        If an exception leaves it, the record of that optimizer's calls is as it was before.
 
         Args:
             pairs: iterable of (gradient, variable) pairs.
-            scaled: bool, as of `apply_gradients`.
+            scaled: bool, as in `apply_gradients`.
 
         Yields:
             The pairs of unscaled gradients.
@@ -310,7 +318,7 @@ class OptimizerWrapper(
             name: str. Name of the operation.
             skip_gradients_aggregation: bool. True where the gradients are summed already.
             experimental_aggregate_gradients: bool. False means the same.
-            scaled: bool. True where the loss was multiplied by hand, by the loss scale of the
+            scaled: bool. True if you have multiplied the loss by the loss scale of the
                 `LossScaleOptimizer` that is inside. Defaults to False.
 
         Returns:
@@ -330,7 +338,7 @@ class OptimizerWrapper(
         pairs = gradients.checked_pairs(pairs)
         if not aggregate or tf.distribute.get_strategy().num_replicas_in_sync == 1:
             return self._adapter.update(pairs, name)
-        # A compiled update sums nothing, so the gradients are summed before.
+        # A compiled update sums nothing, so the gradients are summed before it.
         self.build([variable for _, variable in pairs])
         operation, _ = ScaledStep(self._adapter).make(pairs, name=name)
         return self.iterations if operation is None else operation
@@ -354,7 +362,7 @@ def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
         optimizer: Any.
 
     Returns:
-        An `OptimizerAdapter`, or None where it is neither.
+        An `OptimizerAdapter`, or None where the object is neither.
     """
     if isinstance(optimizer, OptimizerWrapper):
         return WrapperAdapter(optimizer)
@@ -370,7 +378,7 @@ keras_api.convert_wrappers_to_legacy(OptimizerWrapper, OptimizerWrapper._with_in
 
 
 def hint(optimizer: Any) -> str:
-    """Returns a hint for an optimizer of the other Keras; empty for any other."""
+    """Returns a hint for an optimizer of the other Keras; empty for anything else."""
     if type(optimizer).__module__.partition(".")[0] == keras_api.OTHER_PACKAGE:
         return f". To use one of {keras_api.OTHER_PACKAGE}, {keras_api.switch_hint()}"
     return ""

@@ -1,4 +1,7 @@
-"""Plots of a training run. They need matplotlib, which `keras-mp[tutorials]` installs."""
+"""Plots of a training run.
+
+They need matplotlib, which `keras-mp[tutorials]` installs.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +14,7 @@ from keras_mp.support.figures import new_figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# More marks than these would cover each other.
+# More marks than this would cover each other.
 _MOST_MARKED = 40
 
 
@@ -23,10 +26,10 @@ def loss_scale(
 
     The vertical axis is in powers of two. A cross means that steps were skipped since the previous
     point; if there was more than one, a number says how many. To see which step was skipped, use a
-    monitor that reads the scale at every batch, `LossScaleMonitor(update_freq=1)`.
+    monitor that reads the scale at every batch: `LossScaleMonitor(update_freq=1)`.
 
     Args:
-        history: A `keras_mp.callbacks.LossScaleMonitor`; the `History` of a `fit` that had one,
+        history: A `keras_mp.callbacks.LossScaleMonitor`; or the `History` of a `fit` that had one,
             which is drawn over epochs; or the dict `history` of either.
         ax: Matplotlib's `Axes` to draw into. Defaults to those of a new pyplot figure.
 
@@ -96,5 +99,5 @@ def loss_scale(
 def _epochs(history: object, scales: Sequence[float]) -> list[int]:
     """Returns the numbers of the epochs as Keras prints them, from 1."""
     epochs = [epoch + 1 for epoch in getattr(history, "epoch", [])]
-    # A `History` that was used in two calls of `fit` has those of the last one only.
+    # If a `History` was used in two calls of `fit`, it has the numbers of the last one only.
     return epochs if len(epochs) == len(scales) else list(range(1, len(scales) + 1))

@@ -28,10 +28,10 @@ class Policy(keras_api.BasePolicy):
     It is a real `tf.keras.mixed_precision.Policy`, so Keras's layers and models take it as `dtype=`
     and as the global policy. A policy never changes. Two policies are equal if their configs are.
 
-    `tf.keras.Model.compile`, which `import keras_mp` hooks, gives a model that has a
-    `keras_mp.Policy` an optimizer wrapped in `keras_mp.LossScaleOptimizer`, with a copy of the
-    policy's loss scale. Layers with a policy that computes in 16 bits add up 16-bit numbers in
-    float32 where TensorFlow's kernels would lose terms (`keras_mp.enable_float32_sums`).
+    `import keras_mp` hooks `tf.keras.Model.compile`. If a model has a `keras_mp.Policy`, `compile`
+    gives it an optimizer wrapped in `keras_mp.LossScaleOptimizer`, with a copy of the policy's loss
+    scale. Layers with a policy that computes in 16 bits add up 16-bit numbers in float32 where
+    TensorFlow's kernels would lose terms (`keras_mp.enable_float32_sums`).
 
     Args:
         name: str or dtype. `"mixed_float16"` or `"mixed_bfloat16"` (16-bit computations, float32
@@ -40,20 +40,20 @@ class Policy(keras_api.BasePolicy):
             other name), None (no loss scaling), `"dynamic"`, a positive number (a fixed
             scale), or a `keras_mp.LossScale`.
         output_dtype: None (the default: the compute dtype), or, for `"mixed_float16"` and
-            `"mixed_bfloat16"`, `"float32"`. A layer with the latter computes what a float32 layer
-            computes, to the last bit, and is one to Keras: its `compute_dtype` is `"float32"`. But
-            the gradients of its matrix products and convolutions, two thirds of the work, are
+            `"mixed_bfloat16"`, `"float32"`. With `"float32"`, a layer computes what a float32 layer
+            computes, to the last bit, and it is one to Keras: its `compute_dtype` is `"float32"`.
+            But the gradients of its matrix products and convolutions, two thirds of the work, are
             computed in 16 bits. It is meant for the head of a model.
-        model_outputs: `"float32"` (the default) or None. A model that no other layer calls returns
-            float32 in the place of 16 bits: to the program, to `train_step` and `predict`, and from
-            an exported signature. If a matrix product, a softmax or a sigmoid makes an output, it
-            is what the last layer returns with `output_dtype="float32"`. None returns the numbers
-            as the last layer computes them.
+        model_outputs: `"float32"` (the default) or None. With `"float32"`, a model that no other
+            layer calls returns float32 in the place of 16 bits: to the program, to `train_step` and
+            `predict`, and from an exported signature. If a matrix product, a softmax or a sigmoid
+            makes an output, the output is what the last layer returns with
+            `output_dtype="float32"`. None returns the numbers as the last layer computes them.
 
     Raises:
         TypeError: `name`, `loss_scale`, `output_dtype` or `model_outputs` is of a wrong type.
-        ValueError: no such policy, a loss scale out of range, or a dtype of outputs that the policy
-            does not have.
+        ValueError: there is no such policy, a loss scale is out of range, or the policy cannot have
+            such a dtype of outputs.
 
     Example:
 
@@ -93,8 +93,8 @@ class Policy(keras_api.BasePolicy):
         if isinstance(loss_scale, str) and loss_scale == "auto":
             loss_scale = "dynamic" if self.name == "mixed_float16" else None
         if isinstance(loss_scale, str) and loss_scale == "dynamic":
-            # Made at the first access: a program makes its policy in its first line, and variables
-            # would keep it from configuring its devices afterwards.
+            # It is made at the first access: a program makes its policy in its first line, and
+            # variables would keep it from configuring its devices afterwards.
             self._loss_scale = None
             self._loss_scale_config = loss_scale_lib.DEFAULT_DYNAMIC
         else:
@@ -123,7 +123,10 @@ class Policy(keras_api.BasePolicy):
 
     @property
     def compute_dtype(self) -> str | None:
-        """The dtype in which Keras's layers compute; `"float32"` if that is the output dtype."""
+        """The dtype in which Keras's layers compute.
+
+        It is `"float32"` if that is the output dtype.
+        """
         if self._is_of_float32:
             return "float32"
         return super().compute_dtype if self._output_dtype is None else self._output_dtype
@@ -134,9 +137,9 @@ class Policy(keras_api.BasePolicy):
         return super().variable_dtype if self._variables_in is None else self._variables_in
 
     def in_float32(self, computes: bool = True, variables: bool = False) -> "Policy":
-        """Returns the policy as it is for a layer that computes in float32 and rounds its result.
+        """Returns the policy for a layer that computes in float32 and rounds its result.
 
-        It is equal to this one, so that the layer is saved with it.
+        The result is equal to this policy, so the layer is saved with this one.
 
         Args:
             computes: bool. Whether the layer computes in float32. Defaults to True.
@@ -153,17 +156,23 @@ class Policy(keras_api.BasePolicy):
 
     @property
     def output_dtype(self) -> str | None:
-        """`"float32"` if only gradients are computed in 16 bits; None: the compute dtype."""
+        """`"float32"` if only gradients are computed in 16 bits; or None.
+
+        None stands for the compute dtype.
+        """
         return self._output_dtype
 
     @property
     def model_outputs(self) -> str | None:
-        """`"float32"`, the dtype of a model's outputs; None: that of the last layer's."""
+        """`"float32"` if a model's outputs are to be float32; or None.
+
+        None leaves them in the dtype of the last layer.
+        """
         return self._model_outputs
 
     @property
     def low_precision_dtype(self) -> tf.DType | None:
-        """The 16-bit DType in which layers compute, or gradients of their products; or None."""
+        """The 16-bit DType of layers, or only of the gradients of products; or None."""
         return self._low_precision_dtype
 
     @property
@@ -179,8 +188,8 @@ class Policy(keras_api.BasePolicy):
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal policy.
 
-        An automatic loss scale and what is not said about outputs are left out, so that the config
-        is one of Keras's own class.
+        An automatic loss scale, and outputs about which nothing was said, are left out of it. So
+        the config is one of Keras's own class.
         """
         config: dict[str, Any] = {"name": super().name}
         if not self._has_automatic_scale:
@@ -196,7 +205,8 @@ class Policy(keras_api.BasePolicy):
         """Makes a policy from a config of this class or of Keras's own.
 
         Args:
-            config: dict with the key `name`, and other arguments that differ from their defaults.
+            config: dict with the key `name`, and with the other arguments that differ from their
+                defaults.
             custom_objects: not used; TensorFlow passes it.
 
         Returns:
@@ -266,7 +276,7 @@ class Policy(keras_api.BasePolicy):
     def __repr__(self) -> str:
         parts = [f'"{self.name}"']
         if not self._has_automatic_scale:
-            # Not the property: it would make variables, and so initialize the devices.
+            # The property is not used: it would make variables, and so initialize the devices.
             is_to_be_made = self._loss_scale is None and self.scales_loss
             loss_scale = "dynamic" if is_to_be_made else self._loss_scale
             parts.append(f"loss_scale={loss_scale!r}")
@@ -278,7 +288,7 @@ class Policy(keras_api.BasePolicy):
 
 
 def _that_completes(init: Callable[..., None]) -> Callable[..., None]:
-    """Lets the constructor of a subclass set attributes, until the outermost one returns."""
+    """Lets a subclass's constructor set attributes until the outermost one returns."""
 
     @functools.wraps(init)
     def __init__(self: Policy, *args: Any, **kwargs: Any) -> None:
@@ -295,8 +305,8 @@ def _that_completes(init: Callable[..., None]) -> Callable[..., None]:
 def global_policy() -> Any:
     """Returns the global policy, the default for layers and models.
 
-    Until one is set it follows `tf.keras.backend.floatx()`. A policy that was set with `tf.keras`'s
-    own function is returned as its `keras_mp.Policy` (but a quantized one as it is).
+    Until a policy is set, it follows `tf.keras.backend.floatx()`. A policy that was set with
+    `tf.keras`'s own function is returned as its `keras_mp.Policy` (but a quantized one as it is).
 
     Returns:
         A `keras_mp.Policy`.
@@ -318,16 +328,16 @@ workers.FACTS["version of keras_mp"] = lambda: __version__
 def set_global_policy(policy: Any) -> None:
     """Sets the global policy, for keras_mp and for `tf.keras`.
 
-    Set it before the model is made; layers keep the policy that they were made with. It holds in
-    all threads, except that with Keras 3 a thread other than this one has to call
+    Set it before the model is made, since layers keep the policy that they were made with. It holds
+    in all threads, with one exception: with Keras 3, a thread other than this one has to call
     `keras_mp.global_policy()` (or anything that does) before it makes Keras's own layers.
 
     Args:
         policy: A policy's name, a dtype, a `keras_mp.Policy`, a policy of `tf.keras`, or None to
-            follow `floatx` again. A quantized one of Keras 3 may be given by its name too.
+            follow `floatx` again. A quantized policy of Keras 3 may also be given by its name.
 
     Raises:
-        ValueError: The policy does not compute in floating point, or it is a mixed one and the
+        ValueError: The policy does not compute in floating point, or it is a mixed one while the
             graph rewrite is on.
 
     Example:
@@ -345,11 +355,13 @@ def set_global_policy(policy: Any) -> None:
 
 @contextlib.contextmanager
 def policy_scope(policy: Any) -> Iterator[Any]:
-    """Sets the global policy for a block, and restores the previous one even after an error.
+    """Sets the global policy for a block.
 
-    It holds in this thread and for the work of this thread: replicas, and functions that are
-    traced in the block. Other threads do not see it. In the block `set_global_policy` changes the
-    policy of the block only.
+    The previous policy is restored afterwards, even after an error.
+
+    It holds in this thread, and for work that belongs to this thread: replicas, and functions that
+    are traced in the block. Other threads do not see it. In the block, `set_global_policy` only
+    changes the policy of the block.
 
     Args:
         policy: As for `set_global_policy`.
@@ -369,7 +381,10 @@ def policy_scope(policy: Any) -> Iterator[Any]:
 
 
 def _checked(policy: Any) -> Any:
-    """Returns the argument of `set_global_policy` as a policy, or None; installs the hooks."""
+    """Returns the argument of `set_global_policy` as a policy, or None.
+
+    It also installs the hooks.
+    """
     if policy is not None:
         policy = _to_policy(policy)
         if policy.compute_dtype and not tf.as_dtype(policy.compute_dtype).is_floating:
@@ -395,7 +410,7 @@ def _checked(policy: Any) -> Any:
 def _standardize_name(name: str | tf.DType | None) -> str | None:
     if name is None or (isinstance(name, str) and (name in _MIXED or name == "_infer")):
         return name
-    # TensorFlow would take an int for a number of its list of dtypes.
+    # TensorFlow would take an int for the number of a dtype.
     dtype = None if isinstance(name, int) else dtypes.parse(name)
     if dtype is None:
         kind = ValueError if isinstance(name, str) else TypeError
@@ -420,7 +435,7 @@ def _to_policy(policy: Any) -> Any:
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, keras_api.BasePolicy):
-        # A quantized policy is a subclass of Keras's own and has no counterpart here.
+        # A quantized policy is of a subclass of Keras's own, and has no counterpart here.
         return Policy(policy.name) if type(policy) is keras_api.BasePolicy else policy
     quantized = keras_api.quantized_policy(policy) if isinstance(policy, str) else None
     return Policy(policy) if quantized is None else quantized

@@ -1,13 +1,14 @@
-"""Layers that read numbers as they come from the world, and do not round them first.
+"""Layers that read numbers as they come from the world, without rounding first.
 
-Keras casts what a layer is given to its compute dtype. For activations that is what mixed precision
-is. But 16 bits do not hold a year, a row number or a pixel of 16 bits, and what a layer is there to
-normalize, look up or compare is lost before it starts. A layer of the table below is a float32
-layer to Keras, and its result is rounded to the compute dtype of its policy, once.
+Keras casts the arguments of a layer to its compute dtype. For activations, that is what mixed
+precision means. But 16 bits do not hold a year, a row number or a 16-bit pixel, so the differences
+that a layer is there to normalize, look up or compare would be lost before it starts. For that
+reason, a layer of the table below is a float32 layer to Keras, and its result is rounded once, to
+the compute dtype of its policy.
 
 Models cast their inputs, too, before any layer sees them. So casts of inputs, and the rounded
-results of these layers, keep a note of the tensor that was rounded, and a layer of the table takes
-that one.
+results of these layers, keep a note of the tensor that was rounded. A layer of the table takes the
+noted tensor.
 """
 
 import functools
@@ -33,11 +34,12 @@ class _Kind(NamedTuple):
     """How layers of a class read their inputs.
 
     Attributes:
-        reads: takes a layer and the tensors among its arguments. Whether this call is made in
-            float32. None: in each call, and in all that the layer does outside of calls, such as
-            `adapt` and `build`.
-        is_data: whether its results are data still, that a next layer of the table takes unrounded.
-        keeps_statistics: whether its variables are float32, whatever the policy.
+        reads: takes a layer and the tensors among its arguments, and tells whether this call is
+            made in float32. None means every call, and all that the layer does outside of calls,
+            such as `adapt` and `build`.
+        is_data: whether its results are still data, which a next layer of the table takes
+            unrounded.
+        keeps_statistics: whether its variables are float32, whatever the policy is.
         rounds: whether its results are rounded.
     """
 
@@ -65,30 +67,30 @@ def _is_wide(value: Any) -> bool:
     return tf.as_dtype(dtype) in (tf.float32, tf.float64)
 
 
-# Raw data: computed in float32 always. `adapt` and `build` compute what later calls use.
+# Layers for raw data always compute in float32. `adapt` and `build` compute what later calls use.
 _PREPROCESSING = _Kind(None, is_data=True, keeps_statistics=True)
-# What comes in 16 bits is an activation, for which nothing changes. What does not is raw data.
+# A 16-bit input is an activation, for which nothing changes. Any other input is raw data.
 _IF_WIDE = _Kind(_has_wide_inputs)
 _MOVING = _Kind(_has_wide_inputs, keeps_statistics=True)
-# They move values and change none. So they may come before one of the others.
+# These layers move values and change none, so they may come before one of the others.
 _MOVES = _Kind(_has_wide_inputs, is_data=True)
 # The sum of squares of a row leaves the range of float16 long before the row does.
 _SQUARES = _Kind(lambda layer, tensors: True)
-# They add up numbers before they divide by how many there are: by the number of inputs, or of those
-# that a mask keeps, which itself is beyond 16 bits soon.
+# These layers add up numbers before they divide by how many there are. That is the number of
+# inputs, or of those that a mask keeps, and soon too large for 16 bits itself.
 _MEANS = _Kind(lambda layer, tensors: True)
 _MASKED_MEANS = _Kind(lambda layer, tensors: any(map(_is_masked, tensors)))
-# Over several axes they subtract the logarithm of a sum of exponentials.
+# With several axes, these layers subtract the logarithm of a sum of exponentials.
 _SEVERAL_AXES = _Kind(lambda layer, tensors: len(np.ravel(layer.axis)) > 1)
-# They compare with a number that 16 bits may round to another side of their inputs.
+# These layers compare with a number that 16 bits may round to the other side of an input.
 _COMPARES = _Kind(lambda layer, tensors: True)
 _MAY_COMPARE = _Kind(lambda layer, tensors: bool(layer.threshold))
-# Ids are gathered with, not computed with: Keras casts no ids, but models cast their inputs.
+# Ids are not computed with, but used to gather. Keras casts no ids, but models cast their inputs.
 _IDS = _Kind(lambda layer, tensors: False)
-# What they assign to float32 weights is computed from float32 weights.
+# These layers assign to float32 weights what they compute from float32 weights.
 _WRITES = _Kind(lambda layer, tensors: True)
 _MAY_WRITE = _Kind(lambda layer, tensors: master_writes.assigns_weights(layer))
-# They return a distribution, with which the program computes on.
+# These layers return a distribution, with which the program goes on to compute.
 _DISTRIBUTION = _Kind(lambda layer, tensors: True, rounds=False)
 
 _TABLE: dict[str, _Kind] = {
@@ -135,22 +137,22 @@ _TABLE: dict[str, _Kind] = {
 }
 
 
-# They square and add up weights.
+# They square weights and add them up.
 _CONSTRAINTS = ("MaxNorm", "MinMaxNorm", "UnitNorm")
 _REGULARIZERS = ("L1", "L2", "L1L2", "OrthogonalRegularizer")
 
-# Operations that move the values of their first input and change none.
+# Operations that move the values of their first input, and change none.
 _MOVING_OPS = frozenset(
     ("StridedSlice", "Slice", "Reshape", "Squeeze", "ExpandDims", "Transpose", "GatherV2")
 )
 
 
-# What their functions call what the operations call otherwise.
+# Arguments that the functions and the operations call by different names.
 _NAMES_OF_ARGUMENTS = {"dim": "axis", "squeeze_dims": "axis"}
 
 
 class _Reading(threading.local):
-    """The layer that reads raw inputs in this thread: the outermost one, and the innermost one.
+    """The layers that read raw inputs in this thread: the outermost and the innermost.
 
     Attributes:
         outermost: layer.
@@ -171,19 +173,22 @@ def _kinds() -> dict[type, _Kind]:
     named = {getattr(tf.keras.layers, name, None): kind for name, kind in _TABLE.items()}
     named[keras_api.PreprocessingLayer] = _PREPROCESSING
     if issubclass(tf.keras.metrics.Metric, tf.keras.layers.Layer):
-        # It is a layer of the global policy, and counts in its variables.
+        # A metric is a layer of the global policy, and counts in its variables.
         named[tf.keras.metrics.Metric] = _PREPROCESSING
     return {cls: kind for cls, kind in named.items() if cls is not None}
 
 
 def reads_raw(cls: type) -> _Kind | None:
-    """Returns how layers of a class read their inputs; None: as Keras gives them."""
+    """Returns how layers of a class read their inputs.
+
+    None means: as Keras gives them.
+    """
     if cls not in _found:
         _found[cls] = _find(cls) if features.is_on(keras_api.RAW_INPUTS) else None
     return _found[cls]
 
 
-# What `_find` has found. It keeps no class alive.
+# The results of `_find`. No class is kept alive.
 _found: weakref.WeakKeyDictionary[type, _Kind | None] = weakref.WeakKeyDictionary()
 
 
@@ -202,13 +207,15 @@ def _find(cls: type) -> _Kind | None:
 
 
 def _makes_distributions(cls: type) -> bool:
-    """Whether a class is the base of layers of tensorflow-probability that do."""
+    """Whether a class is tensorflow-probability's base class of such layers."""
     is_theirs = cls.__module__.partition(".")[0] == "tensorflow_probability"
     return is_theirs and cls.__name__ == "DistributionLambda"
 
 
 def install(policy_class: type) -> None:
-    """Lets the layers of the table ask here for their policy, and notes the casts of inputs.
+    """Lets the layers of the table ask here for their policy.
+
+    It also notes the casts of inputs.
 
     Args:
         policy_class: the class of policies of keras_mp.
@@ -218,7 +225,7 @@ def install(policy_class: type) -> None:
             let_read_raw(cls)
     keras_api.note_input_casts(policy_class, _note, before_rounding)
     keras_api.widen_functions(compositions.in_float32)
-    # Layers call them on their outputs, too. A penalty is a loss: it stays in float32.
+    # Layers also call them on their outputs. A penalty is part of the loss, so it stays in float32.
     for module, names, rounds in (
         (tf.keras.constraints, _CONSTRAINTS, True),
         (tf.keras.regularizers, _REGULARIZERS, False),
@@ -229,7 +236,9 @@ def install(policy_class: type) -> None:
 
 
 def let_read_raw(cls: type) -> None:
-    """Lets the layers of a class, and of its subclasses, have a policy of float32 where they read.
+    """Lets layers of a class have a float32 policy where they read raw inputs.
+
+    Subclasses are included.
 
     Args:
         cls: subclass of `tf.keras.layers.Layer`.
@@ -244,7 +253,7 @@ def let_read_raw(cls: type) -> None:
 
 
 class _PolicyWhileReading:
-    """The policy of a layer: of float32, while it reads raw inputs."""
+    """The policy of a layer, which is one of float32 while it reads raw inputs."""
 
     def __get__(self, layer: Any, owner: type) -> Any:
         if layer is None:
@@ -276,7 +285,7 @@ def call(
     kwargs: dict[str, Any],
     is_of_float32: bool = False,
 ) -> Any:
-    """Calls a layer, one of the table with inputs as they were before they were rounded.
+    """Calls a layer; one of the table gets its inputs as before they were rounded.
 
     Args:
         keras_call: `Layer.__call__` of Keras.
@@ -284,11 +293,11 @@ def call(
         dtype: the 16-bit DType of its policy; None if it has none.
         args: its arguments.
         kwargs: its keyword arguments.
-        is_of_float32: bool. Whether it is called in float32 always, and rounds nothing.
+        is_of_float32: bool. Whether the layer is always called in float32, and rounds nothing.
 
     Returns:
         What the layer returns. If it was called in float32, floating-point tensors are rounded to
-        `dtype`, except inside of another layer that was.
+        `dtype`, unless it is inside of another layer that was called in float32.
     """
     if dtype is not None and _is_for_a_constraint(args):
         let_read_raw(type(layer))
@@ -298,13 +307,13 @@ def call(
     if kind is None and not is_of_float32:
         return keras_call(layer, *args, **kwargs)
     if dtype is None and kind is not _IDS and layer.compute_dtype in LOW_PRECISION_NAMES:
-        # A policy of Keras's own would round again, and in Keras 3.12 lose the mask.
+        # A policy of Keras's own would round again, and lose the mask in Keras 3.12.
         return keras_call(layer, *args, **kwargs)
     tensors = tf.nest.flatten((args, kwargs))
     before = tensors if kind is None else [before_rounding(each) for each in tensors]
     if is_of_float32:
         let_read_raw(type(layer))
-        # Keras does not cast what all layers take.
+        # Keras does not cast arguments that all layers take.
         before = [_widened(each) for each in before]
     if any(new is not old for new, old in zip(before, tensors)):
         args, kwargs = tf.nest.pack_sequence_as((args, kwargs), before)
@@ -327,15 +336,16 @@ def call(
 def rounded(layer: Any, outputs: Any) -> Any:
     """Rounds what a layer has computed in float32, while it is called.
 
-    Observers of its `call` do it before they look. What is rounded stays as it is.
+    If observers look at the result of `call`, it is rounded before they look. Rounding again
+    changes nothing.
 
     Args:
-        layer: what is called: a layer, or anything else.
+        layer: the object that is called: a layer, or anything else.
         outputs: structure of what its `call` returns.
 
     Returns:
-        What the layer will return. Floating-point tensors are in 16 bits, except inside of another
-        layer that was called in float32.
+        What the layer will return. Floating-point tensors are in 16 bits, unless the layer is
+        inside of another one that was called in float32.
     """
     if _thread.outermost is not layer or not _thread.rounds:
         return outputs
@@ -346,7 +356,10 @@ def rounded(layer: Any, outputs: Any) -> Any:
 
 
 def _map_rounded(function: Callable[[Any], Any], layer: Any, outputs: Any) -> Any:
-    """Maps what a layer rounds: its outputs; of images with labels, boxes and masks the images."""
+    """Maps the outputs that a layer rounds.
+
+    Among images with labels, boxes and masks, only the images are rounded.
+    """
     if isinstance(outputs, dict) and "images" in outputs:
         kind = reads_raw(type(layer))
         if kind is not None and kind.reads is None:
@@ -355,14 +368,17 @@ def _map_rounded(function: Callable[[Any], Any], layer: Any, outputs: Any) -> An
 
 
 def _is_for_a_constraint(args: tuple[Any, ...]) -> bool:
-    """Whether an optimizer lets a layer change a weight: its constraint is one, or calls one."""
+    """Whether an optimizer lets a layer change a weight.
+
+    The weight's constraint is the layer, or calls it.
+    """
     if len(args) != 1 or not keras_api.is_weight(args[0]):
         return False
     return args[0].constraint is not None and variables.autocast_dtype() is None
 
 
 def _rounds_to(layer: Any) -> tf.DType | None:
-    """Returns the 16-bit dtype to which the float32 result of a layer will be rounded, or None."""
+    """Returns the 16-bit dtype to which a layer's float32 result is rounded, or None."""
     policy, kind = vars(layer).get("_dtype_policy"), reads_raw(type(layer))
     if kind is None or not kind.rounds or not hasattr(policy, "in_float32"):
         return None
@@ -385,10 +401,10 @@ def _rounded(dtype: tf.DType, is_data: bool, value: Any) -> Any:
 
 
 def cast_input(value: Any, dtype: tf.DType) -> Any:
-    """Casts an input as `marks.cast` does, and notes what it was.
+    """Casts an input as `marks.cast` does, and notes the tensor before the cast.
 
     Args:
-        value: a tensor (a ragged or sparse one, too) or a variable.
+        value: a tensor (also a ragged or sparse one) or a variable.
         dtype: the DType to cast to.
     """
     result = marks.cast(value, dtype)
@@ -397,7 +413,7 @@ def cast_input(value: Any, dtype: tf.DType) -> Any:
 
 
 def _note(value: Any, rounded: Any) -> None:
-    """Notes on a tensor of 16 bits what it was before it was rounded."""
+    """Notes on a 16-bit tensor what it was before it was rounded."""
     if rounded is value or isinstance(value, tf.Variable):
         return
     if is_low(getattr(rounded, "dtype", None)):
@@ -405,18 +421,20 @@ def _note(value: Any, rounded: Any) -> None:
 
 
 def copy_note(source: Any, result: Any) -> None:
-    """Notes on a tensor, which takes the place of another one, what that was before it was rounded.
+    """Copies the note about what a tensor was before it was rounded.
+
+    The other tensor takes its place.
 
     Args:
-        source: tensor, with a note or without.
-        result: another tensor of its shape.
+        source: tensor, with or without a note.
+        result: another tensor of the same shape.
     """
     if hasattr(source, "_keras_mp_unrounded"):
         result._keras_mp_unrounded = source._keras_mp_unrounded
 
 
 def before_rounding(value: Any) -> Any:
-    """Returns what a tensor was before a model or layer rounded it, or else the tensor.
+    """Returns what a tensor was before a model or layer rounded it, or the tensor.
 
     Args:
         value: Any.
@@ -431,9 +449,9 @@ def before_rounding(value: Any) -> Any:
 
 
 def _moved_before_rounding(value: tf.Tensor) -> tf.Tensor:
-    """Does to a tensor, as it was before it was rounded, what a graph has done to it: columns, ...
+    """Repeats on the tensor before rounding what a graph did to it, such as slicing.
 
-    An eager tensor does not tell what was done to it.
+    An eager tensor does not show what was done to it.
     """
     op = value.op
     if op.type not in _MOVING_OPS or op.graph is not tf.compat.v1.get_default_graph():

@@ -1,7 +1,8 @@
 """Activity regularizers that compute in float32 (RFC 293, "Loss dtype").
 
-Regularizers of weights do not need this: Keras gives them the float32 variable. But the output of a
-layer is float16 in a mixed model, and the sum of its squares soon exceeds what float16 can hold.
+Regularizers of weights do not need this, since Keras gives them the float32 variable. But in a
+mixed model, the output of a layer is float16, and the sum of its squares soon exceeds what float16
+can hold.
 """
 
 import contextlib
@@ -75,7 +76,7 @@ tf.keras.utils.get_custom_objects()["Float32Regularizer"] = Float32Regularizer
 
 
 def wrap_activity_regularizer(layer: Any) -> None:
-    """Puts a `Float32Regularizer` around the activity regularizer of a layer that runs in 16 bits.
+    """Wraps the activity regularizer of a 16-bit layer in a `Float32Regularizer`.
 
     Args:
         layer: A layer of `tf.keras`. One without such a regularizer stays as it is.
@@ -91,11 +92,12 @@ def wrap_activity_regularizer(layer: Any) -> None:
     regularizer = layer.activity_regularizer
     is_done = regularizer is None or isinstance(regularizer, Float32Regularizer)
     if isinstance(regularizer, tf.types.experimental.GenericFunction):
-        # In a SavedModel it is a function that takes the layer's dtype only, and casts inside.
-        # While the model is saved it has that signature; loaded, it is of a subclass.
+        # In a SavedModel, the regularizer is a function that only takes the layer's dtype, and
+        # casts inside. While the model is saved, it has that signature; once loaded, it is of a
+        # subclass.
         signature = getattr(regularizer, "input_signature", None)
         is_done = type(regularizer) is not _FUNCTION or signature is not None
     if layer.compute_dtype in LOW_PRECISION_NAMES and not is_done:
-        # The attribute of a wrapper around a layer is that of the layer, and cannot be set.
+        # The attribute of a wrapper around a layer is the layer's, and cannot be set.
         with contextlib.suppress(AttributeError):
             layer.activity_regularizer = Float32Regularizer(regularizer)

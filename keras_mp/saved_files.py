@@ -1,8 +1,11 @@
-"""Files of models with a 16-bit policy of ours, and the bfloat16 that h5py does not know.
+"""Files of models with a 16-bit policy of keras_mp.
 
-h5py writes what NumPy knows by another library only, such as bfloat16, as bytes without a meaning,
-which nobody can load. So while Keras saves a model of ours, what has 16 bits or fewer and is no
-float16 is written as float32. It holds each of these numbers, and Keras casts it back on loading.
+h5py does not know bfloat16.
+
+Some dtypes, such as bfloat16, are known to NumPy only by another library. h5py writes them as bytes
+without a meaning, which nobody can load. So while Keras saves a model of keras_mp, numbers of 16
+bits or fewer, except float16, are written as float32. It holds each of these numbers, and Keras
+casts it back on loading.
 """
 
 import contextlib
@@ -19,7 +22,7 @@ from keras_mp.hooks.once import once
 
 @once
 def install(policy_class: type) -> None:
-    """Lets Keras save models that have layers with a 16-bit policy of ours, once in a process.
+    """Lets Keras save models with a 16-bit policy of keras_mp, once in a process.
 
     Args:
         policy_class: the class of these policies.
@@ -51,7 +54,7 @@ def install(policy_class: type) -> None:
 @contextlib.contextmanager
 def _readable() -> Iterator[None]:
     """Context manager in which this thread writes only what h5py can read."""
-    import h5py  # which Keras 2 can do without
+    import h5py  # Keras 2 can do without it.
 
     class Readable(h5py.Dataset):
         """A dataset of float32 to which values of another dtype are assigned."""
@@ -81,7 +84,7 @@ def _readable() -> Iterator[None]:
 
 
 def _is_unreadable(dtype: Any) -> bool:
-    """Whether h5py takes a dtype for bytes, and it is none of bytes."""
+    """Whether h5py takes a dtype for bytes, though it is not one of bytes."""
     if not isinstance(dtype, np.dtype):
         return False
     return dtype.kind == "V" and dtype.type is not np.void

@@ -1,11 +1,12 @@
-"""Scales the losses of a `train_step` whose optimizers scale nothing, or of a `fit` with a loop.
+"""Scales losses in a `train_step` or `fit` whose optimizers scale nothing.
 
 `compile` wraps the optimizers that it is given. A program may train with others: those of a GAN,
-one that is assigned after `compile`, the object that it gave to `compile`. So while a `train_step`
-of somebody else runs, or a `fit` or `train_on_batch`, each `tf.GradientTape` that it makes scales
-the target and unscales the gradients, as a `LossScaleGradientTape` does, and computes gradients
-that overflow again. Whatever is done with these gradients then, they are those of the program,
-without what float16 loses. Where that would not be exact, a warning says so when they are applied.
+one that is assigned after `compile`, or the object that it passed to `compile`. So this module acts
+while a user's own `train_step`, `fit` or `train_on_batch` runs. Each `tf.GradientTape` that is made
+there scales the target and unscales the gradients, as a `LossScaleGradientTape` does, and computes
+gradients that overflow again. Whatever is done with these gradients afterwards, they are those of
+the program, without what float16 would lose. Where that would not be exact, a warning says so when
+they are applied.
 """
 
 import contextlib
@@ -30,18 +31,18 @@ from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import parse
 
-# The program has not asked for a scale, so that a high one must not end its training.
+# The program has not asked for a loss scale, so a high one must not end its training.
 _MAX_RETRIES = 32
-# Below it float16 begins to lose digits of what is a little smaller.
+# Below this, float16 begins to lose digits of numbers that are a little smaller.
 _SMALL = 2.0**-10
 
 
 class _Step(scaled_losses.ScaledLosses):
-    """The `train_step` that this thread runs, or the loop.
+    """The `train_step`, or the training loop, that this thread runs.
 
     Attributes:
         model: the model.
-        loss_scale: its `LossScale`.
+        loss_scale: the model's `LossScale`.
         method: str. The method of the model.
         graph: the graph in which the step began; None in eager.
         entered: list of the tapes that record.
@@ -54,7 +55,10 @@ class _Step(scaled_losses.ScaledLosses):
         self.entered: list[_StepTape] = []
 
     def note_loss(self, scaled: tf.Tensor) -> None:
-        """Notes a loss that was multiplied by a loss scale, and the tapes that have recorded it."""
+        """Notes a loss that was multiplied by a loss scale.
+
+        It also notes it on the tapes that have recorded it.
+        """
         super().note_loss(scaled)
         for tape in self.entered:
             if tape._records:
@@ -65,9 +69,9 @@ class _Thread(threading.local):
     """What this thread does in its step.
 
     Attributes:
-        is_differentiating: whether it computes gradients: what does may use tapes of its own, such
-            as `tf.recompute_grad`.
-        makes_jacobian: whether it computes the rows of a Jacobian.
+        is_differentiating: whether the thread computes gradients. What computes them may use tapes
+            of its own, as `tf.recompute_grad` does.
+        makes_jacobian: whether the thread computes the rows of a Jacobian.
     """
 
     is_differentiating = False
@@ -81,7 +85,7 @@ _thread = _Thread()
 def entered(
     model: tf.keras.Model, loss_scale: LossScale, method: str = "train_step"
 ) -> Iterator[None]:
-    """Context manager for a `train_step` of somebody else, or for a method with a training loop.
+    """Context manager for a user's own `train_step`, or for a method with a loop.
 
     Args:
         model: the model.
@@ -105,7 +109,10 @@ def _step_of_thread() -> _Step | None:
 
 @once
 def _let_replicas_inherit() -> None:
-    """Lets the replicas of a loop be part of it: a `train_step` runs inside of a replica."""
+    """Lets the replicas of a loop be part of it.
+
+    A `train_step` runs inside of a replica.
+    """
     replica_threads.inherit(
         _step_of_thread,
         lambda step: (
@@ -118,13 +125,16 @@ def _let_replicas_inherit() -> None:
 
 @contextlib.contextmanager
 def left() -> Iterator[None]:
-    """Context manager for a step of Keras, which scales by itself, in a loop of somebody else."""
+    """Context manager for Keras's own step in a loop of the user.
+
+    Such a step scales by itself.
+    """
     with scaled_losses.noted_in(None):
         yield
 
 
 def _scaling(own: Callable[..., None]) -> Callable[..., None]:
-    """Returns a constructor of tapes, which makes those of the step ours."""
+    """Returns a constructor of tapes, which turns those of the step into `_StepTape`s."""
 
     @functools.wraps(own)
     @do_not_convert
@@ -141,7 +151,7 @@ def _scaling(own: Callable[..., None]) -> Callable[..., None]:
 
 
 def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `tf.gradients`, which notes that nobody has scaled."""
+    """Returns a `tf.gradients` that notes that nobody has scaled the gradients."""
 
     @functools.wraps(own)
     @do_not_convert
@@ -155,7 +165,7 @@ def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
     return gradients
 
 
-# TensorFlow has no types for all of its methods.
+# TensorFlow does not have types for all methods of its tape.
 _Tape: Any = tf.GradientTape
 
 
@@ -165,7 +175,7 @@ class _StepTape(LossScaleGradientTape):
     _step: _Step
 
     def begin(self, step: _Step, persistent: bool, watch_accessed_variables: bool) -> None:
-        """Initializes a tape that was made as another one."""
+        """Initializes a tape that was made as a `tf.GradientTape`."""
         super().__init__(
             step.loss_scale,
             max_retries=_MAX_RETRIES,
@@ -192,8 +202,11 @@ class _StepTape(LossScaleGradientTape):
         output_gradients: Any = None,
         unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """Computes gradients as `tf.GradientTape` does, scaled and unscaled if that is exact."""
-        if _thread.makes_jacobian:  # which calls this, and ends the tape
+        """Computes gradients as `tf.GradientTape` does.
+
+        They are scaled and unscaled if that is exact.
+        """
+        if _thread.makes_jacobian:  # jacobian() calls this, and ends the tape.
             return _Tape.gradient(self, target, sources, output_gradients, unconnected_gradients)
         if self._watched_before is not None:
             raise RuntimeError(
@@ -212,7 +225,7 @@ class _StepTape(LossScaleGradientTape):
             recording = self._that_record()
             if not recording:
                 return super().gradient(*args)
-            # Those tapes differentiate what TensorFlow computes, not the search for a scale.
+            # The other tapes differentiate what TensorFlow computes, not the search for a scale.
             differentiable = _Tape.gradient(self, *args)
             compute = functools.partial(super().gradient, *args)
             with contextlib.ExitStack() as stack:
@@ -228,10 +241,10 @@ class _StepTape(LossScaleGradientTape):
         """Returns gradients of tensors that are part of a loss, or of other inputs.
 
         Args:
-            gradients: structure of them, unscaled.
-            compute: function that returns them scaled and unscaled. It is called if 16 bits may
-                have lost some: they need not be as small as the gradients of the loss, by which the
-                scale is chosen, and mostly one computation will do.
+            gradients: structure of these gradients, unscaled.
+            compute: function that returns the gradients, scaled and unscaled again. It is called
+                only if 16 bits may have lost some. The scale is chosen by the gradients of the
+                loss; these here need not be as small, and mostly one computation will do.
         """
         flat = tf.nest.flatten(gradients)
         positions = [i for i, each in enumerate(flat) if each is not None]
@@ -297,7 +310,7 @@ class _StepTape(LossScaleGradientTape):
         ]
 
     def _why_not(self, sources: list[Any]) -> str | None:
-        """Returns why scaling the target would not be exact; None if it is."""
+        """Returns why scaling the target would not be exact, or None if it is exact."""
         if any(parse(getattr(each, "dtype", None)) != tf.float32 for each in sources):
             return "the gradients are in another dtype than float32"
         if tf.distribute.in_cross_replica_context():
@@ -316,7 +329,10 @@ class _StepTape(LossScaleGradientTape):
 
 
 def _with_derivatives(values: Any, others: Any) -> Any:
-    """Returns gradients that are differentiated as others are, which are equal but for rounding."""
+    """Returns gradients with the derivatives of others.
+
+    The others are equal but for rounding.
+    """
 
     def join(value: Any, other: Any) -> Any:
         if isinstance(value, tf.IndexedSlices):
@@ -339,7 +355,10 @@ def _to_second(upstream: list[tf.Tensor], *tensors: Any) -> list[tf.Tensor | Non
 
 
 def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method of optimizers that applies gradients, which tells of unscaled ones."""
+    """Returns an optimizer's method that applies gradients.
+
+    It warns of gradients that nobody has scaled.
+    """
     of_gradients = list(inspect.signature(own).parameters)[1]
 
     @functools.wraps(own)
@@ -350,7 +369,7 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
         elif of_gradients in kwargs:
             grads = kwargs.pop(of_gradients)
         else:
-            return own(optimizer, **kwargs)  # which raises an error
+            return own(optimizer, **kwargs)  # It raises an error.
         grads = list(grads)
         with scaled_losses.applying() as is_first:
             step = _step_of_thread()
@@ -370,7 +389,7 @@ def _applied(grads: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
     return [variable for gradient, variable in zip(grads, flat) if gradient is not None]
 
 
-# By model, the optimizers that a warning has named.
+# By model: the optimizers that a warning has named.
 _warned_of: "weakref.WeakKeyDictionary[tf.keras.Model, weakref.WeakSet[Any]]" = (
     weakref.WeakKeyDictionary()
 )
@@ -406,7 +425,7 @@ def _warn_if_unscaled(step: _Step, optimizer: Any, variables: list[Any]) -> None
 
 
 def _name(model: tf.keras.Model, optimizer: Any) -> str:
-    """Returns how the methods of a model call an optimizer."""
+    """Returns how the methods of a model refer to an optimizer."""
     names = [name for name, value in vars(model).items() if value is optimizer]
     public = [name for name in names if not name.startswith("_")]
     if getattr(model, "optimizer", None) is optimizer:

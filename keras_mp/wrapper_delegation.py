@@ -1,4 +1,4 @@
-"""The attributes of a wrapper, which are those of the inner optimizer.
+"""The attributes of a wrapper that are those of the inner optimizer.
 
 RFC 293, "LossScaleOptimizer __getattribute__ and __setattr__ delegation".
 """
@@ -19,7 +19,7 @@ _CHECKPOINTS = ("_create_or_restore_slot_variable", "_restore_slot_variable")
 class WrapperDelegation:
     """The part of an `OptimizerWrapper` that delegates to the inner optimizer."""
 
-    # The name that TensorFlow's DelegatingTrackableMixin has for the inner optimizer.
+    # TensorFlow's DelegatingTrackableMixin has this name for the inner optimizer.
     _trackable: Any
     _hyperparameters: set[str]
 
@@ -52,11 +52,15 @@ class WrapperDelegation:
             raise AttributeError(_only_inner(self, name))
 
     def _set_own(self, **attributes: Any) -> None:
-        """Sets attributes of the wrapper itself, which neither Keras nor checkpoints track."""
+        """Sets attributes of the wrapper itself.
+
+        Neither Keras nor checkpoints track them.
+        """
         self.__dict__.update(attributes)
 
     def __dir__(self) -> list[str]:
-        # Keras saves all of these by name: the inner optimizer only once, as `inner_optimizer`.
+        # Keras saves all of these by name. The inner optimizer is saved only once, as
+        # `inner_optimizer`.
         names = set(object.__dir__(self)) | self._hyperparameters | {"lr"}
         return sorted(names - {"_trackable"})
 
@@ -91,7 +95,9 @@ class WrapperDelegation:
 
     @property
     def optimizers(self) -> Any:
-        """The optimizers in Keras 3's `MultiOptimizer`, each with a learning rate of its own.
+        """The optimizers in Keras 3's `MultiOptimizer`.
+
+        Each of them has its own learning rate.
 
         Raises:
             AttributeError: the inner optimizer has no others inside.
@@ -129,7 +135,10 @@ def names_of_wrappers(cls: type) -> set[str]:
 
 
 class _CallableList(list):
-    """A list that may be called: some families have `variables()`, others `variables`."""
+    """A list that may be called.
+
+    Some families of optimizers have `variables()`, others `variables`.
+    """
 
     def __call__(self) -> "_CallableList":
         return self
@@ -146,7 +155,7 @@ def _delegate(name: str) -> Callable[..., Any]:
 
 
 def delegate_rest(cls: type) -> None:
-    """Delegates every public method that Keras's base classes have and the wrapper does not.
+    """Delegates each public method of Keras's base classes that the wrapper lacks.
 
     This includes methods that a newer Keras adds there.
 

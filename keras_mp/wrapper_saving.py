@@ -1,4 +1,4 @@
-"""Saving of an optimizer wrapper: its config, its weights, and its part of a SavedModel."""
+"""Saving of an optimizer wrapper: config, weights and its part of a SavedModel."""
 
 import copy
 import functools
@@ -40,11 +40,11 @@ class WrapperSaving:
                 the optimizer yet, they are set as soon as it is.
 
         Raises:
-            ValueError: these are weights of an optimizer of another kind or for another model.
+            ValueError: the weights are those of an optimizer of another kind or for another model.
         """
         weights = list(weights)
         if not getattr(self.inner_optimizer, "built", True):
-            # Copies, since they may be in a file that will be closed by then.
+            # Copies, since the arrays may be in a file that will be closed by then.
             vars(self)["_weights_to_come"] = [np.array(weight) for weight in weights]
             return
         check_shapes(self.variables, weights)
@@ -59,7 +59,7 @@ class WrapperSaving:
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal wrapper.
 
-        A subclass with arguments of its own adds them.
+        A subclass with its own arguments adds them.
         """
         compiled = {"jit_compile": True} if self.jit_compile else {}
         return {"inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer), **compiled}
@@ -72,7 +72,8 @@ class WrapperSaving:
 
         Args:
             config: dict that `get_config` returned.
-            custom_objects: dict of names and the classes they stand for, for the inner optimizer.
+            custom_objects: dict from names to the classes that they stand for, for the inner
+                optimizer.
 
         Returns:
             A wrapper.
@@ -88,11 +89,12 @@ class WrapperSaving:
         return type(self).from_config({**self.get_config(), "inner_optimizer": inner_optimizer})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Self":
-        # Attribute by attribute, delegation would look for the inner optimizer before it is there.
+        # If attributes were copied one by one, delegation would look for the inner optimizer before
+        # it is there.
         return self._with_inner(copy.deepcopy(self.inner_optimizer, memo))
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Saves the inner optimizer's variables, where Keras does not save them beside this.
+        """Saves the inner optimizer's variables, if Keras does not save them itself.
 
         Args:
             store: dict-like, of names and arrays.
@@ -106,7 +108,7 @@ class WrapperSaving:
 
         Args:
             store: dict-like, of names and arrays. If their number is not that of the inner
-                optimizer's variables, these stay as they are, with a warning.
+                optimizer's variables, the variables stay as they are, with a warning.
 
         Raises:
             ValueError: the variables are those of another optimizer.
@@ -140,8 +142,9 @@ class WrapperSaving:
         return super()._trackable_children(save_type, **kwargs)  # pyright: ignore
 
     def _serialize_to_proto(self, object_proto: Any, **kwargs: Any) -> None:
-        # A SavedModel has the family of an optimizer, and only that family takes its slots at
-        # loading. A wrapper may be an instance of several bases, so it has the inner one's.
+        # A SavedModel names the family of an optimizer, and at loading only that family takes its
+        # slots. A wrapper may be an instance of several bases, so it writes the family of the inner
+        # optimizer.
         del kwargs
         innermost = self.inner_optimizer
         while hasattr(innermost, "inner_optimizer"):
@@ -149,12 +152,12 @@ class WrapperSaving:
         revived = saving.revived(innermost)
         if revived is not None:
             object_proto.user_object.CopyFrom(revived)
-        object_proto.registered_name = ""  # which loading would look up, even without keras_mp
+        object_proto.registered_name = ""  # Loading would look the name up, even without keras_mp.
 
 
 @functools.cache
 def _let_wrappers_write_themselves() -> None:
-    """Lets a SavedModel ask wrappers what to write of them."""
+    """Lets a SavedModel ask wrappers what to write about them."""
     register = saving.register("keras_mp", predicate=lambda value: isinstance(value, WrapperSaving))
     register(WrapperSaving)
 
