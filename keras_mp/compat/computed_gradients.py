@@ -9,7 +9,7 @@ from keras_mp.support import function_graphs, host
 
 
 class ComputedGradients:
-    """Records the gradients that `compute_gradients` has computed, to warn of all others.
+    """Records the gradients of `compute_gradients`, to warn of all others.
 
     The record is in Python only, so it costs a step nothing. Gradients that another thread or
     function may have computed are presumed to be right.

@@ -1,4 +1,6 @@
-"""Loss scale managers, which move the loss scale, of TensorFlow 1's `tf.contrib.mixed_precision`.
+"""Loss scale managers of TensorFlow 1's `tf.contrib.mixed_precision`.
+
+They move the loss scale.
 
 This module needs TensorFlow only. `next_exponential_state` is the schedule, the managers hold its
 state, and `ManagedLossScale` lets a step move it.
@@ -156,7 +158,7 @@ def next_exponential_state(
 
 
 class ExponentialUpdateLossScaleManager(LossScaleManager):
-    """Lets the loss scale grow after good steps, and shrink after bad ones, by factors.
+    """Moves the loss scale by factors: up after good steps, down after bad ones.
 
     The exact rules are the pure function `keras_mp.compat.v1.next_exponential_state`. Its variables
     have the names and dtypes that they had in TensorFlow 1, so checkpoints of that time load.

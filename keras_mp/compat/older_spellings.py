@@ -1,4 +1,6 @@
-"""The arguments and attributes of LossScaleOptimizer in TensorFlow 2.4-2.15 and Keras 3.
+"""Older arguments and attributes of LossScaleOptimizer.
+
+They are those of TensorFlow 2.4-2.15 and of Keras 3.
 
 RFC 293, "LossScaleOptimizer API", has `loss_scale` in their place. Also the name of the inner
 optimizer in checkpoints of TensorFlow 2.2 and 2.3.
@@ -29,7 +31,7 @@ _LEFT_ALONE = {
 
 
 class OlderSpellings:
-    """The older names of loss scale attributes, and the methods for graphs of TensorFlow 1."""
+    """The older names of loss scale attributes, and methods for TensorFlow 1's graphs."""
 
     if TYPE_CHECKING:
         loss_scale: LossScale
@@ -97,7 +99,9 @@ class OlderSpellings:
         return scale.loss_scale if isinstance(scale, DynamicLossScale) else None
 
     def get_gradients(self, loss: tf.Tensor, params: Any) -> list[Any]:
-        """Returns the unscaled gradients of a loss in a TensorFlow 1 graph (legacy optimizers).
+        """Returns the unscaled gradients of a loss in a TensorFlow 1 graph.
+
+        Legacy optimizers have this method.
 
         Args:
             loss: float tensor. Not scaled.
@@ -134,7 +138,10 @@ def loss_scale_from_arguments(
     initial_scale: float | None,
     dynamic_growth_steps: int | None,
 ) -> LossScale:
-    """Returns the loss scale of `loss_scale` and the older keywords; refuses contradictions."""
+    """Returns the loss scale of `loss_scale` and the older keywords.
+
+    Contradictions are refused.
+    """
     older = {
         "dynamic": dynamic,
         "initial_scale": initial_scale,
@@ -183,7 +190,9 @@ def refuse_arguments_of_inner_optimizers(kwargs: dict[str, Any]) -> None:
 
 
 def whole(number: Any) -> Any:
-    """Makes an int of a whole float, which Keras's own classes take and have in configs.
+    """Makes an int of a whole float.
+
+    Keras's own classes take such floats, and have them in configs.
 
     Args:
         number: Any.

@@ -1,4 +1,4 @@
-"""Loss scaling for the optimizers of TensorFlow 1, as `tf.contrib.mixed_precision` had it.
+"""Loss scaling for TensorFlow 1's optimizers, as in `tf.contrib.mixed_precision`.
 
 TensorFlow 1, `tf.contrib.mixed_precision.LossScaleOptimizer`. This module needs TensorFlow only.
 The step is that of `keras_mp.step`.
@@ -45,7 +45,7 @@ _wrapped: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def scales_loss(optimizer: Any) -> bool:
-    """Whether an optimizer of TensorFlow 1 scales the loss, or is inside of one that does.
+    """Whether a TensorFlow 1 optimizer, or one around it, scales the loss.
 
     Args:
         optimizer: Any.
@@ -63,7 +63,7 @@ def scales_loss(optimizer: Any) -> bool:
 
 
 class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Optimizer):
-    """An optimizer of TensorFlow 1 that applies loss scaling, so that gradients do not underflow.
+    """An optimizer of TensorFlow 1 with loss scaling, against underflow in float16.
 
     `minimize`, and `compute_gradients` followed by `apply_gradients`, multiply the loss by the loss
     scale, and divide the gradients by it. Where a gradient is not finite, on any replica, the step
@@ -175,7 +175,9 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         name: str | None = None,
         grad_loss: tf.Tensor | None = None,
     ) -> tf.Operation | None:
-        """Does a whole step: scales the loss, computes, unscales and applies the gradients.
+        """Makes a whole step.
+
+        It scales the loss, and computes, unscales and applies the gradients.
 
         Args:
             loss: float tensor, or a callable without arguments that returns one; in eager it has
@@ -218,7 +220,9 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         colocate_gradients_with_ops: bool = False,
         grad_loss: tf.Tensor | None = None,
     ) -> list[tuple[Any, Any]]:
-        """Computes gradients of the scaled loss, and unscales them: the first half of `minimize`.
+        """Computes gradients of the scaled loss, and unscales them.
+
+        It is the first half of `minimize`.
 
         Args:
             loss: float tensor, or a callable without arguments that returns one. Not scaled.

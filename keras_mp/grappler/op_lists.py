@@ -1,4 +1,4 @@
-"""The lists by which TensorFlow's passes choose operations, and how to change them.
+"""The lists by which TensorFlow's passes choose operations, and changes to them.
 
 TensorFlow 1.15, `auto_mixed_precision_lists.h`. The lists are in TensorFlow's C++, which reads
 environment variables each time that it rewrites a graph; so nothing here has a copy of them.
@@ -135,7 +135,7 @@ def keep_out(ops: Collection[str]) -> None:
 
 
 def kept_out() -> frozenset[str]:
-    """Returns the operations that `keep_out` has taken off, and `change` has put on no list."""
+    """Returns operations that `keep_out` has taken off, and `change` has put nowhere."""
     return _Changes.kept_out.difference(*_Changes.changes.values())
 
 

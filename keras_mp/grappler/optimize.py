@@ -74,7 +74,7 @@ def graph(
 def with_fetches(
     definition: tf.compat.v1.GraphDef, fetches: Sequence[str]
 ) -> tf.compat.v1.MetaGraphDef:
-    """Returns a graph as grappler takes it, with the names of the nodes that are fetched."""
+    """Returns a graph as grappler takes it, with names of the nodes that are fetched."""
     result = tf.compat.v1.MetaGraphDef(graph_def=definition)
     result.collection_def["train_op"].node_list.value.extend(fetches)
     return result
@@ -86,7 +86,7 @@ def _device(kind: str, **properties: Any) -> Any:
 
 
 def _placed(graph: tf.compat.v1.MetaGraphDef) -> tf.compat.v1.MetaGraphDef:
-    """Returns a graph with its operations on the GPU, where TensorFlow has kernels for it.
+    """Returns a graph with its operations on the GPU, where there are kernels for it.
 
     TensorFlow places operations before grappler runs. Those that the program has placed stay.
     """

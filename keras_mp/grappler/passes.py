@@ -1,4 +1,6 @@
-"""The passes of grappler that move float32 operations to 16 bits: on and off, and for sessions.
+"""The passes of grappler that move float32 operations to 16 bits.
+
+They are turned on and off, also for sessions.
 
 TensorFlow 1.15, `tf.train.experimental.enable_mixed_precision_graph_rewrite`.
 """
@@ -34,7 +36,10 @@ class _Switch:
 
 
 def enabled_dtype() -> str | None:
-    """Returns the dtype that graphs are rewritten to, "float16" or "bfloat16", or None."""
+    """Returns the dtype that graphs are rewritten to, or None.
+
+    It is "float16" or "bfloat16".
+    """
     dtype = _Switch.dtype
     # TensorFlow's own functions may have turned it off.
     return dtype if dtype is not None and _options().get(PASSES[dtype]) else None

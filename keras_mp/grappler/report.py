@@ -1,4 +1,4 @@
-"""The result of a pass: operations by dtype, casts put in, and why the others stayed.
+"""The result of a pass: operations by dtype, added casts, and why others stayed.
 
 TensorFlow 1.15, "enable_mixed_precision_graph_rewrite": the four lists. Grappler is called as
 TensorFlow calls it before a function first runs, but nothing runs.
@@ -142,7 +142,9 @@ def report(
 def optimized(
     graph: tf.compat.v1.MetaGraphDef, dtype: str | None, device: str | None = None
 ) -> tf.compat.v1.GraphDef:
-    """Returns what grappler makes of a graph before it runs, with the options of this program.
+    """Returns what grappler makes of a graph before it runs.
+
+    It has the options of this program.
 
     Args:
         graph: `MetaGraphDef`, as `of_function` and `of_fetches` make it.
@@ -183,7 +185,9 @@ def of_function(
 
 
 def is_compiled(function: Any) -> bool:
-    """Whether XLA compiles a concrete function as a whole, so that grappler never sees it.
+    """Whether XLA compiles a concrete function as a whole.
+
+    Then grappler never sees it.
 
     Args:
         function: `tf.types.experimental.ConcreteFunction`.
@@ -203,7 +207,7 @@ def of_fetches(fetches: Sequence[Any]) -> tf.compat.v1.MetaGraphDef:
 
 
 class _Body(NamedTuple):
-    """The nodes of a graph or of a function in its library, and whether XLA compiles them."""
+    """The nodes of a graph or of a library function, and whether XLA compiles them."""
 
     nodes: Sequence[tf.compat.v1.NodeDef]
     is_compiled: bool
@@ -221,7 +225,10 @@ def _bodies(
 
 
 def _functions_for_xla(graph: tf.compat.v1.GraphDef) -> dict[str, Any]:
-    """Returns the functions of a graph that XLA compiles, and those that they call, by name."""
+    """Returns the functions of a graph that XLA compiles, by name.
+
+    The functions that they call are among them.
+    """
     library = {function.signature.name: function for function in graph.library.function}
     found: dict[str, Any] = {}
     waiting = [name for name, each in library.items() if each.attr["_XlaMustCompile"].b]
@@ -307,7 +314,10 @@ class _Why:
         return f"after {denied}" if denied else "not among operations of the allow list"
 
     def _find_denied(self, name: str) -> str | None:
-        """Returns the operation of the deny list that a node is behind, by way of other lists."""
+        """Returns the operation of the deny list that a node is behind.
+
+        There may be operations of other lists in between.
+        """
         waiting, visited = [name], {name}
         while waiting:
             for source in self._nodes[waiting.pop()].input:
@@ -324,7 +334,7 @@ class _Why:
 
 
 def _has_kernel(node: tf.compat.v1.NodeDef, dtype: str, device: str) -> bool:
-    """Whether some attribute of a node can be of the dtype, with the others as they are."""
+    """Whether some attribute of a node can be of the dtype, with the others unchanged."""
     types = {name: each[0].as_datatype_enum for name, each in floating_dtypes(node).items()}
     enum = tf.as_dtype(dtype).as_datatype_enum
     return any(

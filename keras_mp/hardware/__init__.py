@@ -81,7 +81,7 @@ def table_in_use() -> str:
 
 
 def warn_if_slow(dtype: str | None = None) -> None:
-    """Warns, once per process and dtype, if computing in `dtype` is slow on this machine.
+    """Warns if computing in a dtype is slow here, once per process and dtype.
 
     A `keras_mp.Policy` calls it. `Model.compile`, `keras_mp.GradScaler` and
     `keras_mp.LossScaleOptimizer` call it again for the dtypes of all policies, when they are made:
@@ -143,7 +143,9 @@ def why_slow(dtype: str) -> str | None:
 
 
 def speeds(anew: bool = False) -> Speeds | None:
-    """Measures how fast the first GPU, or else the CPU, trains with products and convolutions.
+    """Measures how fast the first GPU, or else the CPU, trains.
+
+    It trains with products and convolutions.
 
     What is timed is the forward pass and both gradients, with those convolutions in float32 inside
     that keras_mp computes so on this CPU, since their own kernels are slower. That takes part of a
@@ -191,7 +193,9 @@ def has_tensor_cores(dtype: str) -> bool:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU has instructions for bfloat16 (AVX512-BF16, AMX-BF16 or Arm BF16).
+    """Whether the CPU has instructions for bfloat16.
+
+    These are AVX512-BF16, AMX-BF16 or Arm BF16.
 
     That does not make it fast: see `speeds`.
 

@@ -1,4 +1,4 @@
-"""Measures how fast this machine is in each dtype, and names the policy that suits it.
+"""Measures this machine's speed in each dtype, and names the policy that suits it.
 
 python -m keras_mp.hardware
 python -m keras_mp.hardware --tune FILE
@@ -122,7 +122,10 @@ def _lines(speeds: stopwatch.Speeds | None) -> Iterator[str]:
 
 
 def _features() -> Iterator[str]:
-    """Says which features work with this TensorFlow and Keras, and what the others lack."""
+    """Says which features work with this TensorFlow and Keras.
+
+    It also says what the others lack.
+    """
     every = features.FEATURES + keras_api.FEATURES
     off = [feature for feature in every if feature.missing()]
     yield f"Features that need private names: {len(every) - len(off)} of {len(every)} are on"
@@ -151,7 +154,10 @@ def _table(speeds: stopwatch.Speeds) -> Iterator[str]:
 
 
 def _slow_kernels() -> Iterator[str]:
-    """Names the operations that compute in float32 inside, with how slow their own kernels are."""
+    """Names the operations that are computed in float32 inside.
+
+    It also tells how slow their own kernels are.
+    """
     kernels = slow.slow_kernels()
     for dtype in LOW_PRECISION_NAMES:
         names = [f"{op} ({time:.1f})" for op, op_dtype, time in kernels if op_dtype == dtype]

@@ -1,4 +1,7 @@
-"""The devices of this machine, and tables of what they are fast at. Initializes nothing."""
+"""The devices of this machine, and tables of what they are fast at.
+
+Nothing here initializes the devices.
+"""
 
 from typing import NamedTuple
 
@@ -62,7 +65,9 @@ def cpu_has(dtype: str) -> bool:
 
 
 def why_slow(dtype: str) -> str | None:
-    """Returns what a dtype needs to be fast, or None if it is here. CPUs are judged by flags.
+    """Returns what a dtype needs to be fast, or None if it is here.
+
+    CPUs are judged by their flags.
 
     Args:
         dtype: str, "float16" or "bfloat16".

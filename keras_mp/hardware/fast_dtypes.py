@@ -1,4 +1,7 @@
-"""The dtypes that are fast here, by tables of devices; the best policy; measured speeds."""
+"""The dtypes that are fast here, the best policy, and measured speeds.
+
+Tables of devices tell which dtypes are fast.
+"""
 
 import copy
 import math
@@ -23,7 +26,9 @@ _known: dict[tuple[str, int], Speeds | None] = {}
 
 
 def speeds(anew: bool = False) -> Speeds | None:
-    """Measures the speeds of the device that computes; None if they cannot be measured.
+    """Measures the speeds of the device that computes.
+
+    Returns None if they cannot be measured.
 
     Args:
         anew: bool. Measures even if this process has measured before. Defaults to False.
@@ -68,7 +73,7 @@ def why_slow(dtype: str) -> str | None:
 
 
 def verdict(dtype: str) -> str:
-    """Returns a sentence that says whether a dtype is fast here, brings no gain or is slow.
+    """Returns a sentence on whether a dtype is fast here, brings no gain or is slow.
 
     Args:
         dtype: str, "float16" or "bfloat16".
@@ -106,7 +111,9 @@ def best_policy() -> tuple[str, str]:
 
 
 def _times(dtype: str) -> tuple[float, float] | None:
-    """Returns how many times as long as in float32 products and convolutions take on the CPU.
+    """Returns how products and convolutions compare with float32 on the CPU.
+
+    The numbers tell how many times as long they take.
 
     None where it is not the CPU that computes, and where no table tells.
     """

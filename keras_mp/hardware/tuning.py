@@ -34,7 +34,9 @@ def machine() -> dict[str, Any]:
 
 
 def measure() -> Times:
-    """Times all kernels in both dtypes, and products and convolutions with their gradients.
+    """Times all kernels in both dtypes.
+
+    It also times products and convolutions with their gradients.
 
     To be called in eager.
 

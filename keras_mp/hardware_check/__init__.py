@@ -1,4 +1,4 @@
-"""A check of this machine: whether keras_mp keeps its promises on it, and how fast it is.
+"""Checks whether keras_mp keeps its promises on this machine, and how fast it is.
 
 `python -m keras_mp.hardware --check` runs it. It is for machines on which keras_mp has not been run
 before, GPUs above all: one page to read and one JSON to send.
@@ -18,7 +18,9 @@ from keras_mp.support import messages
 
 
 def check(quick: bool = False) -> dict[str, Any]:
-    """Checks this machine. TensorFlow must not have initialized its devices, where it has GPUs.
+    """Checks this machine.
+
+    If it has GPUs, TensorFlow must not have initialized its devices.
 
     Args:
         quick: bool. Takes sizes too small to tell a speed, to see that it runs. Defaults to False.

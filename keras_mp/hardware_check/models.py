@@ -8,7 +8,10 @@ _CLASSES, _WORDS = 10, 1000
 
 
 def convolutional() -> tf.keras.Model:
-    """A small network of two convolutions for images of 16x16, with outputs in float32."""
+    """A small network with two convolutions for images of 16x16.
+
+    Its outputs are float32.
+    """
     layers = tf.keras.layers
     return tf.keras.Sequential(
         [

@@ -85,7 +85,7 @@ class KernelFinding(NamedTuple):
 
 
 def measure_kernels() -> list[KernelFinding]:
-    """Computes the examples of all kernels that keras_mp replaces where they are wrong."""
+    """Computes the examples of all kernels that keras_mp replaces if they are wrong."""
     kernels.install()
     has_cudnn = replaced.usual_device() != "CPU"
     return [
@@ -134,7 +134,10 @@ def _values(variables: Any) -> list[np.ndarray]:
 def _scaled_step(
     optimizer: keras_mp.LossScaleOptimizer, weights: tf.Variable
 ) -> Callable[[tf.Tensor], None]:
-    """Returns a step whose scaled gradients, in float16, are the loss scale times the factor."""
+    """Returns a step with known scaled gradients in float16.
+
+    They are the loss scale times the factor.
+    """
 
     def step(factor: tf.Tensor) -> None:
         with tf.GradientTape() as tape:

@@ -1,4 +1,6 @@
-"""The promises of keras_mp about replicas, in a process of its own, whose devices it can divide.
+"""The promises of keras_mp about replicas, in a process of its own.
+
+That process can divide its devices.
 
 Two GPUs if there are, else one in two halves; without a GPU the CPU in two.
 """
@@ -77,7 +79,10 @@ def _step(
 def _trained(
     strategy: tf.distribute.Strategy, *factors: list[float]
 ) -> tuple[list[list[float]], keras_mp.LossScaleOptimizer]:
-    """Returns each replica's weights after a step for each pair of factors, and the optimizer."""
+    """Returns each replica's weights after a step for each pair of factors.
+
+    The optimizer comes with them.
+    """
     with strategy.scope():
         weights = tf.Variable(tf.constant([1.0, 2.0]))
         scale = keras_mp.DynamicLossScale(1024)

@@ -1,4 +1,7 @@
-"""Measures how long models take to predict a batch and to train on one, under each policy."""
+"""Measures how long models take to predict and to train, under each policy.
+
+The times are for one batch.
+"""
 
 import contextlib
 import functools
@@ -24,7 +27,9 @@ Seconds = dict[str, dict[str, float]]
 
 
 def measure(quick: bool) -> dict[str, Seconds | str]:
-    """Times models as Keras runs them, compiled by XLA where it compiles them by itself.
+    """Times models as Keras runs them.
+
+    XLA compiles them where Keras lets it by default.
 
     Args:
         quick: bool. Takes one small model, and one turn.

@@ -40,7 +40,10 @@ def _what_to_install() -> str:
 
 
 def _root_package() -> str:
-    """Returns "keras" (3) or "tf_keras" (2), after checking that keras_mp works with it."""
+    """Returns "keras" (3) or "tf_keras" (2), if keras_mp works with it.
+
+    Otherwise it raises an error.
+    """
     if _minor(tf.__version__) < _OLDEST_TENSORFLOW:
         raise ImportError(
             "keras_mp needs TensorFlow {}.{} or later. ".format(*_OLDEST_TENSORFLOW)
@@ -96,7 +99,9 @@ serialize_optimizer = tf.keras.optimizers.serialize
 
 
 def get_optimizer(identifier: Any) -> Any:
-    """Returns an optimizer that is given by itself, by its name or config; None for None.
+    """Returns an optimizer, given by itself or by its name or config.
+
+    None stays None.
 
     Args:
         identifier: an optimizer, a str, a dict or None.
@@ -121,19 +126,27 @@ def layers_inside(layer: tf.keras.layers.Layer) -> list[Any]:
 
 
 def variables(layer: tf.keras.layers.Layer) -> list[Any]:
-    """Returns the weights of a layer that are variables, which a vocabulary of Keras 2 is not."""
+    """Returns the weights of a layer that are variables.
+
+    A vocabulary of Keras 2 is a weight, but no variable.
+    """
     return [weight for weight in layer.weights if hasattr(weight, "assign")]
 
 
 def states(model: tf.keras.Model) -> list[Any]:
-    """Returns the variables of stateful layers, which are not among the model's weights."""
+    """Returns the variables of stateful layers.
+
+    They are not among the model's weights.
+    """
     layers = [layer for layer in flatten_layers(model) if getattr(layer, "stateful", False)]
     values = tf.nest.flatten([getattr(layer, "states", None) for layer in layers])
     return [value for value in values if hasattr(value, "assign")]
 
 
 def check_model(model: Any) -> None:
-    """Raises a TypeError unless an argument is a model of `tf.keras`: not one of the other Keras.
+    """Raises a TypeError unless an argument is a model of `tf.keras`.
+
+    A model of the other Keras is none.
 
     Args:
         model: Any. The argument.

@@ -73,7 +73,9 @@ class KerasApi(Protocol):
     def calls_of_layers(
         self, model: tf.keras.Model
     ) -> list[tuple[Any, list[Any], list[Any]]] | None:
-        """Returns the calls of which a functional model consists, or None where nothing tells.
+        """Returns the calls of which a functional model consists, or None.
+
+        It is None where nothing tells.
 
         Returns:
             list of tuples of a layer (on Keras 3 an operation, too) and of its symbolic inputs and
@@ -95,7 +97,9 @@ class KerasApi(Protocol):
     def convert_wrappers_to_legacy(
         self, wrapper_class: type, convert_wrapper: Callable[[Any, Any], Any]
     ) -> None:
-        """Lets Keras 2 convert wrappers of a class, where it converts optimizers to legacy ones.
+        """Lets Keras 2 convert wrappers of a class, too.
+
+        It does so where it converts optimizers to legacy ones.
 
         `convert_wrapper` takes a wrapper and the legacy optimizer made of its inner optimizer.
         """
@@ -110,7 +114,7 @@ class KerasApi(Protocol):
         ...
 
     def enter_while_saving(self, around: Callable[[Any], AbstractContextManager[None]]) -> None:
-        """Lets Keras enter a context manager while it writes files of models in h5py's format.
+        """Lets Keras enter a context manager while it writes models for h5py.
 
         Args:
             around: takes the model and returns the context manager.
@@ -123,7 +127,7 @@ class KerasApi(Protocol):
         """Initializes the base class of a policy; a subclass calls it first."""
 
     def is_in_keras_wrapper(self, optimizer: tf.keras.optimizers.Optimizer) -> bool:
-        """Whether Keras's own `LossScaleOptimizer` wraps an optimizer, as far as that is known."""
+        """Whether Keras's own `LossScaleOptimizer` wraps an optimizer, if known."""
         ...
 
     def is_call_for_saving(self, call: Any) -> bool:
@@ -135,7 +139,10 @@ class KerasApi(Protocol):
         ...
 
     def is_operation(self, layer: tf.keras.layers.Layer) -> bool:
-        """Whether a layer is an operation on a symbolic tensor, as Keras 2 makes of `2.0 * x`."""
+        """Whether a layer is an operation on a symbolic tensor.
+
+        Keras 2 makes such a layer of `2.0 * x`.
+        """
         ...
 
     def is_symbolic_input(self, value: Any) -> bool:
@@ -162,7 +169,7 @@ class KerasApi(Protocol):
         ...
 
     def keras_layout(self, optimizer: tf.keras.optimizers.Optimizer) -> Any:
-        """Returns a trackable of the parts that our `LossScaleOptimizer` shares with Keras's own.
+        """Returns a trackable of what ours and Keras's `LossScaleOptimizer` share.
 
         It has their names in checkpoints of the latter.
         """
@@ -171,7 +178,10 @@ class KerasApi(Protocol):
         """Lets layers of a class find the compute dtype of their policy anew in each call."""
 
     def makes_weights(self, layer: Any) -> bool:
-        """Whether a layer is about to make weights, which cast themselves if its policy says so."""
+        """Whether a layer is about to make weights.
+
+        They cast themselves if its policy says so.
+        """
         ...
 
     def note_input_casts(
@@ -200,7 +210,7 @@ class KerasApi(Protocol):
         """
 
     def own_seeds(self, seed: int) -> AbstractContextManager[None]:
-        """Returns a context manager in which Keras draws no random numbers of the program's.
+        """Returns a context manager in which Keras draws random numbers of its own.
 
         What it makes in this thread gets seeds of a generator that begins with `seed`.
         """
@@ -232,10 +242,16 @@ class KerasApi(Protocol):
     def note_wrapper(
         self, optimizer: tf.keras.optimizers.Optimizer, wrapper: tf.keras.optimizers.Optimizer
     ) -> None:
-        """Keeps Keras's own `LossScaleOptimizer` from wrapping an optimizer that ours wraps."""
+        """Keeps Keras's own `LossScaleOptimizer` from wrapping an optimizer of ours.
+
+        It is one that our optimizer wraps.
+        """
 
     def register_policy(self, cls: type) -> type:
-        """Registers a policy class, so that without keras_mp `tf.keras` makes its own of it."""
+        """Registers a policy class.
+
+        Without keras_mp, `tf.keras` makes a policy of its own class from the config.
+        """
         ...
 
     def register_serializable(self, cls: type) -> type:
@@ -283,10 +299,13 @@ class KerasApi(Protocol):
         ...
 
     def track_variables(self, variables: Iterable[tf.Variable]) -> None:
-        """Lets Keras initialize variables together with its own, in a graph of TensorFlow 1."""
+        """Lets Keras initialize variables together with its own.
+
+        It is for graphs of TensorFlow 1.
+        """
 
     def trusted_scope(self) -> AbstractContextManager[Any]:
-        """Returns a context manager in which layers are made of configs that hold code, too."""
+        """Returns a context manager in which layers may be made from configs with code."""
         ...
 
     def export_as_called(

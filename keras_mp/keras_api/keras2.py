@@ -106,7 +106,10 @@ def _is_not_compatibility_check(record: logging.LogRecord) -> bool:
 def compile_without_wrapping(
     keras_compile: Callable[..., None], call: inspect.BoundArguments
 ) -> None:
-    """Keras 2 wraps by the policy's name alone; only its private method knows how not to."""
+    """Compiles a model without Keras 2 wrapping its optimizer.
+
+    Keras 2 wraps by the policy's name alone, and only its private method can leave it out.
+    """
 
     def get_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         return tf.nest.map_structure(keras.optimizers.get, optimizer)
@@ -271,7 +274,10 @@ def _wide_losses(container: type) -> type:
     """Returns a subclass of the class in which Keras keeps the losses of a model."""
 
     class _WideLosses(container):
-        """Casts predictions as our losses do; Keras's own class casts labels to their dtype."""
+        """Casts predictions as our losses do.
+
+        Keras's own class casts labels to their dtype.
+        """
 
         def __call__(
             self,
@@ -326,7 +332,10 @@ def build_loss(model: keras.Model, predictions: Any) -> None:
 
 
 class _ThreadScope(threading.local):
-    """The policy scope of this thread: a tuple of its policy, or None outside of scopes."""
+    """The policy scope of this thread.
+
+    It is a tuple of the policy, or None outside of scopes.
+    """
 
     policy: tuple[Any] | None = None
 
@@ -391,7 +400,10 @@ def _entered(scope: tuple[Any] | None) -> contextlib.AbstractContextManager[None
 
 @once
 def _make_scopes_the_threads_own() -> None:
-    """Lets the functions of the global policy see the scope of this thread, if it is in one."""
+    """Lets the functions of the global policy see this thread's scope.
+
+    They see it if the thread is in one.
+    """
 
     def getting(own: Callable[[], Any]) -> Callable[[], Any]:
         def global_policy() -> keras.mixed_precision.Policy:

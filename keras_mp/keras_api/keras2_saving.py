@@ -62,7 +62,10 @@ def _install(rows: Iterable[tuple[Name, Callable[..., Any]]]) -> None:
 
 
 class _Thread(threading.local):
-    """Whether Keras traces, in this thread, what one layer calls of another in a SavedModel."""
+    """Whether Keras traces, in this thread, one layer's call of another.
+
+    It does so for a SavedModel.
+    """
 
     traces_layers = False
 

@@ -228,7 +228,10 @@ class AutoCastWeight(keras.Variable):
         return super().value
 
     def variable(self) -> tf.Variable | tf.Tensor:
-        """The uncast value: the `tf.Variable`, except in Keras's stateless and symbolic scopes."""
+        """The uncast value, which is the `tf.Variable`.
+
+        In Keras's stateless and symbolic scopes it is another value.
+        """
         with autocast_scope(None):
             return super().value
 

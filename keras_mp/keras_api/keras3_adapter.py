@@ -146,7 +146,9 @@ def _native(variable: "tf.Variable | keras.Variable") -> tf.Variable:
 
 
 def _let_the_wrapper_reduce(optimizer: keras.optimizers.Optimizer) -> None:
-    """Keeps a Keras 3 optimizer from summing gradients that its wrapper has summed already.
+    """Keeps a Keras 3 optimizer from summing gradients again.
+
+    Its wrapper has summed them already.
 
     Keras 3 sums inside `apply`, after clipping, and has no public way to leave that out.
     """

@@ -83,7 +83,7 @@ def _first_of_this_worker(strategy: tf.distribute.Strategy, value: Any) -> Any:
 
 
 def _function_of_steps(model: Any, step_function: _Step) -> Callable[[Any], Any]:
-    """Makes the function that runs a step of training or evaluation, for Keras to reduce."""
+    """Makes the function of a step of training or evaluation, for Keras to reduce."""
 
     @tf.autograph.experimental.do_not_convert
     def step(data: Any) -> Any:
@@ -95,7 +95,10 @@ def _function_of_steps(model: Any, step_function: _Step) -> Callable[[Any], Any]
 
 
 def _execute(model: keras.Model, function: Callable[[Any], Any], iterator: Any) -> Any:
-    """Runs `steps_per_execution` steps one by one: Keras's loop in a graph has no collectives."""
+    """Runs `steps_per_execution` steps one by one.
+
+    Keras's loop in a graph has no collectives.
+    """
     count, outputs = model.steps_per_execution, None
     model.steps_per_execution = 1
     try:
@@ -110,7 +113,10 @@ def _execute(model: keras.Model, function: Callable[[Any], Any], iterator: Any) 
 
 
 def _of_all_workers(model: keras.Model, logs: Any) -> Any:
-    """Returns the metrics over the batches of all replicas, if a step has returned metrics."""
+    """Returns the metrics over the batches of all replicas.
+
+    It does so if a step has returned metrics.
+    """
     if not isinstance(logs, dict) or set(logs) != set(model.get_metrics_result()):
         return logs
     summed = [v for v in model.metrics_variables if v.aggregation == "sum"]
@@ -131,7 +137,7 @@ def _fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _writes_on_the_chief(callbacks: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Keeps callbacks of the other workers from writing, and from removing, while `fit` runs."""
+    """Keeps callbacks of other workers from writing and removing while `fit` runs."""
     flat = tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))
     writing = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
     with ExitStack() as stack:

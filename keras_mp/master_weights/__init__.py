@@ -1,4 +1,6 @@
-"""Float32 weights behind variables in 16 bits: how they are kept, and how optimizers see them.
+"""Float32 weights behind variables in 16 bits.
+
+The modules keep them, and show them to optimizers.
 
 This subpackage needs TensorFlow only.
 """

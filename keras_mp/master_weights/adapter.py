@@ -1,4 +1,4 @@
-"""An optimizer that is driven with float32 views of the weights that are in 16 bits."""
+"""Drives an optimizer with float32 views of weights that are in 16 bits."""
 
 import contextlib
 import inspect
@@ -198,7 +198,10 @@ def native(variable: Any) -> Any:
 
 
 def size_in_bytes(variable: Any) -> int:
-    """Returns how many bytes a variable takes, a view those of the variable in 16 bits."""
+    """Returns how many bytes a variable takes.
+
+    A view takes the bytes of the variable in 16 bits.
+    """
     variable = native(variable)
     return variable.shape.num_elements() * _dtype_in_memory(variable).size
 

@@ -22,7 +22,9 @@ from keras_mp.variables.wrapper import AsWrapped, VariableWrapper, WrapperType
 
 
 class Updates:
-    """State that all views of an optimizer share: the order of updates, borrowed variables, noise.
+    """State that all views of an optimizer share.
+
+    It has the order of updates, borrowed variables and noise.
 
     Attributes:
         seed: int64 variable, or None where nothing is rounded stochastically.
@@ -42,7 +44,10 @@ class Updates:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Gives borrowed variables back at the end of the block, in which views are written."""
+        """Gives borrowed variables back at the end of the block.
+
+        Views are written inside of the block.
+        """
         self._draws.clear()
         try:
             yield
@@ -68,7 +73,7 @@ class Updates:
         return rounding.noise(view.shape, seed)
 
     def after_others(self, view: "Float32View") -> contextlib.AbstractContextManager[object]:
-        """Returns a context manager in which a view is read after other views were written.
+        """Returns a context manager in which a view is read after others were written.
 
         It keeps a graph from holding all weights in float32 at once.
         """
@@ -86,7 +91,7 @@ class Updates:
 
 
 class Float32View(VariableWrapper):
-    """A variable in 16 bits, and those that are kept beside it, as one float32 variable.
+    """A variable in 16 bits, and those kept beside it, as one float32 variable.
 
     An optimizer knows the view by the key of the variable in 16 bits.
 

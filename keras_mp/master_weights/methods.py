@@ -10,10 +10,13 @@ from keras_mp.support import kept_casts
 
 
 class Method(abc.ABC):
-    """A method of keeping float32 values in a variable in 16 bits, and in others beside it."""
+    """A method of keeping float32 values in a variable in 16 bits.
+
+    Further variables may be kept beside it.
+    """
 
     def beside(self, weight: tf.Variable) -> dict[str, tf.Tensor]:
-        """Returns the initial values of the variables to keep beside a weight, by their names.
+        """Returns initial values for the variables kept beside a weight, by their names.
 
         The names are those in files and among the optimizer's variables.
         """
@@ -43,7 +46,10 @@ class Method(abc.ABC):
 
 
 class SplitBFloat16(Method):
-    """The remainder beside a bfloat16 weight: all of float32, in one bit more than its 16."""
+    """Keeps the remainder beside a bfloat16 weight.
+
+    That is all of float32, in one bit more than the 16 of a remainder.
+    """
 
     def beside(self, weight: tf.Variable) -> dict[str, tf.Tensor]:
         remainder = tf.zeros(weight.shape, tf.int16)
@@ -99,7 +105,10 @@ class Copy(Method):
 
 
 class StochasticRounding(Method):
-    """Nothing beside the weight: it is rounded so that the mean of many updates is right."""
+    """Keeps nothing beside the weight, and rounds it at random.
+
+    So the mean of many updates is right.
+    """
 
     def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
         del beside

@@ -43,7 +43,9 @@ def split_bfloat16(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
 
 
 def join_bfloat16(nearest: tf.Tensor, remainder: tf.Tensor, carry: tf.Tensor) -> tf.Tensor:
-    """Returns the float32 values that `split_bfloat16` has split, bit for bit but for NaN.
+    """Returns the float32 values that `split_bfloat16` has split.
+
+    They are the same bit for bit, except for NaN.
 
     Args:
         nearest: bfloat16 tensor.

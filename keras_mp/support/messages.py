@@ -17,7 +17,9 @@ _registries: dict[str, dict[Any, Any]] = {}
 
 
 class MixedPrecisionWarning(UserWarning):
-    """The category of all warnings of keras_mp, so that one filter reaches all of them.
+    """The category of all warnings of keras_mp.
+
+    One filter reaches all of them.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""What keras_mp does better by private names of TensorFlow, and what is lost without them."""
+"""What keras_mp does by private names of TensorFlow, and what is lost without."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Grappler: its optimizer, its clusters, and the switch of its pass for float16 in sessions."""
+"""Grappler: its optimizer, its clusters, and its switch for float16 in sessions."""
 
 from keras_mp.tensorflow_api.names import Name
 

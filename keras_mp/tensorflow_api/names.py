@@ -1,4 +1,4 @@
-"""Private names of TensorFlow and Keras, which are looked up when they are first used.
+"""Private names of TensorFlow and Keras, looked up at their first use.
 
 A release may move any of them. Then `MissingName` says which one, and in which version.
 """
@@ -96,7 +96,7 @@ class Name:
 
 
 class Attribute(Name):
-    """A private attribute of the objects of a class, or one that the code of a module reads.
+    """A private attribute of objects of a class, or one that a module's code reads.
 
     Such an attribute may be made by a constructor. So it counts as there if code of the class, of
     its bases or of the module has the name.

@@ -1,4 +1,4 @@
-"""How TensorFlow runs an operation, in eager and in graphs, and what it knows of operations."""
+"""How TensorFlow runs operations, and what it knows about them."""
 
 from keras_mp.tensorflow_api.names import Name
 

@@ -1,4 +1,6 @@
-"""The scope in which variables appear in another dtype (RFC 293, "AutoCastVariable API").
+"""The scope in which variables appear in another dtype.
+
+RFC 293, "AutoCastVariable API".
 
 This module needs TensorFlow only.
 """
