@@ -1,4 +1,7 @@
-"""TensorFlow's kernels that are wrong or very slow in 16 bits. Needs TensorFlow only."""
+"""TensorFlow's kernels that are wrong or very slow in 16 bits.
+
+This subpackage needs TensorFlow only.
+"""
 
 import tensorflow as tf
 
@@ -9,10 +12,10 @@ from keras_mp.kernels import backward, compositions, convolutions, cudnn, slow, 
 
 
 def has_decided(op: tf.Operation) -> bool:
-    """Whether keras_mp, and not the program, has decided in which dtype an operation computes.
+    """Whether keras_mp, not the program, has decided the dtype of an operation.
 
-    Those are the operations of a graph that stand in the place of a kernel that is wrong or slow in
-    16 bits: in float32 inside, with casts around.
+    These are the operations of a graph that stand in the place of a kernel that is wrong or slow in
+    16 bits: they are in float32 inside, with casts around them.
 
     Args:
         op: an operation of a graph that was traced in this process.
@@ -22,9 +25,11 @@ def has_decided(op: tf.Operation) -> bool:
 
 @once
 def install() -> None:
-    """Replaces TensorFlow's functions whose kernels may be wrong or slow, once in a process.
+    """Replaces TensorFlow's functions whose kernels may be wrong or slow.
 
-    It is called when the process reaches code of ours for the first time. Outside of the reach
+    It does so once in a process.
+
+    It is called when the process reaches code in reach for the first time. Out of reach
     (`hooks/reach.py`) the new functions call TensorFlow's own.
     """
     tables = sums, compositions, convolutions, cudnn, slow

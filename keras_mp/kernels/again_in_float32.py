@@ -1,13 +1,13 @@
-"""Computes a tensor again in float32, from the 16-bit activations that it was computed from.
+"""Computes a tensor again in float32, from 16-bit activations.
 
 A loss that a layer adds has 8 or 11 bits if the layer computes it in 16 bits, and what `fit` prints
-and callbacks compare has no more. The steps from activations to a loss are many roundings and
-little work, so they are made again in float32. Activations are what layers are called with and
-return, and the results of operations that are not in the table below, such as products.
+and callbacks compare has no more. Between activations and a loss there are many roundings but
+little work, so these steps are made again in float32. Activations are what layers are called with
+and return, and the results of operations that are not in the table below, such as products.
 
-A tensor in a graph knows the operation that made it. An eager one gets a note of its operation, if
-that is in the table and a layer is called in reach. A note keeps what the tensor was computed from,
-and a tape may keep the tensor. So all notes are gone when the layer returns.
+A tensor in a graph knows the operation that made it. An eager tensor gets a note of its operation,
+if that is in the table and a layer is called in reach. Since a note keeps what the tensor was
+computed from, and a tape may keep the tensor, all notes are gone when the layer returns.
 
 This module needs TensorFlow only.
 """
@@ -44,14 +44,14 @@ OPS = (
         *("Erfinv", "Lgamma", "Ndtri", "Sin", "Sinh", "Tan", "Xlog1py", "Xlogy"),
     }
 )
-# What else is noted, for the outputs of models (`op_autocast/exact_outputs.py`).
+# Further operations that are noted, for the outputs of models (`op_autocast/exact_outputs.py`).
 PRODUCTS = op_table.ops("matrix products", "convolutions", "transposed convolutions")
 NOTED = OPS | PRODUCTS
 # Longer chains begin with an activation.
 _DEPTH = 100
-# The layers whose notes outlive them. More would keep more activations.
+# The number of layers whose notes outlive them. More would keep more activations.
 _LAYERS = 32
-# What functions call otherwise.
+# Names that functions have for what operations call otherwise.
 _NAMES_OF_ATTRIBUTES = {"axis": "squeeze_dims"}
 _NAMES_OF_ARGUMENTS: dict[Any, Any] = {name: each for each, name in _NAMES_OF_ATTRIBUTES.items()}
 _ERRORS = (TypeError, ValueError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError)
@@ -64,7 +64,7 @@ class _Made(NamedTuple):
         op: str. The operation.
         args: its inputs, then names and values of attributes in turn.
         position: int. Which of its results the tensor is; None for its only one.
-        is_decided: bool. Whether it stands in the place of a kernel in 16 bits.
+        is_decided: bool. Whether the operation stands in the place of a kernel in 16 bits.
     """
 
     op: str
@@ -81,8 +81,8 @@ class Made(NamedTuple):
         inputs: its inputs; a list is one.
         attributes: dict of its attributes.
         position: int. Which of its results the tensor is; None for its only one.
-        key: int that tells its calls apart.
-        is_decided: bool. Whether it stands in the place of a kernel in 16 bits.
+        key: int that tells the operation's calls apart.
+        is_decided: bool. Whether the operation stands in the place of a kernel in 16 bits.
     """
 
     op: str
@@ -102,7 +102,7 @@ class Made(NamedTuple):
         return getattr(tf.raw_ops, self.op)(**arguments)
 
     def result_among(self, results: Any) -> Any:
-        """Returns the one of an operation's results that the tensor is."""
+        """Returns that one of an operation's results that the tensor is."""
         return results if self.position is None else results[self.position]
 
 
@@ -110,25 +110,25 @@ _References = list["weakref.ref[Any]"]
 
 
 class _Notes(threading.local):
-    """The tensors of this thread that have notes.
+    """The tensors with notes in this thread.
 
     Attributes:
-        tensors: those of the layer that it calls; None where it calls none.
-        ended: those of the last layers that have returned; None where they are forgotten.
+        tensors: those of the layer that is being called; None where none is.
+        ended: those of the last layers that have returned; None where these are forgotten.
     """
 
     tensors: _References | None = None
     ended: "collections.deque[_References] | None" = None
 
 
-# What runs for each operation reads it.
+# Functions that run for each operation read it directly.
 notes = _Notes()
 
 
 class noted:
-    """A context manager for the call of a layer, at whose end its notes are gone."""
+    """A context manager for the call of a layer, whose notes are gone at the end."""
 
-    # A generator would take several times as long, and each layer enters.
+    # A generator would take several times as long, and every call of a layer enters one.
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
@@ -146,7 +146,7 @@ class noted:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Context manager in which the notes of the last layers outlive these, until it ends."""
+    """Context manager in which the notes of the last layers outlive these layers."""
     if notes.ended is not None:
         yield
         return
@@ -168,9 +168,9 @@ def _forget(references: _References) -> None:
 
 
 def with_tensors(op: str, args: tuple[Any, ...]) -> list[Any]:
-    """Returns what an operation gets, with tensors in the place of Keras's variables and shapes.
+    """Returns an operation's arguments, with tensors for Keras's variables and shapes.
 
-    With these, an operation takes its slower way in eager, on which it gets no note.
+    With variables or shapes, an operation takes its slower way in eager, on which it gets no note.
 
     Args:
         op: str. The operation.
@@ -190,7 +190,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _number_of_inputs(op: str, args: tuple[Any, ...]) -> int:
-    # Each attribute has a name in front.
+    # Each attribute has its name in front.
     return 2 * len(_arguments(op)) - len(args)
 
 
@@ -217,7 +217,9 @@ def _note(result: Any, made: _Made) -> None:
 
 
 def note_number(number: float, result: tf.Tensor) -> None:
-    """Notes the number that a tensor in 16 bits was made of, which they may round.
+    """Notes the number from which a 16-bit tensor was made.
+
+    16 bits may round it.
 
     Args:
         number: float.
@@ -227,7 +229,7 @@ def note_number(number: float, result: tf.Tensor) -> None:
 
 
 def mark_activations(outputs: Any) -> None:
-    """Makes activations of tensors, from which losses are computed again.
+    """Marks tensors as activations, from which losses are computed again.
 
     Args:
         outputs: structure of what a layer returns.
@@ -239,10 +241,10 @@ def mark_activations(outputs: Any) -> None:
 
 
 def end_at(results: Any) -> None:
-    """Lets nobody know how tensors were made, since their gradient is another one.
+    """Forgets how tensors were made, if a function has its own gradient.
 
     Args:
-        results: structure of what a function returns that has its own gradient.
+        results: structure of the results of such a function.
     """
     flat = [results] if isinstance(results, tf.Tensor) else tf.nest.flatten(results)
     for each in flat:
@@ -252,7 +254,7 @@ def end_at(results: Any) -> None:
 
 
 def was_made_in_reach(value: Any) -> bool:
-    """Whether a value is a tensor that an operation has made in reach, as far as that is known."""
+    """Whether a value is a tensor made by an operation in reach, as far as known."""
     if not isinstance(value, tf.Tensor):
         return False
     if tf.is_symbolic_tensor(value):
@@ -264,8 +266,8 @@ def compute(tensor: Any) -> Any:
     """Returns a tensor in float32, computed again from activations.
 
     Args:
-        tensor: a floating-point tensor. Anything else comes back as it is, and so does what was not
-            computed from 16 bits.
+        tensor: a floating-point tensor. Anything else is returned as it is, and so is a tensor that
+            was not computed from 16 bits.
     """
     if not isinstance(tensor, tf.Tensor) or tensor.dtype not in (*LOW_PRECISION, tf.float32):
         return tensor
@@ -280,7 +282,7 @@ def compute(tensor: Any) -> Any:
 
 
 class _Computation:
-    """Tensors in float32, by the ids of those that they were computed in the place of."""
+    """Tensors in float32, by the ids of the tensors that they stand for."""
 
     def __init__(self) -> None:
         self._results: dict[int, Any] = {}
@@ -290,7 +292,7 @@ class _Computation:
         self._kept: list[Any] = []
 
     def of(self, value: Any, depth: int) -> Any:
-        """Returns an input of an operation as it is in float32, or as it is."""
+        """Returns an input of an operation as it is in float32, or unchanged."""
         if isinstance(value, list | tuple):
             return [self.of(each, depth) for each in value]
         if not isinstance(value, tf.Tensor):
@@ -329,7 +331,10 @@ class _Computation:
 
 
 def how_made(tensor: Any) -> Made | None:
-    """Returns how a tensor was made in reach; None if that is not known, or of no use here."""
+    """Returns how a tensor was made in reach.
+
+    None stands for a way that is not known, or of no use here.
+    """
     if not isinstance(tensor, tf.Tensor) or hasattr(tensor, "_keras_mp_has_own_gradient"):
         return None
     return _made_in_graph(tensor) if tf.is_symbolic_tensor(tensor) else _made_in_eager(tensor)
@@ -368,6 +373,6 @@ def _made_in_graph(tensor: Any) -> Made | None:
 
 @functools.cache
 def _arguments(op: str) -> tuple[str, ...]:
-    """Returns the names of the inputs of an operation, and then those of its attributes."""
+    """Returns the names of an operation's inputs, and then those of its attributes."""
     names = inspect.signature(getattr(tf.raw_ops, op)).parameters
     return tuple(name for name in names if name != "name")

@@ -1,4 +1,4 @@
-"""Gradients of operations that were made in reach are computed in reach.
+"""Computes gradients of operations that were made in reach, in reach.
 
 TensorFlow calls the gradient function of an operation when somebody asks for a gradient, in any
 thread, after the layer that made the operation has returned. So operations that are made in reach
@@ -71,7 +71,7 @@ def _record(own: Callable[..., None]) -> Callable[..., None]:
 
 
 def _find_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the method of registries that finds the gradient function of an operation."""
+    """Returns the method of registries that finds an operation's gradient function."""
 
     def lookup(self: object, name: str) -> Any:
         found = own(self, name)
@@ -114,7 +114,10 @@ def _make_in_graph(own: Callable[..., tf.Operation]) -> Callable[..., tf.Operati
 
 
 def _out_of_reach(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that differentiates a graph, whose operations have marks or none."""
+    """Returns the function that differentiates a graph.
+
+    The graph's operations have their own marks, or none.
+    """
     of_outputs = returned_outputs.in_graphs(own)
 
     def differentiate(*args: Any, **kwargs: Any) -> object:
@@ -125,7 +128,10 @@ def _out_of_reach(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _key_of_trace(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that makes the key of a trace, with the reach as a part of it."""
+    """Returns the function that makes the key of a trace.
+
+    The reach is a part of the key.
+    """
 
     def make_function_context(*args: Any, **kwargs: Any) -> object:
         key = own(*args, **kwargs)
@@ -135,7 +141,7 @@ def _key_of_trace(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_custom_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that calls one of `tf.custom_gradient`, with its gradient in reach."""
+    """Returns the function that runs `tf.custom_gradient`, with its gradient in reach."""
 
     def call(
         function: Callable[..., tuple[object, Callable[..., object]]],

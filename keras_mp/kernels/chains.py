@@ -48,7 +48,10 @@ def _silu(x: tf.Tensor) -> _Chain:
 
 
 def _may_gain(features: object) -> bool:
-    """Whether a chain may be faster as a cluster: in a function, and with enough numbers."""
+    """Whether a chain may be faster as a cluster.
+
+    It may in a function, with enough numbers.
+    """
     # The sizes of eager tensors may change each time, and each would be compiled.
     if tf.executing_eagerly() or not isinstance(features, tf.Tensor) or features.shape.rank is None:
         return False

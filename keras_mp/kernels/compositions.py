@@ -1,4 +1,4 @@
-"""Functions of TensorFlow that lose in 16 bits what none of their kernels would lose alone.
+"""Functions of TensorFlow that lose more in 16 bits than each of their kernels.
 
 They count, square and sum in the dtype of their inputs: 70,000 rows are infinitely many in float16,
 the square of 300 is infinite, that of 1e-4 is 0. The ELU of -1e-4 is 0. Decompositions of matrices

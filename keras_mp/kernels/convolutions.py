@@ -1,4 +1,4 @@
-"""Convolutions whose strides make TensorFlow's bfloat16 kernels compute something else.
+"""Convolutions whose strides make TensorFlow's bfloat16 kernels go wrong.
 
 Seen with TensorFlow 2.21 on a CPU with bfloat16 units: where a window fits into the width of an
 image only once, and the stride is larger than 1, the result is off by its own size. A window that
@@ -39,7 +39,10 @@ class _Axis(NamedTuple):
 
 
 def _axes(arguments: Mapping[str, Any]) -> dict[int, _Axis]:
-    """The axes of the image by their numbers, the width last; none where sizes are not known."""
+    """The axes of the image by their numbers, the width last.
+
+    There are none where sizes are not known.
+    """
     strides, padding = arguments["strides"], tf.compat.as_str(arguments["padding"])
     rank = len(strides)
     image, filter = shape_of(arguments["input"]), shape_of(arguments["filter"])

@@ -69,7 +69,10 @@ def _in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _distance_of_gradients(own: Callable[..., Any], **arguments: Any) -> tf.Tensor:
-    """Returns 1 where gradients are those of float32, and more by how far they are from them."""
+    """Returns how far gradients are from those of float32.
+
+    It is 1 where they are the same, and more where they differ.
+    """
 
     def gradients(dtype: tf.DType) -> list[tf.Tensor]:
         given = {

@@ -1,4 +1,6 @@
-"""How many times as long as in float32 16-bit kernels take on CPUs, by kind. All of it is data.
+"""How long 16-bit kernels take on CPUs, relative to float32, by kind of CPU.
+
+This module is data only.
 
 The kinds are those of `support/cpu.py`. `python -m benchmarks kernels` measures the machine that it
 runs on, and prints its block. A kernel is compared with the one for float32 and casts around it.

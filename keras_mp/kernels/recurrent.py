@@ -1,4 +1,6 @@
-"""LSTMs in 16 bits on CPUs: one loop of small products, and large products around it.
+"""LSTMs in 16 bits on CPUs.
+
+They are one loop of small products, with large products around it.
 
 Keras multiplies inputs by weights in each time step, and sums the gradients of both kernels in each
 step of the backward pass. Here the inputs of all steps are multiplied at once, and so are the

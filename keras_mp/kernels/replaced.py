@@ -1,4 +1,4 @@
-"""Python functions of TensorFlow that are replaced where the kernel behind them is wrong.
+"""Python functions of TensorFlow that are replaced where their kernel is wrong.
 
 All code that needs an operation, gradient functions included, calls the Python function that
 TensorFlow generates for it. So a replaced function reaches forward and backward passes, eager code
@@ -114,7 +114,7 @@ class Table:
     def is_wrong(
         self, op: str, dtype: tf.DType | str, case: Any = None, device: str | None = None
     ) -> bool:
-        """Whether a kernel is wrong in one of the ways in which this program may compute it.
+        """Whether a kernel is wrong in some way in which this program may compute it.
 
         Args:
             op: str. A key of `kernels`.
@@ -169,7 +169,10 @@ def _is_long(
 
 
 def function_of(op: str, kernel: Kernel) -> Callable[..., Any] | None:
-    """Returns the function of an operation, replaced or not; None where TensorFlow has none."""
+    """Returns the function of an operation, replaced or not.
+
+    None means that TensorFlow has none.
+    """
     public = kernel.public or getattr(tf.raw_ops, op, None)
     return None if public is None else in_its_module(public)
 
@@ -180,7 +183,10 @@ def in_its_module(public: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _low_precision_dtype(values: Iterable[object]) -> tf.DType | None:
-    """Returns the dtype of the first value in 16 bits, in lists too: `tf.einsum` takes one."""
+    """Returns the dtype of the first value in 16 bits.
+
+    Values may be in lists: `tf.einsum` takes one.
+    """
     for value in values:
         for each in value if isinstance(value, (list, tuple)) else (value,):
             dtype = getattr(each, "dtype", None)
@@ -243,13 +249,16 @@ def device_type() -> str:
 
 @functools.cache
 def usual_device() -> str:
-    """Returns the type of the device on which TensorFlow computes where the program names none."""
+    """Returns the type of the device that TensorFlow uses if the program names none."""
     return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
 
 
 @functools.cache
 def is_result_wrong(op: str, kernel: Kernel, dtype: tf.DType, case: Any, device: str) -> bool:
-    """Whether the kernel is wrong that computes an operation in eager: TensorFlow's or oneDNN's."""
+    """Whether the kernel that computes an operation in eager is wrong.
+
+    It is TensorFlow's kernel, or oneDNN's.
+    """
     with tf.init_scope(), reach.without_region(), reach.entered(None):
         is_graph = not tf.executing_eagerly()
         if is_graph and device != "CPU":
@@ -270,11 +279,17 @@ def is_result_wrong(op: str, kernel: Kernel, dtype: tf.DType, case: Any, device:
 
 
 def is_right(found: float, expected: float) -> bool:
-    """Whether an example's result is right. Wrong ones are off by a half or more, or NaN."""
+    """Whether an example's result is right.
+
+    Wrong results are off by a half or more, or NaN.
+    """
     return abs(found / expected - 1) < 0.05
 
 
 def last_value(result: object) -> tf.Tensor:
-    """Returns the last value of a tensor, or of the first of several: `Kernel.expected`."""
+    """Returns the last value of a tensor, or of the first of several.
+
+    It is compared with `Kernel.expected`.
+    """
     first, *_ = tf.nest.flatten(result)
     return tf.reshape(first, [-1])[-1]

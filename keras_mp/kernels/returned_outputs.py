@@ -1,4 +1,6 @@
-"""Gradients with respect to a float32 output of a model, of which later layers took the 16 bits.
+"""Gradients with respect to a model's float32 output, also through 16 bits.
+
+Later layers took the 16-bit tensor.
 
 A model returns float32 in the place of a 16-bit tensor, and its other outputs may have been
 computed from that tensor. For a program both are one output. So a float32 output keeps the tensor
@@ -106,7 +108,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _lows_of(sources: Sequence[Any]) -> dict[int, _Low]:
-    """Returns what the sources stand for that are outputs of models, by their positions."""
+    """Returns the 16-bit tensors behind sources that are outputs, by their positions."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     found: dict[int, _Low] = {}
     for i, source in enumerate(sources):
@@ -120,7 +122,7 @@ def _lows_of(sources: Sequence[Any]) -> dict[int, _Low]:
 def _merged(
     found: Sequence[Any], lows: dict[int, _Low], sources: Sequence[Any], unconnected: Any
 ) -> list[Any]:
-    """Returns the gradients of the sources, of those of them and of the tensors in 16 bits."""
+    """Returns the sources' gradients, with those of the 16-bit tensors behind them."""
     gradients = list(found[: len(sources)])
     for (i, low), of_low in zip(lows.items(), found[len(sources) :]):
         if of_low is None:  # It is not on this tape, or nothing else was computed from it.

@@ -1,11 +1,11 @@
-"""Operations whose 16-bit kernels are slower than float32's with casts around them.
+"""Operations whose 16-bit kernels are slower than float32's between casts.
 
 TensorFlow has no fast float16 kernels for most convolutions on CPUs. On one with AVX512-FP16 the
 gradient of a filter takes hundreds of times as long as in float32, on one without it twelve times.
 Activations, pooling, normalizations and products of several matrices are slower by less: up to 8
 times. Computed in float32 inside, and rounded once, they are faster and no less exact.
 
-Which kernels are slow says a table (`tables.py`). This module needs TensorFlow only.
+A table (`tables.py`) says which kernels are slow. This module needs TensorFlow only.
 """
 
 import inspect
@@ -20,8 +20,8 @@ from keras_mp.kernels.replaced import Kernel, Table, device_type, in_float32, us
 from keras_mp.support import host
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
-# A kernel is slow that takes more times as long as float32's with casts: with 2 some layers take
-# twice as long in 16 bits as in float32.
+# A kernel counts as slow if it takes more times as long as float32's with casts than this. With 2,
+# some layers take twice as long in 16 bits as in float32.
 _SLOW = 1.5
 # Chains of operations, which take a tenth of a second or two to compile; they gain 1.5 to 4 times.
 _SLOW_CHAIN = 1.25
@@ -52,7 +52,7 @@ def _convolution(
 
 
 def _elementwise(*names: str) -> Callable[[tf.DType, None], dict[str, Any]]:
-    """Returns an example of an operation on numbers one by one, given the names of its inputs."""
+    """Returns an example of an elementwise operation, given the names of its inputs."""
     return lambda dtype, _: {name: _noise(dtype, 1024, 512) for name in names}
 
 
@@ -169,7 +169,7 @@ def slow_kernels() -> list[tuple[str, str, float]]:
 
 
 def fact_for_workers() -> str:
-    """Returns the kernels that this process computes in float32 inside for speed, as a text."""
+    """Returns, as a text, the kernels that this process computes in float32 for speed."""
     if not is_enabled() or usual_device() != "CPU":
         return "none"
     return ", ".join(f"{op} ({dtype})" for op, dtype, _ in slow_kernels()) or "none"

@@ -1,4 +1,4 @@
-"""The way back from probabilities to logits, by which a cross entropy fuses with its softmax.
+"""Finds the logits of probabilities, so a cross entropy fuses with its softmax.
 
 RFC 293, "Softmax and cross entropy". The logarithm of a softmax is exact when it is computed from
 the logits, and lost when the softmax has been rounded to 0 or 1 in between. A tensor of a graph
@@ -140,7 +140,7 @@ def logits_of(predictions: Any, activation: str, axis: int = -1) -> tf.Tensor | 
 
 
 def ran_in_float16(predictions: tf.Tensor | tf.RaggedTensor, activation: str) -> bool:
-    """Whether the predictions, or the softmax or sigmoid that made them, were in float16.
+    """Whether predictions, or the activation that made them, were in float16.
 
     Args:
         predictions: tensor, dense or ragged. The predictions that a loss was given.
@@ -175,7 +175,7 @@ def ran_in_float16(predictions: tf.Tensor | tf.RaggedTensor, activation: str) ->
 
 
 def lost_to_float16(labels: tf.Tensor, predictions: tf.Tensor, losses: tf.Tensor) -> bool:
-    """Whether values show that a cross entropy was cut off by probabilities in float16.
+    """Whether values show that probabilities in float16 cut off a cross entropy.
 
     An eager tensor that a layer has cast does not tell its former dtype. But if a true class has a
     probability of 0 and all others are numbers of float16, a wider softmax made none of them.
@@ -208,7 +208,9 @@ def lost_to_float16(labels: tf.Tensor, predictions: tf.Tensor, losses: tf.Tensor
 
 
 def finite(logits: tf.Tensor) -> tf.Tensor:
-    """Replaces a logit of -inf, the -1e9 of a mask in float16, by the lowest finite number.
+    """Replaces a logit of -inf by the lowest finite number.
+
+    Such a logit is what float16 makes of the -1e9 of a mask.
 
     A class that a mask excludes costs 0 times its logit, which is NaN where the logit is infinite.
 
@@ -235,7 +237,9 @@ def categorical_focal_crossentropy(
     label_smoothing: float,
     axis: int,
 ) -> tf.Tensor:
-    """Computes the focal cross entropy of `tf.keras` from logits, and never from their softmax.
+    """Computes the focal cross entropy of `tf.keras` from logits.
+
+    It never uses their softmax.
 
     Args:
         y_true: tensor. Probabilities of the classes, of the shape and the dtype of `logits`.
@@ -293,7 +297,7 @@ def _logits_in_eager(predictions: tf.Tensor, activation: str, axis: int) -> tf.T
 
 
 def _logits_in_graph(tensor: tf.Tensor, activation: str) -> tuple[tf.Tensor | None, int | None]:
-    """Returns the logits of a tensor in its shape, and along which axis the softmax went.
+    """Returns a tensor's logits in its shape, and along which axis the softmax went.
 
     The axis is None where a reshape has broken it up. A sigmoid has none, and needs none.
     """
@@ -323,7 +327,7 @@ def _logits_in_graph(tensor: tf.Tensor, activation: str) -> tuple[tf.Tensor | No
 
 
 def _logits_of_parts(tensor: tf.Tensor, activation: str) -> tuple[tf.Tensor | None, int | None]:
-    """Returns the same as `_logits_in_graph` for a tensor that was put together from several."""
+    """Does the same as `_logits_in_graph` for a tensor that was put together."""
     op, rank = tensor.op, tensor.shape.rank
     is_stack = op.type == "Pack"
     along = op.get_attr("axis") if is_stack else _static_value(op.inputs[-1])
@@ -371,7 +375,10 @@ def _static_value(tensor: tf.Tensor) -> np.ndarray | None:
 
 
 def _axis_after(before: tf.TensorShape, after: tf.TensorShape, axis: int | None) -> int | None:
-    """Returns where an axis is after a reshape, or None if it is gone or that is not known."""
+    """Returns where an axis is after a reshape.
+
+    It is None if the axis is gone, or if that is not known.
+    """
     if axis is None or before.rank is None or after.rank is None or before[axis] is None:
         return None
     inner = before[axis + 1 :].num_elements()

@@ -1,4 +1,4 @@
-"""Sums of 16-bit numbers, added up in float32 where TensorFlow's kernel stops short of the sum.
+"""Sums of 16-bit numbers in float32, where the kernel stops short of the sum.
 
 A kernel that keeps its running sum in bfloat16 stops at 256, since 256 + 1 rounds to 256; in
 float16 it stops at 2048. TensorFlow has several: the gradients of biases, embeddings and broadcast
@@ -37,7 +37,10 @@ _BIAS = _TERMS / 32
 def _reduction(
     input: object, axis: Any, *args: object, **kwargs: object
 ) -> tuple[bool, ...] | bool:
-    """The groups of neighbouring axes that are added up: (True, False) adds rows together."""
+    """The groups of neighbouring axes that are added up.
+
+    (True, False) adds rows together.
+    """
     del args, kwargs
     shape, axes = shape_of(input), tf.get_static_value(axis)
     if shape.rank is None or axes is None:
@@ -82,7 +85,10 @@ def _all_to_one(*shape: int) -> tf.Tensor:
 
 
 def _bias_layout(out_backprop: object, data_format: Any = None, name: object = None) -> str:
-    """The data format, and whether the sums of all channels fit into a GPU's shared memory."""
+    """The data format, and whether the sums of all channels fit into shared memory.
+
+    That is the shared memory of a GPU.
+    """
     del name
     data_format = tf.compat.as_str(data_format or "NHWC")
     shape = shape_of(out_backprop)
@@ -108,7 +114,10 @@ def _sum_of_all_but_channels(
     data_format: Any = None,
     name: str | None = None,
 ) -> object:
-    """A sum of the same terms, which is corrected where it is wrong and else takes no copy."""
+    """A sum of the same terms.
+
+    It is corrected where it is wrong, and else takes no copy.
+    """
     rank = out_backprop.shape.rank
     if rank is None:
         return in_float32(own, out_backprop, data_format=data_format, name=name)
@@ -129,7 +138,7 @@ def _bias(dtype: tf.DType, layout: str) -> dict[str, Any]:
 
 
 def _has_many_classes(logits: object, name: object = None) -> bool:
-    """Whether the sum of the exponentials of so many classes may leave the range of float16."""
+    """Whether the sum of exponentials of that many classes may be beyond float16."""
     del name
     shape = shape_of(logits)
     return bool(shape.rank) and (shape[-1] or 0) > float(tf.float16.max)
@@ -140,7 +149,10 @@ def _many_classes(dtype: tf.DType, _: bool) -> dict[str, Any]:
 
 
 def _window_size(value: object, ksize: Any, *args: object, **kwargs: object) -> str | bool:
-    """How many numbers a window adds up before it divides, so that float16 overflows or rounds."""
+    """How many numbers a window adds up before it divides.
+
+    With many, float16 overflows or rounds.
+    """
     del value, args, kwargs
     size = int(np.prod(ksize))
     return size > 1 and ("large" if size >= 64 else "small")

@@ -1,4 +1,6 @@
-"""How slow 16-bit kernels are on this CPU: from a table, and never from a clock in the program.
+"""How slow 16-bit kernels are on this CPU, as a table says.
+
+No clock in the program ever decides it.
 
 The table that ships with keras_mp (`measured.py`) has the times by the kind of the CPU. A program
 may name a file in its place, which `python -m keras_mp.hardware --tune FILE` has written. The same
@@ -78,7 +80,9 @@ def on_trial(times: Times) -> Iterator[None]:
 
 
 def current() -> Table:
-    """Returns the table in use: that of `use`, that of the environment, or that of keras_mp.
+    """Returns the table in use.
+
+    It is that of `use`, that of the environment, or that of keras_mp.
 
     Raises:
         ValueError: the environment names no such file.
@@ -111,7 +115,10 @@ def _of_kind(kind: str) -> Table:
 
 
 def _slow_on_all() -> Times:
-    """Returns the shortest times of all CPUs, for kernels: slow is what is slow on each."""
+    """Returns, for kernels, the shortest times of all CPUs.
+
+    Slow is only what is slow on each of them.
+    """
     return {
         op: {
             dtype: min(times[op][dtype] for times in measured.BY_KIND.values())
@@ -124,7 +131,10 @@ def _slow_on_all() -> Times:
 
 @functools.cache
 def _of_process() -> Table:
-    """Returns the table that the environment names, or else that of keras_mp, for good."""
+    """Returns the table for the whole process.
+
+    It is the one that the environment names, or else that of keras_mp.
+    """
     # TensorFlow also reads once what the environment says of oneDNN.
     path = os.environ.get(VARIABLE)
     if not path:

@@ -1,4 +1,6 @@
-"""Op autocast: runs any TensorFlow code in mixed precision. The code sees float32 tensors only.
+"""Op autocast: runs any TensorFlow code in mixed precision.
+
+The code sees float32 tensors only.
 
 This subpackage needs TensorFlow only, and replaces functions of it when a region is first entered.
 """

@@ -1,4 +1,6 @@
-"""Removes pairs of casts from a graph that cancel: from 16 bits to float32 and back.
+"""Removes pairs of casts that cancel from a graph.
+
+A pair goes from 16 bits to float32 and back.
 
 They are between two 16-bit operations of a region and, in the backward pass, between their
 gradients. A pair loses nothing, so without it only the time changes. Grappler leaves the pairs in.
@@ -17,7 +19,9 @@ from keras_mp.tensorflow_api import graphs
 
 @contextlib.contextmanager
 def left_out(graph: tf.Graph) -> Iterator[None]:
-    """Context manager in which the graph has no such pairs, while a function is made of it.
+    """Context manager in which a graph lacks such pairs.
+
+    Meanwhile a function is made of the graph.
 
     Then the pairs are put back, since gradients are built from the graph. With the pairs each
     gradient has the place, and the float32 sum, that it has in eager.
@@ -49,7 +53,7 @@ def left_out(graph: tf.Graph) -> Iterator[None]:
 
 
 def _undone_by(op: tf.Operation) -> tf.Tensor | None:
-    """Returns the 16-bit tensor that a cast to 16 bits gives back, or None if it does not."""
+    """Returns the 16-bit tensor that a cast to 16 bits gives back, or None."""
     if op.type != "Cast" or op.control_inputs or op.outputs[0].dtype not in LOW_PRECISION:
         return None
     before = op.inputs[0].op

@@ -1,4 +1,4 @@
-"""The policy of a region of `keras_mp.autocast` for each kind of operation, and the reason.
+"""The policy of an `autocast` region for each kind of operation, and the reason.
 
 The policies began as the lists of TensorFlow's graph rewrite (`auto_mixed_precision_lists.h`). Its
 operations are all here; where the policy is another one, the reason says why. Their names are those

@@ -1,4 +1,4 @@
-"""`keras_mp.autocast`: a region in which any TensorFlow code runs in mixed precision.
+"""`keras_mp.autocast`, a region in which any code runs in mixed precision.
 
 This module needs TensorFlow only, and of its private names none until a region is entered.
 """
@@ -24,7 +24,7 @@ from keras_mp.support import dtypes, messages, validation
 
 
 class autocast(contextlib.ContextDecorator):
-    """Runs matrix products and convolutions in 16 bits, and what follows them where that is sound.
+    """Runs products and convolutions in 16 bits, and what follows where it is sound.
 
     A context manager, and a decorator. The code inside is float32 code, and stays so: it sees
     float32 tensors only, so nothing that it does can meet another dtype. Weights, optimizers and
@@ -136,7 +136,9 @@ class autocast(contextlib.ContextDecorator):
 
 
 def entered(region: Region | None) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager that puts a region in force, or None, which stops autocasting.
+    """Returns a context manager that puts a region in force.
+
+    None stops autocasting.
 
     Raises:
         RuntimeError: on entering, or here, if this version of TensorFlow is not known.
@@ -179,7 +181,9 @@ class _FunctionInRegion:
 
 
 def autocast_inputs(dtype: str | tf.DType) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Pins the dtype of a function that is to choose its dtypes itself, such as a custom operation.
+    """Pins the dtype of a function that is to choose its dtypes itself.
+
+    A custom operation is an example.
 
     In a region of `autocast`, the function gets float32, bfloat16 and float16 tensors in `dtype`,
     and nothing inside of it is autocast. What it returns in 16 bits is cast to float32. That holds
@@ -241,7 +245,7 @@ class AutocastState(NamedTuple):
 
 
 def autocast_state() -> AutocastState:
-    """Returns the dtype and the lists of `keras_mp.autocast` that are in force in this thread.
+    """Returns the dtype and the lists of `autocast` in force in this thread.
 
     Returns:
         A named tuple of `dtype`, `allow` and `deny`. Its dtype is None where nothing is autocast.
@@ -263,7 +267,7 @@ def autocast_state() -> AutocastState:
 def autocast_ops(
     dtype: str | tf.DType | None = None, device: str | None = None
 ) -> dict[str, cast_policy.OpPolicy]:
-    """Returns the table of operations, with the policy of a region for each and the reason.
+    """Returns a table of operations, with a region's policy for each and the reason.
 
     Args:
         dtype: DType or str, "bfloat16" or "float16". With it, or a device, operations for which

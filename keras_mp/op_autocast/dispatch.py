@@ -1,4 +1,6 @@
-"""The functions that run operations in a region, between generated code and TensorFlow.
+"""The functions that run operations in a region.
+
+They are between generated code and TensorFlow.
 
 TensorFlow's generated code (`gen_math_ops` and others) makes operations through one function in
 eager and through another one in graphs, and tells tapes about the latter through a third one. In a
@@ -136,10 +138,10 @@ def on_tape(record: Callable[..., None]) -> Callable[..., None]:
 def _decide(
     plan: Plan, region: reach.Region, inputs: Sequence[object]
 ) -> tuple[list[Any], list[Any] | None, tf.DType | None]:
-    """Returns inputs without variables, their tensors and numbers, and the dtype to run in.
+    """Returns inputs without variables, their tensors, and the dtype to run in.
 
-    The tensors and numbers of lists are among these. They are None if there is something else. The
-    dtype is None if the operation is left alone.
+    The second item has the tensors and numbers, including those of lists. It is None if there is
+    something else. The dtype is None if the operation is left alone.
     """
     tensors = [_read(each) for each in inputs]
     values: list[Any] = []
@@ -184,6 +186,9 @@ def _to_float32(result: Any, dtype: tf.DType, plan: Plan) -> Any:
 
 
 def _note(result: tf.Tensor, plan: Plan, values: Sequence[Any] | None) -> None:
-    """Marks the result of an operation that was left alone: a view of a weight is one, too."""
+    """Marks the result of an operation that was left alone.
+
+    A view of a weight is a weight, too.
+    """
     if plan.is_view and values and lower_precision.origin(values[0]).is_weight:
         lower_precision.mark(result, _WEIGHT)

@@ -37,7 +37,9 @@ class ExactOutputs:
         self._kept: list[Any] = []
 
     def of(self, tensor: Any) -> tf.Tensor | None:
-        """Returns what a tensor would be if float32 had made it; None if that is not known.
+        """Returns what a tensor would be if float32 had made it.
+
+        None means that it is not known.
 
         Args:
             tensor: a tensor in 16 bits that was made in reach.
@@ -98,7 +100,10 @@ class ExactOutputs:
 
 
 def _weight(value: Any) -> tf.Tensor | None:
-    """Returns the float32 tensor that one was only cast from, such as a weight; None of others."""
+    """Returns the float32 tensor that one was only cast from, or None.
+
+    A weight is such a tensor.
+    """
     if not isinstance(value, tf.Tensor):
         wide = _wide(value)  # of a variable, which casts itself no longer
         return wide if _is_floating(wide) and wide.dtype == tf.float32 else None

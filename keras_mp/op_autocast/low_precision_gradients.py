@@ -40,16 +40,20 @@ def run_in_eager(
 
 
 def set_in_graph(op: tf.Operation, dtype: tf.DType) -> None:
-    """Gives an operation in a graph, whose inputs are float32, its gradient in 16 bits.
+    """Gives an operation in a graph its gradient in 16 bits.
 
-    Not by an attribute: in a file, TensorFlow takes that for a function like an identity's.
+    The inputs of the operation are float32.
+
+    An attribute would not do: in a file, TensorFlow takes it for a function like an identity's.
     """
     gradient = _gradient_of(op.type, dtype)
     graphs.gradient_function.set_of(op, gradient)
 
 
 def name_of_gradient(op: str, results: Sequence[Any]) -> str:
-    """Returns the name of the gradient of an operation: its type, or that of `set_in_graph`.
+    """Returns the name of the gradient of an operation.
+
+    It is the operation's type, or the name that `set_in_graph` gave.
 
     Args:
         op: str. Its type.
@@ -84,7 +88,7 @@ class _InLowPrecision:
 
 
 class _Gradient:
-    """The gradient function of an operation with float32 inputs, which computes in 16 bits.
+    """The gradient function of an operation with float32 inputs, in 16 bits.
 
     Attributes:
         name: str, under which TensorFlow knows it.

@@ -1,4 +1,6 @@
-"""The two dtypes of a tensor: 16 bits for the operations of a region, float32 for the program.
+"""The two dtypes of a tensor: 16 bits for operations, float32 for the program.
+
+The operations are those of a region.
 
 The result of a 16-bit operation is cast to float32, and the program gets the cast. The float32
 tensor remembers the 16-bit one. The next operation gets a cast of the float32 tensor, so that this
@@ -52,7 +54,9 @@ def mark(tensor: tf.Tensor, known: Origin) -> None:
 
 
 def low_precision_of(tensor: object, dtype: tf.DType) -> tf.Tensor | None:
-    """Returns the 16-bit tensor that a float32 one was cast from, where it is of that dtype.
+    """Returns the 16-bit tensor from which a float32 one was cast.
+
+    It must have the given dtype.
 
     Args:
         tensor: any tensor, or a number.
@@ -91,7 +95,10 @@ def to_low_precision(tensor: tf.Tensor | float, dtype: tf.DType) -> tf.Tensor:
 
 
 def to_float32(computed: tf.Tensor) -> tf.Tensor:
-    """Casts a result of a 16-bit operation to float32. In a graph tapes are not told of it."""
+    """Casts a result of a 16-bit operation to float32.
+
+    In a graph, tapes are not told of it.
+    """
     with gradients.stop_recording():
         result = tf.cast(computed, tf.float32, name=NAME)
     if tf.executing_eagerly():
@@ -114,7 +121,10 @@ def cast(value: Any, dtype: tf.DType) -> Any:
 
 
 def _record_cast(source: tf.Tensor, result: tf.Tensor) -> None:
-    """Tells tapes of a cast. Recorded as the operation Cast, tapes would keep `given` alive."""
+    """Tells tapes of a cast.
+
+    If it were recorded as the operation Cast, tapes would keep `given` alive.
+    """
     dtype = source.dtype
     if gradients.could_record():
         gradients.record_operation(

@@ -1,4 +1,4 @@
-"""The plan of an operation in a region: the inputs that are cast, and the dtype that it runs in.
+"""The plan of an operation in a region: inputs to cast, and the dtype to run in.
 
 The `Plan` is the same for all calls of an operation in a region, and has the inputs. The dtype
 depends on the inputs of each call: `dtype_for`. This module needs TensorFlow only.
@@ -79,7 +79,10 @@ def dtype_for(plan: Plan, values: Sequence[tf.Tensor | float], dtype: tf.DType) 
 
 
 def _is_safe(value: tf.Tensor | float, dtype: tf.DType) -> bool:
-    """Whether the value fits into the dtype as well as the numbers that models compute in it."""
+    """Whether a value fits into the dtype.
+
+    It does as well as the numbers that models compute in this dtype.
+    """
     if lower_precision.low_precision_of(value, dtype) is not None:
         return True
     if lower_precision.origin(value).is_weight:

@@ -87,13 +87,16 @@ def refused() -> contextlib.AbstractContextManager[None]:
 
 
 def rounding_assignments() -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager in which float32 values may be assigned to variables in 16 bits."""
+    """Returns a context manager that allows float32 values for 16-bit variables.
+
+    Inside of it, such assignments round the values.
+    """
     return replaced(_thread, "rounds", True)
 
 
 @once
 def install() -> None:
-    """Lets operations that TensorFlow refuses be computed in float32, once in a process."""
+    """Lets keras_mp compute in float32 what TensorFlow refuses, once in a process."""
     hooks.install(_replacements())
     if features.is_on(MIXTURES):
         _dispatcher_class()().register()
@@ -128,7 +131,10 @@ def _replacements() -> Iterator[Replacement]:
 
 
 def _keeping_large_numbers(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that makes a tensor of a value, in float32 if the dtype cannot hold it."""
+    """Returns a function that makes a tensor of a value.
+
+    It is in float32 if the dtype cannot hold the value.
+    """
 
     def make(value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         # It is the fifth argument of one of the two functions; the other one has four.
@@ -162,7 +168,7 @@ def _keeping_constants(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _constant_value(tensor: tf.Tensor) -> Any:
-    """Returns the value of a tensor that is a constant, or may be one; None for others."""
+    """Returns the value of a tensor that is or may be a constant, or None."""
     if tf.is_symbolic_tensor(tensor):
         return tf.get_static_value(tensor) if tensor.op.type == "Const" else None
     if tensor.dtype != tf.float32:
@@ -176,7 +182,10 @@ def _constant_value(tensor: tf.Tensor) -> Any:
 
 
 def _is_called_by_keras_mp() -> bool:
-    """Whether keras_mp has called the function of TensorFlow that calls this, not the program."""
+    """Whether keras_mp, not the program, called the function that calls this one.
+
+    That is a function of TensorFlow.
+    """
     frame: Any = hooks.caller()
     while frame is not None and frame.f_globals.get("__name__", "").startswith("tensorflow."):
         frame = frame.f_back
@@ -184,7 +193,10 @@ def _is_called_by_keras_mp() -> bool:
 
 
 def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that refuses mixtures with ragged tensors before it makes an operation."""
+    """Returns a function that refuses mixtures with ragged tensors.
+
+    It does so before it makes an operation.
+    """
 
     def multiply(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
         is_ragged = isinstance(a, tf.RaggedTensor) or isinstance(b, tf.RaggedTensor)
@@ -207,7 +219,10 @@ def _dispatcher_class() -> type:
         """Calls functions of TensorFlow again that have refused a mixture of dtypes."""
 
         def handle(self, op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-            """Returns the result of a function, or `NOT_SUPPORTED` if dtypes are not the reason."""
+            """Returns the result of a function, or `NOT_SUPPORTED`.
+
+            It is the latter if dtypes are not the reason.
+            """
             if not _is_active_in_reach() or _thread.is_retrying:
                 return self.NOT_SUPPORTED
             for args_again, kwargs_again in _in_other_dtypes((list(args), kwargs)):
@@ -284,7 +299,7 @@ def _lacks_kernel(function: str, dtype: tf.DType | None) -> bool:
 
 @functools.cache
 def _ops_by_slow_way() -> dict[str, str]:
-    """Returns the operations by the names of the functions that compute them in a slower way."""
+    """Returns operations by the names of the functions that run them the slower way."""
     functions = ((name, getattr(tf.raw_ops, name)) for name in dir(tf.raw_ops) if name[0] != "_")
     return {f"{function.__name__}_eager_fallback": name for name, function in functions}
 
@@ -315,7 +330,10 @@ def _in_the_dtype_of_the_variable(own: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _made_again(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that makes branches, which may return several dtypes, or a loop."""
+    """Returns a function that makes branches or a loop.
+
+    Branches may return several dtypes.
+    """
 
     def make(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -346,7 +364,10 @@ def _widening(value: Any) -> Any:
 
 
 def _in_the_dtype_of_the_array(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method of `tf.TensorArray` that takes 16 bits for float32, and the reverse."""
+    """Returns a `tf.TensorArray` method that casts to the dtype of the array.
+
+    It takes 16 bits for float32, and the reverse.
+    """
 
     def write(array: tf.TensorArray, *args: Any, **kwargs: Any) -> Any:
         def cast(value: Any) -> Any:
@@ -374,7 +395,10 @@ def _is_mixed(dtypes: Sequence[tf.DType | None]) -> bool:
 
 
 def _are_among(allowed: Sequence[tf.DType], dtypes: Sequence[tf.DType | None]) -> bool:
-    """Whether all dtypes are allowed. Dtypes are unique, and comparing them takes long."""
+    """Whether all dtypes are allowed.
+
+    Dtypes are unique objects, and comparing them takes long.
+    """
     return all(any(each is one for one in allowed) for each in dtypes)
 
 
@@ -389,7 +413,7 @@ def _dtype_of(value: Any) -> tf.DType | None:
 
 
 def _in_other_dtypes(inputs: Any) -> Iterator[Any]:
-    """Yields the arguments of a refused call in the dtypes to try instead, the nearest first."""
+    """Yields a refused call's arguments in the dtypes to try next, the nearest first."""
     values = tf.nest.flatten(inputs)
     dtypes = [_dtype_of(each) for each in values]
     is_mixed, low = _is_mixed(dtypes), [dtype for dtype in dtypes if is_low(dtype)]

@@ -1,4 +1,4 @@
-"""The functions of TensorFlow that op autocast replaces: all of them, in one table.
+"""All functions of TensorFlow that op autocast replaces, in one table.
 
 They act in the threads in which a region is in force, and are TensorFlow's own everywhere else. One
 always acts, since functions that are made later may use tensors that were computed in a region.
@@ -37,7 +37,10 @@ def _trace_per_region(own: Callable[..., Any]) -> Callable[..., object]:
 
 
 def _without_region(own: Callable[..., object]) -> Callable[..., object]:
-    """Runs the backward pass in the dtypes of the forward pass: nothing of it is cast anew."""
+    """Runs the backward pass in the dtypes of the forward pass.
+
+    Nothing of it is cast anew.
+    """
 
     def call(*args: Any, **kwargs: Any) -> object:
         with reach.without_region():

@@ -1,4 +1,4 @@
-"""Functions that were written for float32, and get tensors of 16 bits from a layer.
+"""Functions that were written for float32, and get 16-bit tensors from a layer.
 
 Functions with an `input_signature`, concrete ones, those of SavedModels, and functions of Python
 that run outside of the graph say which dtypes they take or return. In the reach of keras_mp
