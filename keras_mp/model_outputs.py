@@ -7,8 +7,9 @@ layers take the same tensor. A model among these layers is at the rim, too. An a
 layer that only moves numbers, is called in this way together with the layer before it.
 
 Before a call, nothing tells which layers make the outputs of a subclassed model. Outputs that come
-in 16 bits are computed again in float32 (`op_autocast/exact_outputs.py`), or cast. Gradients with
-respect to such an output take in those of both tensors (`kernels/returned_outputs.py`).
+in 16 bits are computed again in float32 (`op_autocast/exact_outputs.py`), or cast. A gradient with
+respect to such an output includes the gradient with respect to the 16-bit tensor
+(`kernels/returned_outputs.py`).
 """
 
 import collections

@@ -18,8 +18,8 @@ class Region(NamedTuple):
 
     Attributes:
         dtype: DType, bfloat16 or float16.
-        allow: names of operations that run in it in any case.
-        deny: names of operations that do not.
+        allow: names of operations that run in this dtype in any case.
+        deny: names of operations that do not run in it.
         gradients_only: bool. Whether operations run in float32, and only the gradients of those
             that would run in 16 bits are computed in 16 bits.
     """
@@ -93,7 +93,7 @@ class in_region:
 
     Args:
         region: Region, or None for code outside of all regions.
-        dtype: DType of 16 bits of the reach, or None. Defaults to that of the region.
+        dtype: the 16-bit DType that is in reach, or None. Defaults to the region's.
     """
 
     __slots__ = ("_before", "_state")

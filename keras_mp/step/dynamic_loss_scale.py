@@ -42,8 +42,8 @@ class DynamicLossScale(LossScale):
             `1 / multiplier`.
         hysteresis: int, at least 1. How many non-finite steps in a row it takes before the scale
             backs off (each of them is skipped in any case). Defaults to 1.
-        min_loss_scale: float of at least `2**-126`. The floor. The RFC's floor is 1, and so is that
-            of files that an older keras_mp saved. Defaults to `2**-24`.
+        min_loss_scale: float of at least `2**-126`. The floor. The RFC's floor is 1, and files that
+            an older keras_mp saved have that too. Defaults to `2**-24`.
         max_loss_scale: float, at most `2**126`. The ceiling. At the default, `2**126`, the scale
             and its reciprocal are still normal numbers.
         tolerance: float from 0, less than 1. The share of the steps since the scale last moved that

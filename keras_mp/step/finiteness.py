@@ -196,8 +196,8 @@ def flag_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
         gradients: sequence of gradients.
 
     Returns:
-        tensor like that of `count_not_finite`, with `UNCOUNTED` in place of numbers other than 0;
-        in scalars, values are counted.
+        tensor like the result of `count_not_finite`, with `UNCOUNTED` in place of numbers other
+        than 0; in scalars, values are counted.
     """
     zero, some = tf.constant(0, COUNTS), tf.constant(UNCOUNTED, COUNTS)
     kinds = [[zero, zero]] * len(gradients)

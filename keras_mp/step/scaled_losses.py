@@ -20,8 +20,8 @@ class ScaledLosses:
     """What is known about the step that this thread makes.
 
     Attributes:
-        by_tape: set of the ids of handles. They are those of the variables whose last gradients a
-            tape has scaled and unscaled, and the program has not multiplied by a loss scale.
+        by_tape: set of variables, by the ids of their handles. A tape has scaled and unscaled their
+            last gradients, and the program has not multiplied these by a loss scale.
         unscaled: dict from the ids of handles to reasons, for variables whose last gradients nobody
             has scaled.
         knows_scale: whether the program has asked for a loss scale, by which it may multiply.

@@ -75,8 +75,8 @@ def float16_binade(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         value: float32 tensor.
 
     Returns:
-        tuple of float32 tensors. The powers are not below that of float16's smallest normal number,
-        nor above that of its largest.
+        tuple of float32 tensors. The powers lie between those of float16's smallest normal number
+        and of its largest.
     """
     # In uint32, since TensorFlow computes int32 in the host's memory on GPUs.
     bits = tf.bitcast(value, tf.uint32) & _INFINITY

@@ -134,7 +134,7 @@ def read_as(value: tf.Tensor, cast_before: tf.Tensor) -> tf.Tensor:
 def _register_gradient(dtype: tf.DType, shape: str) -> str:
     """Registers the gradient, and returns its name.
 
-    There is a name for each shape, since a SavedModel keeps one function for a name, of one shape.
+    There is a name for each shape: in a SavedModel, one name stands for one function of one shape.
     """
     name = f"KerasMpReadAs_{dtype.name}_{shape}"
 
@@ -181,10 +181,10 @@ def hold(casts: Mapping[int, tf.Tensor]) -> contextlib.AbstractContextManager[No
 
 
 def graphs_of_branches(graph: tf.Graph) -> list[tf.Graph]:
-    """Returns a graph and the graphs around it of which it is a branch.
+    """Returns a graph, preceded by the graphs around it if it is a branch.
 
-    The outermost comes first. A graph that is no branch of a condition comes alone. Each of them
-    runs once where the others do.
+    The outermost graph comes first. A graph that is no branch of a condition comes alone. Each of
+    them runs once where the others do.
 
     Each of them runs once where the others do.
     """
