@@ -26,11 +26,9 @@ _HINT = (
 class AllReduceOptimizer(OptimizerWrapper):
     """An optimizer that sums float32 gradients over replicas in bfloat16.
 
-    That takes half the bytes.
-
-    It is for training without loss scaling, in `mixed_bfloat16` or float32, under
-    `MultiWorkerMirroredStrategy` or `MirroredStrategy`. (A `LossScaleOptimizer` has its own
-    `reduce_dtype`.) Nothing wraps an optimizer with it automatically.
+    That takes half the bytes. It is for training without loss scaling, in `mixed_bfloat16` or
+    float32, under `MultiWorkerMirroredStrategy` or `MirroredStrategy`. (A `LossScaleOptimizer` has
+    its own `reduce_dtype`.) Nothing wraps an optimizer with it automatically.
 
     Gradients are rounded to 8 significant bits on their way: each replica's before they are added,
     and then their sum. Clipping, weight decay and averages see the sum, in float32. float16
@@ -86,9 +84,7 @@ class AllReduceOptimizer(OptimizerWrapper):
     def reduce_dtype(self) -> str:
         """The dtype in which float32 gradients are summed over replicas.
 
-        It may be set at any time.
-
-        A `tf.function` keeps the dtype that was set when it was traced.
+        It may be set at any time. A `tf.function` keeps the dtype that was set when it was traced.
         """
         return self._reduce_dtype.name
 

@@ -163,14 +163,12 @@ def write_loss_scale(
 ) -> None:
     """Writes `loss_scale` and `steps_skipped` for TensorBoard.
 
-    It is for a training loop of your own.
-
-    It writes them as scalars of these names to the default writer of `tf.summary`. In a
-    `tf.function` nothing waits for the device. Like everything in `tf.summary`, it needs the
-    package tensorboard, does not run in functions that XLA compiles, and belongs outside
-    `strategy.run`. Without loss scaling, it writes nothing. There is a warning if the global policy
-    is "mixed_float16", which needs loss scaling, or if the optimizer is the `LossScaleOptimizer` of
-    `tf.keras`, which does not count skipped steps.
+    It is for a training loop of your own, and writes scalars of these names to the default writer
+    of `tf.summary`. In a `tf.function` nothing waits for the device. Like everything in
+    `tf.summary`, it needs the package tensorboard, does not run in functions that XLA compiles, and
+    belongs outside `strategy.run`. Without loss scaling, it writes nothing. There is a warning if
+    the global policy is "mixed_float16", which needs loss scaling, or if the optimizer is the
+    `LossScaleOptimizer` of `tf.keras`, which does not count skipped steps.
 
     Args:
         optimizer: A `keras_mp.LossScaleOptimizer`, or an optimizer that wraps one.

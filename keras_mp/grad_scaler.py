@@ -31,11 +31,9 @@ NewScale = float | tf.Tensor | tf.Variable | LossScale
 class GradScaler(ScalerProperties, tf.Module):
     """Scales losses, and unscales, judges and applies their gradients.
 
-    It works with any optimizers.
-
-    A `keras_mp.LossScaleOptimizer` is for one optimizer of `tf.keras`. A `GradScaler` is for
-    several optimizers and losses that share one scale, and for code without Keras. A training step
-    calls
+    It works with any optimizers. A `keras_mp.LossScaleOptimizer` is for one optimizer of
+    `tf.keras`. A `GradScaler` is for several optimizers and losses that share one scale, and for
+    code without Keras. A training step calls
 
     - `scale` with its losses, under the tape, as often as it likes;
     - `unscale` with gradients that it wants to look at or to clip, if any;

@@ -108,9 +108,8 @@ def enable_mixed_precision_graph_rewrite(
 def disable_mixed_precision_graph_rewrite() -> None:
     """Turns the graph rewrite off.
 
-    It is off for functions at once, and for sessions that are made later.
-
-    Optimizers that were wrapped still scale the loss, which does no harm.
+    It is off for functions at once, and for sessions that are made later. Optimizers that were
+    wrapped still scale the loss, which does no harm.
 
     Example:
 

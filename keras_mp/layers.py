@@ -46,8 +46,8 @@ class Layer(keras_api.BaseLayer):
     as `recompute_grad` does.
 
     An `InputSpec` with a dtype is checked before the cast. Regularizers see weights in the variable
-    dtype. If you make a layer inside another one, give it the outer one's policy: `Dense(10,
-    dtype=self.dtype_policy)`.
+    dtype. If you make a layer inside another one, give it the outer one's policy:
+    `Dense(10, dtype=self.dtype_policy)`.
 
     A bare `tf.Variable` attribute does not cast itself; in a mixed layer, a `MixedPrecisionWarning`
     says so, once for each class. Where 16-bit and float32 tensors meet, TensorFlow's operations

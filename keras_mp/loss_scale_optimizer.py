@@ -325,9 +325,7 @@ class LossScaleOptimizer(
     ) -> list[tuple[Any, Any]]:
         """Computes gradients of the scaled loss, and unscales them.
 
-        It is the first half of `minimize`.
-
-        The arguments are those of `minimize`.
+        It is the first half of `minimize`, and takes the same arguments.
 
         Returns:
             list of (gradient, variable) pairs.

@@ -291,11 +291,9 @@ _of_function = {keras_class().fn: ours for keras_class, ours in _of_keras.items(
 class Crossentropy(Loss):
     """The cross entropy that fits the shapes.
 
-    It is binary, sparse categorical or categorical.
-
-    It is what `compile(loss="crossentropy")` means in Keras 3. Predictions whose last axis has the
-    size 1 are binary. Otherwise, labels are class ids if they have one axis less than the
-    predictions, or a last axis of size 1.
+    It is binary, sparse categorical or categorical. It is what `compile(loss="crossentropy")` means
+    in Keras 3. Predictions whose last axis has the size 1 are binary. Otherwise, labels are class
+    ids if they have one axis less than the predictions, or a last axis of size 1.
 
     Args:
         reduction: str. As for `tf.keras.losses.Loss`.
@@ -415,9 +413,8 @@ def _standardize_dtype(dtype: str | tf.DType | None) -> str:
 def _map_tensors(function: Callable[[tf.Tensor], tf.Tensor], structure: Any) -> Any:
     """Applies a function to all tensors of a structure.
 
-    Arrays and numbers are converted to tensors.
-
-    None stays None. Nested lists of numbers are one tensor.
+    Arrays and numbers are converted to tensors. None stays None. Nested lists of numbers are one
+    tensor.
     """
     leaves = tf.nest.flatten(structure)
     if tf.nest.is_nested(structure) and all(map(_is_scalar, leaves)):

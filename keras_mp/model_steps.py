@@ -65,9 +65,8 @@ _loss_scales: "weakref.WeakKeyDictionary[tf.keras.Model, LossScale]" = weakref.W
 def scale(model: tf.keras.Model, loss_scale: LossScale | None) -> None:
     """Puts a `training_step` around the `train_step` of a model.
 
-    It also scales what the `train_step` differentiates.
-
-    It does the same in a user's own `fit` or `train_on_batch`, which may have a loop of its own.
+    It also scales what the `train_step` differentiates. It does the same in a user's own `fit` or
+    `train_on_batch`, which may have a loop of its own.
 
     Args:
         model: the model.

@@ -126,11 +126,9 @@ class OptimizerWrapper(
     def jit_compile(self) -> bool:
         """Whether XLA compiles the update, as one function.
 
-        It may be set at any time.
-
-        A `tf.function` keeps the value that was set when it was traced. Optimizers of Keras 2 have
-        their own attribute, `inner_optimizer.jit_compile`, by which they compile the update of each
-        variable by itself on a GPU.
+        It may be set at any time. A `tf.function` keeps the value that was set when it was traced.
+        Optimizers of Keras 2 have their own attribute, `inner_optimizer.jit_compile`, by which they
+        compile the update of each variable by itself on a GPU.
         """
         return self._adapter.jit_compile
 
@@ -271,9 +269,8 @@ class OptimizerWrapper(
     ) -> Iterator[Iterable[tuple[Any, Any]]]:
         """Context manager that unscales gradients early.
 
-        It unscales them as a LossScaleOptimizer further inside would.
-
-        If an exception leaves it, the record of that optimizer's calls is as it was before.
+        It unscales them as a LossScaleOptimizer further inside would. If an exception leaves it,
+        the record of that optimizer's calls is as it was before.
 
         Args:
             pairs: iterable of (gradient, variable) pairs.

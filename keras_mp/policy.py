@@ -357,11 +357,10 @@ def set_global_policy(policy: Any) -> None:
 def policy_scope(policy: Any) -> Iterator[Any]:
     """Sets the global policy for a block.
 
-    The previous policy is restored afterwards, even after an error.
-
-    It holds in this thread, and for work that belongs to this thread: replicas, and functions that
-    are traced in the block. Other threads do not see it. In the block, `set_global_policy` only
-    changes the policy of the block.
+    The previous policy is restored afterwards, even after an error. It holds in this thread, and
+    for work that belongs to this thread: replicas, and functions that are traced in the block.
+    Other threads do not see it. In the block, `set_global_policy` only changes the policy of the
+    block.
 
     Args:
         policy: As for `set_global_policy`.

@@ -1,11 +1,9 @@
 """Files of models with a 16-bit policy of keras_mp.
 
-h5py does not know bfloat16.
-
-Some dtypes, such as bfloat16, are known to NumPy only by another library. h5py writes them as bytes
-without a meaning, which nobody can load. So while Keras saves a model of keras_mp, numbers of 16
-bits or fewer, except float16, are written as float32. It holds each of these numbers, and Keras
-casts it back on loading.
+h5py does not know bfloat16. Some dtypes, such as bfloat16, are known to NumPy only by another
+library. h5py writes them as bytes without a meaning, which nobody can load. So while Keras saves a
+model of keras_mp, numbers of 16 bits or fewer, except float16, are written as float32. It holds
+each of these numbers, and Keras casts it back on loading.
 """
 
 import contextlib

@@ -1,9 +1,7 @@
 """Loss scale managers of TensorFlow 1's `tf.contrib.mixed_precision`.
 
-They move the loss scale.
-
-This module needs TensorFlow only. `next_exponential_state` is the schedule, the managers hold its
-state, and `ManagedLossScale` lets a step move it.
+They move the loss scale. This module needs TensorFlow only. `next_exponential_state` is the
+schedule, the managers hold its state, and `ManagedLossScale` lets a step move it.
 """
 
 import abc

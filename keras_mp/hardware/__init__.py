@@ -145,13 +145,11 @@ def why_slow(dtype: str) -> str | None:
 def speeds(anew: bool = False) -> Speeds | None:
     """Measures how fast the first GPU, or else the CPU, trains.
 
-    It trains with products and convolutions.
-
-    What is timed is the forward pass and both gradients, with those convolutions in float32 inside
-    that keras_mp computes so on this CPU, since their own kernels are slower. That takes part of a
-    second, once in a process. Measuring initializes TensorFlow: configure devices and threads
-    before. It is for people who want to know, as `keras_mp.numerics.profile` does for them; nothing
-    that computes depends on it.
+    It trains with products and convolutions. What is timed is the forward pass and both gradients,
+    with those convolutions in float32 inside that keras_mp computes so on this CPU, since their own
+    kernels are slower. That takes part of a second, once in a process. Measuring initializes
+    TensorFlow: configure devices and threads before. It is for people who want to know, as
+    `keras_mp.numerics.profile` does for them; nothing that computes depends on it.
 
     Args:
         anew: bool. Measures even if this process has measured before. Defaults to False.
@@ -195,9 +193,7 @@ def has_tensor_cores(dtype: str) -> bool:
 def cpu_has_bfloat16() -> bool:
     """Whether the CPU has instructions for bfloat16.
 
-    These are AVX512-BF16, AMX-BF16 or Arm BF16.
-
-    That does not make it fast: see `speeds`.
+    These are AVX512-BF16, AMX-BF16 or Arm BF16. That does not make it fast: see `speeds`.
 
     Example:
 

@@ -113,9 +113,8 @@ def best_policy() -> tuple[str, str]:
 def _times(dtype: str) -> tuple[float, float] | None:
     """Returns how products and convolutions compare with float32 on the CPU.
 
-    The numbers tell how many times as long they take.
-
-    None where it is not the CPU that computes, and where no table tells.
+    The numbers tell how many times as long they take. Returns None where it is not the CPU that
+    computes, and where no table tells.
     """
     if devices.has_tpu() or devices.gpus():
         return None

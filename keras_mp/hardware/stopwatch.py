@@ -1,10 +1,9 @@
 """Measures how fast a device trains in each dtype.
 
-It trains with a matrix product and a convolution.
-
-The forward pass and both gradients are timed: a dtype can be as fast as float32 in the first and
-many times slower in the others. Convolutions that keras_mp computes in float32 inside, since that
-is faster, are timed so. This module needs TensorFlow only.
+It trains with a matrix product and a convolution. The forward pass and both gradients are timed: a
+dtype can be as fast as float32 in the first and many times slower in the others. Convolutions that
+keras_mp computes in float32 inside, since that is faster, are timed so. This module needs
+TensorFlow only.
 """
 
 import functools

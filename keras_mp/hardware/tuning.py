@@ -36,9 +36,7 @@ def machine() -> dict[str, Any]:
 def measure() -> Times:
     """Times all kernels in both dtypes.
 
-    It also times products and convolutions with their gradients.
-
-    To be called in eager.
+    It also times products and convolutions with their gradients. It has to be called in eager.
 
     Returns:
         dict of dicts: by operation and dtype, how many times as long as in float32 it takes.

@@ -1,8 +1,7 @@
 """The promises of keras_mp about replicas, in a process of its own.
 
-That process can divide its devices.
-
-Two GPUs if there are, else one in two halves; without a GPU the CPU in two.
+That process can divide its devices. Two GPUs if there are, else one in two halves; without a GPU
+the CPU in two.
 """
 
 import json

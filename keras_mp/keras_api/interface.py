@@ -99,9 +99,8 @@ class KerasApi(Protocol):
     ) -> None:
         """Lets Keras 2 convert wrappers of a class, too.
 
-        It does so where it converts optimizers to legacy ones.
-
-        `convert_wrapper` takes a wrapper and the legacy optimizer made of its inner optimizer.
+        It does so where it converts optimizers to legacy ones. `convert_wrapper` takes a wrapper
+        and the legacy optimizer made of its inner optimizer.
         """
 
     def deserialize_optimizer(

@@ -148,9 +148,8 @@ def _native(variable: "tf.Variable | keras.Variable") -> tf.Variable:
 def _let_the_wrapper_reduce(optimizer: keras.optimizers.Optimizer) -> None:
     """Keeps a Keras 3 optimizer from summing gradients again.
 
-    Its wrapper has summed them already.
-
-    Keras 3 sums inside `apply`, after clipping, and has no public way to leave that out.
+    Its wrapper has summed them already. Keras 3 sums inside `apply`, after clipping, and has no
+    public way to leave that out.
     """
     if not keras3_names.sum_gradients.is_there():
         return

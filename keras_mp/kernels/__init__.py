@@ -27,10 +27,8 @@ def has_decided(op: tf.Operation) -> bool:
 def install() -> None:
     """Replaces TensorFlow's functions whose kernels may be wrong or slow.
 
-    It does so once in a process.
-
-    It is called when the process reaches code in reach for the first time. Out of reach
-    (`hooks/reach.py`) the new functions call TensorFlow's own.
+    It does so once in a process, when the process is in reach for the first time. Out of reach
+    (`hooks/reach.py`), the new functions call TensorFlow's own.
     """
     tables = sums, compositions, convolutions, cudnn, slow
     hooks.install(

@@ -1,11 +1,9 @@
 """How long 16-bit kernels take on CPUs, relative to float32, by kind of CPU.
 
-This module is data only.
-
-The kinds are those of `support/cpu.py`. `python -m benchmarks kernels` measures the machine that it
-runs on, and prints its block. A kernel is compared with the one for float32 and casts around it.
-The last two rows are the forward pass and both gradients of a matrix product and a convolution,
-compared with float32 without casts.
+This module is data only. The kinds are those of `support/cpu.py`. `python -m benchmarks kernels`
+measures the machine that it runs on, and prints its block. A kernel is compared with the one for
+float32 and casts around it. The last two rows are the forward pass and both gradients of a matrix
+product and a convolution, compared with float32 without casts.
 
 Most kinds were measured with TensorFlow 2.21 on an AMD EPYC (family 25, model 17) of two cores,
 which were busy: "AVX512" with ONEDNN_MAX_CPU_ISA=AVX512_CORE, "x86 without oneDNN" with

@@ -1,12 +1,11 @@
 """LSTMs in 16 bits on CPUs.
 
-They are one loop of small products, with large products around it.
-
-Keras multiplies inputs by weights in each time step, and sums the gradients of both kernels in each
-step of the backward pass. Here the inputs of all steps are multiplied at once, and so are the
-gradients, after a loop that keeps the gradients of the gates. Gates and the cell state are computed
-in float32 and rounded once. Where products in 16 bits are slow, all of it is in float32 inside.
-This module needs TensorFlow only.
+They are one loop of small products, with large products around it. Keras multiplies inputs by
+weights in each time step, and sums the gradients of both kernels in each step of the backward pass.
+Here the inputs of all steps are multiplied at once, and so are the gradients, after a loop that
+keeps the gradients of the gates. Gates and the cell state are computed in float32 and rounded once.
+Where products in 16 bits are slow, all of it is in float32 inside. This module needs TensorFlow
+only.
 """
 
 from collections.abc import Sequence

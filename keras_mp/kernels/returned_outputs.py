@@ -1,10 +1,9 @@
 """Gradients with respect to a model's float32 output, also through 16 bits.
 
-Later layers took the 16-bit tensor.
-
-A model returns float32 in the place of a 16-bit tensor, and its other outputs may have been
-computed from that tensor. For a program both are one output. So a float32 output keeps the tensor
-in 16 bits, and whoever differentiates with respect to the one gets what belongs to both.
+Later layers took the 16-bit tensor. A model returns float32 in the place of a 16-bit tensor, and
+its other outputs may have been computed from that tensor. For a program both are one output. So a
+float32 output keeps the tensor in 16 bits, and whoever differentiates with respect to the one gets
+what belongs to both.
 
 This module needs TensorFlow only.
 """

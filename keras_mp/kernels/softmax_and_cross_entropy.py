@@ -210,9 +210,8 @@ def lost_to_float16(labels: tf.Tensor, predictions: tf.Tensor, losses: tf.Tensor
 def finite(logits: tf.Tensor) -> tf.Tensor:
     """Replaces a logit of -inf by the lowest finite number.
 
-    Such a logit is what float16 makes of the -1e9 of a mask.
-
-    A class that a mask excludes costs 0 times its logit, which is NaN where the logit is infinite.
+    Such a logit is what float16 makes of the -1e9 of a mask. A class that a mask excludes costs 0
+    times its logit, which is NaN where the logit is infinite.
 
     Args:
         logits: floating-point tensor, dense or ragged.

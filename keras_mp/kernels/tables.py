@@ -1,10 +1,9 @@
 """How slow 16-bit kernels are on this CPU, as a table says.
 
-No clock in the program ever decides it.
-
-The table that ships with keras_mp (`measured.py`) has the times by the kind of the CPU. A program
-may name a file in its place, which `python -m keras_mp.hardware --tune FILE` has written. The same
-table gives the same numbers, on any machine and however busy it is.
+No clock in the program ever decides it. The table that ships with keras_mp (`measured.py`) has the
+times by the kind of the CPU. A program may name a file in its place, which
+`python -m keras_mp.hardware --tune FILE` has written. The same table gives the same numbers, on any
+machine and however busy it is.
 
 This module needs TensorFlow only.
 """

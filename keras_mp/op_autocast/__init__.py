@@ -1,8 +1,7 @@
 """Op autocast: runs any TensorFlow code in mixed precision.
 
-The code sees float32 tensors only.
-
-This subpackage needs TensorFlow only, and replaces functions of it when a region is first entered.
+The code sees float32 tensors only. This subpackage needs TensorFlow only, and replaces functions of
+it when a region is first entered.
 """
 
 from keras_mp.op_autocast.context_manager import (

@@ -1,10 +1,8 @@
 """Removes pairs of casts that cancel from a graph.
 
-A pair goes from 16 bits to float32 and back.
-
-They are between two 16-bit operations of a region and, in the backward pass, between their
-gradients. A pair loses nothing, so without it only the time changes. Grappler leaves the pairs in.
-This module needs TensorFlow only.
+A pair goes from 16 bits to float32 and back. They stand between two 16-bit operations of a region
+and, in the backward pass, between their gradients. A pair loses nothing, so without it only the
+time changes. Grappler leaves the pairs in. This module needs TensorFlow only.
 """
 
 import contextlib
@@ -21,10 +19,9 @@ from keras_mp.tensorflow_api import graphs
 def left_out(graph: tf.Graph) -> Iterator[None]:
     """Context manager in which a graph lacks such pairs.
 
-    Meanwhile a function is made of the graph.
-
-    Then the pairs are put back, since gradients are built from the graph. With the pairs each
-    gradient has the place, and the float32 sum, that it has in eager.
+    Meanwhile a function is made of the graph. Then the pairs are put back, since gradients are
+    built from the graph. With the pairs each gradient has the place, and the float32 sum, that it
+    has in eager.
 
     Args:
         graph: FuncGraph.

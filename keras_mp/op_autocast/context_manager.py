@@ -183,12 +183,10 @@ class _FunctionInRegion:
 def autocast_inputs(dtype: str | tf.DType) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Pins the dtype of a function that is to choose its dtypes itself.
 
-    A custom operation is an example.
-
-    In a region of `autocast`, the function gets float32, bfloat16 and float16 tensors in `dtype`,
-    and nothing inside of it is autocast. What it returns in 16 bits is cast to float32. That holds
-    for the gradient function of `tf.custom_gradient` as well: it runs as the forward pass did.
-    Outside of a region the function is called as it is.
+    A custom operation is an example. In a region of `autocast`, the function gets float32, bfloat16
+    and float16 tensors in `dtype`, and nothing inside of it is autocast. What it returns in 16 bits
+    is cast to float32. That holds for the gradient function of `tf.custom_gradient` as well: it
+    runs as the forward pass did. Outside of a region the function is called as it is.
 
     Args:
         dtype: DType or str, "float32", "bfloat16" or "float16".

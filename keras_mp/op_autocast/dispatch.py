@@ -1,10 +1,9 @@
 """The functions that run operations in a region.
 
-They are between generated code and TensorFlow.
-
-TensorFlow's generated code (`gen_math_ops` and others) makes operations through one function in
-eager and through another one in graphs, and tells tapes about the latter through a third one. In a
-region the functions of this module replace these three. It needs TensorFlow only.
+They are between generated code and TensorFlow. TensorFlow's generated code (`gen_math_ops` and
+others) makes operations through one function in eager and through another one in graphs, and tells
+tapes about the latter through a third one. In a region the functions of this module replace these
+three. It needs TensorFlow only.
 """
 
 import functools

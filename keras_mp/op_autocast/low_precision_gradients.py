@@ -42,9 +42,8 @@ def run_in_eager(
 def set_in_graph(op: tf.Operation, dtype: tf.DType) -> None:
     """Gives an operation in a graph its gradient in 16 bits.
 
-    The inputs of the operation are float32.
-
-    An attribute would not do: in a file, TensorFlow takes it for a function like an identity's.
+    The inputs of the operation are float32. An attribute would not do: in a file, TensorFlow takes
+    it for a function like an identity's.
     """
     gradient = _gradient_of(op.type, dtype)
     graphs.gradient_function.set_of(op, gradient)

@@ -1,12 +1,10 @@
 """The two dtypes of a tensor: 16 bits for operations, float32 for the program.
 
-The operations are those of a region.
-
-The result of a 16-bit operation is cast to float32, and the program gets the cast. The float32
-tensor remembers the 16-bit one. The next operation gets a cast of the float32 tensor, so that this
-one stays a node of the differentiated graph, and gradients with respect to it are right. In eager
-that cast shares the memory of the 16-bit tensor. In a graph it is a cast, which `cast_pairs` takes
-out.
+The operations are those of a region. The result of a 16-bit operation is cast to float32, and the
+program gets the cast. The float32 tensor remembers the 16-bit one. The next operation gets a cast
+of the float32 tensor, so that this one stays a node of the differentiated graph, and gradients with
+respect to it are right. In eager that cast shares the memory of the 16-bit tensor. In a graph it is
+a cast, which `cast_pairs` takes out.
 
 This module needs TensorFlow only.
 """

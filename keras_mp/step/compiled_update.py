@@ -1,10 +1,8 @@
 """Updates as one function that XLA compiles.
 
-It makes one pass over weights, slots and gradients.
-
-An optimizer of Keras updates a weight by some ten operations, each of which goes through memory
-once. XLA makes one loop of them. Since it rounds the last digit of some results differently, it is
-an option. This module needs TensorFlow only.
+It makes one pass over weights, slots and gradients. An optimizer of Keras updates a weight by some
+ten operations, each of which goes through memory once. XLA makes one loop of them. Since it rounds
+the last digit of some results differently, it is an option. This module needs TensorFlow only.
 """
 
 import contextlib

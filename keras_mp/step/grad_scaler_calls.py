@@ -132,9 +132,7 @@ class GradScalerCalls(RecordedCalls):
     def applying(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
         """Context manager in which an optimizer makes a step.
 
-        It records the step.
-
-        A step that raises an exception, or that is refused, does not count.
+        It records the step. A step that raises an exception, or that is refused, does not count.
         """
         del variables
         with self._lock:

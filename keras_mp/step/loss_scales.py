@@ -22,11 +22,10 @@ CLASSES: "weakref.WeakValueDictionary[Any, type[LossScale]]" = weakref.WeakValue
 class LossScale(tf.Module, abc.ABC):
     """Base class of loss scales.
 
-    Call one to get the scale as a float32 scalar tensor.
-
-    A loss scale also converts to a tensor, an array and a `float`, and takes part in arithmetic and
-    comparisons (except `==`, which is identity). So code that was written for TensorFlow 2.4 and
-    later, where `optimizer.loss_scale` is a tensor, still works.
+    Call one to get the scale as a float32 scalar tensor. A loss scale also converts to a tensor, an
+    array and a `float`, and takes part in arithmetic and comparisons (except `==`, which is
+    identity). So code that was written for TensorFlow 2.4 and later, where `optimizer.loss_scale`
+    is a tensor, still works.
 
     A subclass that is not a `DynamicLossScale` is used like a fixed scale: no step is skipped.
 

@@ -205,9 +205,8 @@ class OptimizerAdapter(abc.ABC):
     def totals(self, grads_and_vars: Pairs) -> Pairs:
         """Returns the gradients of a whole step.
 
-        They are the given gradients plus those that were accumulated before.
-
-        The given pairs come first, then those of variables that only have accumulated gradients.
+        They are the given gradients plus those that were accumulated before. The given pairs come
+        first, then those of variables that only have accumulated gradients.
         """
         return grads_and_vars
 

@@ -170,9 +170,8 @@ class Overflow:
     def of_gradients(self) -> str:
         """A sentence about the gradients that were not finite.
 
-        It is empty if only their sum was not.
-
-        The last variables come first: NaN spreads backward, from the loss.
+        It is empty if only their sum was not. The last variables come first: NaN spreads backward,
+        from the loss.
         """
         named = listed(self.variables[::-1])
         return f" In the last skipped step, gradients were not finite: {named}." * bool(named)

@@ -1,10 +1,8 @@
 """Finds and records which gradients were not finite in skipped steps.
 
-It also records on which replica.
-
-The branch that skips a step counts the values. There is a record, a variable, for each list of
-variables that steps were made with. `overflow_report` has what users see of it. This module needs
-TensorFlow only.
+It also records on which replica. The branch that skips a step counts the values. There is a record,
+a variable, for each list of variables that steps were made with. `overflow_report` has what users
+see of it. This module needs TensorFlow only.
 """
 
 import collections

@@ -65,10 +65,9 @@ def bits_of_any(facts: int) -> int:
 class Facts:
     """The facts about a step.
 
-    They are an int in eager. In a graph they are a tensor, some bits of which are known.
-
-    What is known spares operations. The rules about facts are the same in both cases, since the
-    answers of `has` are combined with `both`, `either` and `negated`.
+    They are an int in eager. In a graph they are a tensor, some bits of which are known. What is
+    known spares operations. The rules about facts are the same in both cases, since the answers of
+    `has` are combined with `both`, `either` and `negated`.
 
     Attributes:
         ones: int. The bits that are known to be 1.

@@ -303,10 +303,9 @@ _updating_alone, _lock = _UpdatingAlone(), threading.Lock()
 def updating_alone() -> Iterator[None]:
     """Context manager in which this replica updates its own variables alone.
 
-    It waits for no other replicas.
-
-    It is for a function that belongs to one replica, in which TensorFlow does not let replicas
-    communicate. Each replica makes the same update. Other threads are not affected.
+    It waits for no other replicas. It is for a function that belongs to one replica, in which
+    TensorFlow does not let replicas communicate. Each replica makes the same update. Other threads
+    are not affected.
     """
     context, strategy = tf.distribute.get_replica_context(), tf.distribute.get_strategy()
     if context is None or not tf.distribute.has_strategy():
@@ -364,9 +363,8 @@ def _let_threads_update_alone(strategy: tf.distribute.Strategy) -> None:
 def let_gather_bfloat16(strategy: tf.distribute.Strategy) -> None:
     """Lets a strategy of several workers gather bfloat16 tensors.
 
-    Bit by bit, they are gathered as float16.
-
-    TensorFlow's operation lacks the dtype, and `predict` uses it.
+    Bit by bit, they are gathered as float16. TensorFlow's operation lacks the dtype, and `predict`
+    uses it.
 
     Args:
         strategy: any strategy. A `MultiWorkerMirroredStrategy` gets an attribute `gather` of its

@@ -450,8 +450,6 @@ def _summary(given: state_rollback.Input) -> state_rollback.Input:
 
     What is looked for in the input can be seen from them. XLA would compile anew for each shape of
     an input.
-
-    XLA would compile anew for each shape of an input.
     """
     values = tf.cast(given.value, tf.float32)
     return given._replace(value=tf.stack([tf.reduce_max(tf.abs(values)), tf.reduce_sum(values)]))

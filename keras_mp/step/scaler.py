@@ -163,9 +163,7 @@ class ScalerProperties:
     def reduce_dtype(self) -> str:
         """The dtype in which float32 gradients are summed over replicas.
 
-        It may be set at any time.
-
-        A `tf.function` keeps the dtype that was set when it was traced.
+        It may be set at any time. A `tf.function` keeps the dtype that was set when it was traced.
         """
         return self._scaler.reduce_dtype.name
 

@@ -1,10 +1,8 @@
 """Checks that all workers train alike.
 
-They exchange facts, and errors show the differences.
-
-Workers sum gradients while these are scaled. Then each of them divides by its own scale, and each
-asks for sums in its own dtype. If these differ, weights drift apart, or a sum never ends. Programs
-with one worker pay nothing.
+They exchange facts, and errors show the differences. Workers sum gradients while these are scaled.
+Then each of them divides by its own scale, and each asks for sums in its own dtype. If these
+differ, weights drift apart, or a sum never ends. Programs with one worker pay nothing.
 """
 
 import collections

@@ -1,8 +1,6 @@
 """Tells AutoGraph which functions to convert.
 
-AutoGraph takes seconds, even for functions without control flow.
-
-This module needs TensorFlow only.
+AutoGraph takes seconds, even for functions without control flow. This module needs TensorFlow only.
 """
 
 from collections.abc import Callable
@@ -17,7 +15,6 @@ def do_not_convert(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lets AutoGraph call a function as it is.
 
     Functions of the user that it calls are still converted.
-
     `tf.autograph.experimental.do_not_convert` would switch AutoGraph off for all functions that are
     called inside, even those from `allow_conversion`.
 

@@ -99,12 +99,10 @@ def units() -> tuple[list[str], list[str]]:
 def kind() -> str:
     """Returns the kind of CPU, which decides on TensorFlow's 16-bit kernels.
 
-    The kind decides which kernels TensorFlow runs, and how fast they are.
-
-    It is the best of the units that TensorFlow uses; "AVX512" for a CPU that has no unit besides
-    AVX512; "AVX2" for an x86 CPU with less; "x86 without oneDNN" where TensorFlow only has its own
-    kernels, which is the default on older CPUs. On other architectures it is the unit, or the
-    architecture.
+    The kind decides which kernels TensorFlow runs, and how fast they are. It is the best of the
+    units that TensorFlow uses; "AVX512" for a CPU that has no unit besides AVX512; "AVX2" for an
+    x86 CPU with less; "x86 without oneDNN" where TensorFlow only has its own kernels, which is the
+    default on older CPUs. On other architectures it is the unit, or the architecture.
     """
     _, used = units()
     if platform.machine() not in _X86:

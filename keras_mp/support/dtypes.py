@@ -10,9 +10,8 @@ FLOATING = (*LOW_PRECISION, tf.float32, tf.float64)
 def is_low(dtype: object) -> bool:
     """Whether an object is one of `LOW_PRECISION`.
 
-    It is asked so often that comparing dtypes would take too long.
-
-    TensorFlow has one object for each dtype.
+    It is asked so often that comparing dtypes would take too long. TensorFlow has one object for
+    each dtype.
     """
     return dtype is tf.bfloat16 or dtype is tf.float16
 

@@ -1,8 +1,7 @@
 """Variables by their handles, without a Python object.
 
-For an object, a strategy would make a variable that spans all replicas.
-
-This module needs TensorFlow only.
+For an object, a strategy would make a variable that spans all replicas. This module needs
+TensorFlow only.
 """
 
 import tensorflow as tf

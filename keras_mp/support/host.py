@@ -332,9 +332,8 @@ def shared_operation(
 ) -> Callable[..., Any]:
     """Decorates a function as `as_one_operation` does, but traces it only once.
 
-    All callers share the trace.
-
-    A trace for arguments of certain shapes and dtypes is kept for as long as the process runs.
+    All callers share the trace. A trace for arguments of certain shapes and dtypes is kept for as
+    long as the process runs.
 
     Args:
         function: function of structures of tensors, which depends on nothing else but whether XLA

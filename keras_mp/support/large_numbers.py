@@ -1,8 +1,6 @@
 """Numbers that float32 holds and 16 bits do not.
 
-For example -1e9 is -inf in float16, and 0 times that is NaN.
-
-This module needs TensorFlow only.
+For example -1e9 is -inf in float16, and 0 times that is NaN. This module needs TensorFlow only.
 """
 
 from collections.abc import Sequence

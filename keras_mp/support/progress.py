@@ -14,9 +14,8 @@ _PATIENCE, _PERIOD = 5.0, 1.0
 class Progress:
     """Shows the progress of a tool on stderr, if that is a terminal.
 
-    The line appears after five seconds.
-
-    The tool's work is done inside of this context manager, and calls `begin` for each of its parts.
+    The line appears after five seconds. The tool's work is done inside of this context manager, and
+    calls `begin` for each of its parts.
 
     Args:
         tool: str. The name of the tool, with which the line begins.

@@ -185,8 +185,6 @@ def graphs_of_branches(graph: tf.Graph) -> list[tf.Graph]:
 
     The outermost graph comes first. A graph that is no branch of a condition comes alone. Each of
     them runs once where the others do.
-
-    Each of them runs once where the others do.
     """
     graphs: list[Any] = [graph]
     while function_graphs.is_branch(graphs[0]):
@@ -197,10 +195,8 @@ def graphs_of_branches(graph: tf.Graph) -> list[tf.Graph]:
 def _graphs_within(outer: tf.Graph | None) -> list[tf.Graph] | None:
     """Returns the graphs of branches and loops being built in a graph.
 
-    The innermost comes first.
-
-    Returns None if the graph that is built now is not part of `outer`. The trace of a `tf.function`
-    or of a dataset never is: it may run when nothing is held.
+    The innermost comes first. Returns None if the graph that is built now is not part of `outer`.
+    The trace of a `tf.function` or of a dataset never is: it may run when nothing is held.
     """
     graph, within = host.current_graph(), []
     while graph is not outer:

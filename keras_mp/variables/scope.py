@@ -35,8 +35,6 @@ def share_scope(
 
     So the scopes of each of the two cast the other's variables as well. `keras_mp.layers` calls it.
 
-    `keras_mp.layers` calls it.
-
     Args:
         dtype: returns the DType in force in this thread, or None.
         enter: takes a DType or None and returns the context manager that puts it in force.

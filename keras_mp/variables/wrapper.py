@@ -16,10 +16,8 @@ from keras_mp.support import trackables
 class VariableWrapper(trackables.DelegatingVariable, tf.Variable, *trackables.TENSOR_BASES):
     """A variable of TensorFlow around another one.
 
-    Subclasses say how it is read and assigned to.
-
-    All other attributes are those of the wrapped variable, which is also the one that is saved and
-    restored.
+    Subclasses say how it is read and assigned to. All other attributes are those of the wrapped
+    variable, which is also the one that is saved and restored.
     """
 
     _variable: tf.Variable
