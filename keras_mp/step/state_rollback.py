@@ -413,8 +413,8 @@ def _by_handle(variables: Iterable[tuple[Any, bool]]) -> dict[int, Weight]:
 def _variables(models: Any) -> list[tuple[Any, bool]]:
     """Returns the variables of models, layers and modules.
 
-    Each comes with whether it is trained. The variables of metrics are left out. A variable that is
-    given by itself counts as not trained.
+    Each variable comes with a bool: whether it is trained. The variables of metrics are left out. A
+    variable that is given by itself counts as not trained.
     """
     if hasattr(type(models), "weights"):
         try:
