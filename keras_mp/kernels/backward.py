@@ -2,15 +2,15 @@
 
 TensorFlow calls the gradient function of an operation when somebody asks for a gradient, in any
 thread, after the layer that made the operation has returned. So operations that are made in reach
-get a mark, and the gradient function of a marked operation runs in the reach of the mark. It makes
-marked operations itself, so that gradients of gradients do as well.
+get a mark, and the gradient function of a marked operation runs in the reach of the mark. The
+operations that it makes are marked as well, so this also holds for gradients of gradients.
 
 In eager, and on all tapes, the mark is one more attribute in the list that TensorFlow keeps for the
-gradient function; an operation runs without it. In a graph it is an attribute of the operation's
-Python object, which is written into no file: a function that was saved and loaded is TensorFlow's
-own.
+gradient function; the operation itself runs without it. In a graph, the mark is an attribute of the
+operation's Python object, which is not written into files: a function that was saved and loaded
+behaves as TensorFlow's own.
 
-A `tf.function` has a trace for calls in reach beside that for others.
+A `tf.function` has one trace for calls in reach, and another one for other calls.
 
 This module needs TensorFlow only.
 """

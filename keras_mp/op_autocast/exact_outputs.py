@@ -1,11 +1,11 @@
 """Computes a 16-bit tensor as the last layer of a model would in float32.
 
-From the tensor back to one matrix product or convolution: along activations of probabilities, a
-bias, and what moves numbers. The factors are an activation, which stays in 16 bits, and a weight,
-which does not. So the result is what the layer with this product returns with
-`output_dtype="float32"`, and so are the gradients. How a tensor was made is known from
-`kernels/again_in_float32.py`. Where keras_mp has computed it in float32 already, in the place of a
-kernel, this module looks through the casts around.
+It goes from the tensor back to one matrix product or convolution: along activations for
+probabilities, a bias, and operations that only move numbers. One factor of the product is an
+activation, which stays in 16 bits; the other one is a weight, which does not. So the result, and
+its gradients, are those that the layer with this product has with `output_dtype="float32"`.
+`kernels/again_in_float32.py` knows how a tensor was made. If keras_mp has already computed it in
+float32, in the place of a kernel, this module looks through the casts around it.
 
 This module needs TensorFlow only.
 """

@@ -2,9 +2,9 @@
 
 The operations are those of a region. The result of a 16-bit operation is cast to float32, and the
 program gets the cast. The float32 tensor remembers the 16-bit one. The next operation gets a cast
-of the float32 tensor, so that this one stays a node of the differentiated graph, and gradients with
-respect to it are right. In eager that cast shares the memory of the 16-bit tensor. In a graph it is
-a cast, which `cast_pairs` takes out.
+of the float32 tensor, so that the latter stays a node of the differentiated graph, and gradients
+with respect to it are right. In eager, that cast shares the memory of the 16-bit tensor. In a graph
+it is a real cast, which `cast_pairs` takes out.
 
 This module needs TensorFlow only.
 """

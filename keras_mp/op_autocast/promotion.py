@@ -1,20 +1,21 @@
-"""Operations that TensorFlow refuses for 16-bit tensors, and not for float32 ones.
+"""Computes operations in float32 that TensorFlow refuses for 16-bit tensors.
 
-It refuses 16-bit beside float32 tensors, operations that it has in float32 only, and in graphs a
-number before a 16-bit tensor, as in `tf.maximum(0.0, x)`. The first two are computed in float32;
-the number gets the dtype of the tensor, as it does in eager. One that is finite in float32 only,
-such as -1e9 in float16, is a float32 tensor, so what it is added to is computed in float32.
+TensorFlow refuses 16-bit tensors beside float32 ones, operations that it has in float32 only, and,
+in graphs, a number before a 16-bit tensor, as in `tf.maximum(0.0, x)`. The first two are computed
+in float32. The number gets the dtype of the tensor, as it would in eager. A number that is finite
+in float32 only, such as -1e9 in float16, becomes a float32 tensor, so the sum with it is computed
+in float32.
 
-Only in code that is in the reach of keras_mp (`hooks/reach.py`), and only what TensorFlow
-refuses: another program runs as if this module did not exist. A function that is
-refused has made nothing, so it is called again, with float32 in the place of 16 bits: in graphs the
-one that makes an operation; elsewhere the public function that was called, since its dispatcher for
-other types of arguments is asked, and is ours. Where dtypes are mixed or a kernel is missing in
-eager, generated code falls back to a slower way, in which the inputs of an operation get a common
-dtype. Branches and
-loops are made again with float32 in the place of 16 bits; what is written into a `tf.TensorArray`
-gets its dtype, and what is assigned to a float32 variable is cast. A float32 value is rounded to a
-variable in 16 bits only where keras_mp has made it one.
+All this is only for code in the reach of keras_mp (`hooks/reach.py`), and only for what TensorFlow
+refuses: any other program runs as if this module did not exist. A function that is refused has made
+nothing, so it is called again, with float32 in the place of 16 bits. In graphs, that is the
+function that makes an operation. Elsewhere it is the public function that was called: TensorFlow
+then asks its dispatchers for other types of arguments, one of which is ours. In eager, where dtypes
+are mixed or a kernel is missing, generated code falls back to a slower way, in which the inputs of
+an operation get a common dtype. Branches and loops are made again with float32 in the place of 16
+bits. What is written into a `tf.TensorArray` gets the dtype of the array, and what is assigned to a
+float32 variable is cast. A float32 value is rounded to a 16-bit variable only if keras_mp has put
+it in 16 bits.
 
 This module needs TensorFlow only.
 """
@@ -43,12 +44,12 @@ from keras_mp.tensorflow_api import operations
 from keras_mp.tensorflow_api.features import MIXTURES
 
 _MIXED = "was expected to be a"
-# Its generated code cannot go on: it has an argument `e`, and names the error so.
+# The generated code of SelectV2 cannot go on: it has an argument `e`, and calls the error so, too.
 _TAKES_E = "cannot compute SelectV2"
 _NO_KERNEL = ("Could not find device for node", "is not in the list of allowed values")
 # XLA cannot compile them in float16.
 _WRONG_IN_XLA = {"LRN"}
-# What a function raises whose dtypes do not fit.
+# The errors that functions raise if dtypes do not fit.
 _ERRORS = (
     AttributeError,
     TypeError,
@@ -57,7 +58,7 @@ _ERRORS = (
     tf.errors.NotFoundError,
 )
 
-# Numbers of a tensor that a graph captures, which are looked at once.
+# The largest number of values in a constant that a graph captures; they are looked at once.
 _LARGEST_CONSTANT = 2**20
 # The methods of `tf.TensorArray` that take tensors of its dtype.
 _WRITING = ("write", "unstack", "scatter", "split")
@@ -65,7 +66,7 @@ _ASSIGNING = {"assign", "assign_add", "assign_sub"}
 
 
 class _Thread(threading.local):
-    """What this thread refuses, and has been refused.
+    """What this thread refuses, and what it is doing about a refusal.
 
     Attributes:
         is_strict: whether mixtures are refused.
@@ -153,7 +154,7 @@ def _keeping_large_numbers(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeping_constants(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that casts, in graphs constants, too."""
+    """Returns a cast that keeps constants in float32 if the dtype cannot hold them."""
 
     def cast(x: Any, dtype: Any, name: str | None = None) -> Any:
         wanted = parse(dtype)
@@ -174,7 +175,7 @@ def _constant_value(tensor: tf.Tensor) -> Any:
     if tensor.dtype != tf.float32:
         return None
     if tf.executing_eagerly():
-        # It does not tell how it was made. Reading a number of a GPU would wait for the GPU.
+        # It does not tell how it was made. Reading a number from a GPU would wait for the GPU.
         is_cheap = tensor.shape.rank == 0 and "CPU" in tensor.device
     else:
         is_cheap = tensor.shape.num_elements() <= _LARGEST_CONSTANT
@@ -208,7 +209,10 @@ def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Refused(tf.errors.InvalidArgumentError, TypeError):
-    """A refusal in eager as one in a graph, for which TensorFlow asks its dispatchers."""
+    """A refusal in eager that is one in a graph, too.
+
+    For those, TensorFlow asks its dispatchers.
+    """
 
 
 def _dispatcher_class() -> type:
@@ -216,7 +220,7 @@ def _dispatcher_class() -> type:
     base = operations.GlobalOpDispatcher.get()
 
     class _Dispatcher(base):
-        """Calls functions of TensorFlow again that have refused a mixture of dtypes."""
+        """Calls functions of TensorFlow again that have refused to mix dtypes."""
 
         def handle(self, op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             """Returns the result of a function, or `NOT_SUPPORTED`.
@@ -228,7 +232,7 @@ def _dispatcher_class() -> type:
             for args_again, kwargs_again in _in_other_dtypes((list(args), kwargs)):
                 with contextlib.suppress(*_ERRORS), replaced(_thread, "is_retrying", True):
                     return op(*args_again, **kwargs_again)
-            return self.NOT_SUPPORTED  # What TensorFlow said of the user's own call is raised.
+            return self.NOT_SUPPORTED  # TensorFlow's error about the user's own call is raised.
 
     return _Dispatcher
 
@@ -266,7 +270,7 @@ def _falling_back(own: Callable[..., Any]) -> Callable[..., Any]:
             own(error, name)
         if _TAKES_E in message:
             raise _Refused(None, None, message)
-        # Generated code goes on with `args_to_matching_eager`, and with the kernel once more.
+        # Generated code goes on with `args_to_matching_eager`, and then runs the kernel once more.
 
     return raise_from_not_ok_status
 
@@ -292,7 +296,7 @@ def _made_in_float32(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lacks_kernel(function: str, dtype: tf.DType | None) -> bool:
-    """Whether what a function computes in a slower way has a kernel for float32 only."""
+    """Whether a function that is run the slower way has a kernel for float32 only."""
     op = _ops_by_slow_way().get(function)
     return op is not None and dtype in _dtypes_without_kernel(op, kernels_replaced.device_type())
 
@@ -306,7 +310,7 @@ def _ops_by_slow_way() -> dict[str, str]:
 
 @functools.cache
 def _dtypes_without_kernel(op: str, device: str) -> frozenset[tf.DType]:
-    """Returns the 16-bit dtypes that an operation takes, and computes only in float32."""
+    """Returns the 16-bit dtypes that an operation takes, but computes in float32."""
     if not plans.has_kernel(op, tf.float32, device):
         return frozenset()
     taken = [dtype for dtype in LOW_PRECISION if plans.dtype_attr(op, dtype)]
@@ -339,20 +343,20 @@ def _made_again(own: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return own(*args, **kwargs)
         except TypeError as error:
-            # In eager a branch has run.
+            # In eager, a branch has already run.
             if tf.executing_eagerly() or not _is_active():
                 raise
             args, kwargs = tf.nest.map_structure(_widening, (args, kwargs))
             try:
                 return own(*args, **kwargs)
             except (TypeError, ValueError):
-                raise error from None  # What TensorFlow said of the user's own call.
+                raise error from None  # TensorFlow's error about the user's own call.
 
     return make
 
 
 def _widening(value: Any) -> Any:
-    """Returns a tensor in float32, and a function as one that returns it."""
+    """Returns a tensor in float32, or a function that returns its result in float32."""
     if not callable(value):
         return _widened(value)
 
@@ -382,7 +386,7 @@ def _in_the_dtype_of_the_array(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_active() -> bool:
-    """Whether mixtures are no errors, asked in reach."""
+    """Whether mixtures are allowed, in reach."""
     return not _thread.is_strict
 
 
@@ -406,7 +410,7 @@ def _dtype_of(value: Any) -> tf.DType | None:
     """Returns the dtype of a tensor or variable."""
     if isinstance(value, tf.Tensor):
         return value.dtype
-    # The quickest question comes first: most others are numbers.
+    # The quickest check comes first: most other values are numbers.
     dtype = getattr(value, "dtype", None)
     is_tensor = dtype is not None and (tf.is_tensor(value) or hasattr(value, "__tf_tensor__"))
     return parse(dtype) if is_tensor else None
@@ -427,10 +431,10 @@ def _in_other_dtypes(inputs: Any) -> Iterator[Any]:
 
 
 def _widen_for(values: Sequence[Any]) -> Callable[[Any], Any]:
-    """Returns what widens one of some values that meet.
+    """Returns a function that widens one of some values that meet.
 
-    A product of many terms that is then divided by their number overflows in float16 before. So
-    beside a float32 scalar it is made again in float32.
+    A product of many terms that is divided by their number afterwards overflows in float16 first.
+    So beside a float32 scalar, the product is made again in float32.
     """
     scalars = [each for each in values if isinstance(each, tf.Tensor) and each.shape.rank == 0]
     return _widened_exactly if tf.float32 in map(_dtype_of, scalars) else _widened

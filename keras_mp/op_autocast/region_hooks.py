@@ -1,7 +1,8 @@
 """All functions of TensorFlow that op autocast replaces, in one table.
 
 They act in the threads in which a region is in force, and are TensorFlow's own everywhere else. One
-always acts, since functions that are made later may use tensors that were computed in a region.
+of them always acts, since functions that are made later may use tensors that were computed in a
+region.
 
 When the first region is entered, they are checked. Where TensorFlow has moved something, regions
 refuse to be entered, and TensorFlow is left as it is. This module needs TensorFlow only.
