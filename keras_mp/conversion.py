@@ -187,14 +187,16 @@ def paths_in_config(model: tf.keras.Model) -> set[str]:
 
 
 def policy_path(model: tf.keras.Model, path: str) -> str | None:
-    """Returns the layer to name for `convert`: this one, or the one around it that has its policy.
+    """Returns the path by which `convert` can give a layer another policy.
+
+    It is the layer's own path, or that of the layer around it which has its policy.
 
     Args:
         model: A model of `tf.keras`.
         path: str. The path of a layer.
 
     Returns:
-        Its path; None if there is no such layer, or if the model has no config.
+        The path; None if there is no such layer, or if the model has no config.
     """
     try:
         in_config = paths_in_config(model)

@@ -33,9 +33,9 @@ def _allowed_types(op: str, device: str) -> tuple[dict[str, frozenset[int]], ...
 
 @functools.cache
 def _kernels() -> dict[str, list[Any]]:
-    """Returns what TensorFlow says about all kernels, by the types of their operations.
+    """Returns what TensorFlow says about all kernels, by the operations' types.
 
-    Asked for one operation, it looks through all of them as well.
+    If TensorFlow were asked for one operation, it would look through all kernels as well.
     """
     by_op: dict[str, list[Any]] = {}
     for kernel in operations.all_kernels().kernel:
