@@ -248,17 +248,12 @@ class LossScaleOptimizer(
 
     @do_not_convert
     def scale_loss(self, loss: Loss) -> Loss:
-        """Multiplies the loss as `get_scaled_loss` does.
-
-        `apply_gradients` or `apply` then unscales the gradients.
-        """
+        """Multiplies the loss; `apply_gradients` or `apply` then unscales the gradients."""
         return self._scaled(loss, to_apply=True)
 
     @do_not_convert
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
-        """Divides gradients by the loss scale.
-
-        Its counterpart is `get_scaled_loss`.
+        """Divides gradients by the loss scale, the counterpart of `get_scaled_loss`.
 
         Args:
             grads: iterable of tensors, `tf.IndexedSlices` (which stay sparse) and None.
@@ -397,19 +392,13 @@ class LossScaleOptimizer(
         super().finalize_variable_values(var_list)
 
     def _scales_on_tape(self) -> bool:
-        """Whether the tape has to scale.
-
-        It does if the inner optimizer must see the loss unscaled.
-        """
+        """Whether the tape has to scale, as the inner optimizer needs the loss unscaled."""
         return self._scaler.calls.scales and not self._adapter.only_differentiates
 
     def _scaled(
         self, loss: Loss, scaled_by: tf.Tensor | None = None, to_apply: bool | None = None
     ) -> Loss:
-        """Scales a loss now, or when the loss is called.
-
-        Unless `to_apply` is None, that begins a step.
-        """
+        """Scales a loss, now or when called; begins a step unless `to_apply` is None."""
         if callable(loss) and not tf.is_tensor(loss):
             user_loss = allow_conversion(loss)
             return do_not_convert(lambda: self._scaled(user_loss(), scaled_by, to_apply))

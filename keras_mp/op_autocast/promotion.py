@@ -88,10 +88,7 @@ def refused() -> contextlib.AbstractContextManager[None]:
 
 
 def rounding_assignments() -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager that allows float32 values for 16-bit variables.
-
-    Inside of it, such assignments round the values.
-    """
+    """Returns a context manager in which float32 is rounded to 16-bit variables."""
     return replaced(_thread, "rounds", True)
 
 
@@ -132,10 +129,7 @@ def _replacements() -> Iterator[Replacement]:
 
 
 def _keeping_large_numbers(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that makes a tensor of a value.
-
-    It is in float32 if the dtype cannot hold the value.
-    """
+    """Returns a function that makes tensors, in float32 if the dtype is too narrow."""
 
     def make(value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         # It is the fifth argument of one of the two functions; the other one has four.
@@ -194,10 +188,7 @@ def _is_called_by_keras_mp() -> bool:
 
 
 def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that refuses mixtures with ragged tensors.
-
-    It does so before it makes an operation.
-    """
+    """Returns a function that first refuses mixtures with ragged tensors."""
 
     def multiply(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
         is_ragged = isinstance(a, tf.RaggedTensor) or isinstance(b, tf.RaggedTensor)
@@ -209,10 +200,7 @@ def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Refused(tf.errors.InvalidArgumentError, TypeError):
-    """A refusal in eager that is one in a graph, too.
-
-    For those, TensorFlow asks its dispatchers.
-    """
+    """A refusal in eager as in a graph, for which TensorFlow asks its dispatchers."""
 
 
 def _dispatcher_class() -> type:
@@ -223,10 +211,7 @@ def _dispatcher_class() -> type:
         """Calls functions of TensorFlow again that have refused to mix dtypes."""
 
         def handle(self, op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-            """Returns the result of a function, or `NOT_SUPPORTED`.
-
-            It is the latter if dtypes are not the reason.
-            """
+            """Returns a function's result, or `NOT_SUPPORTED` if dtypes are not the reason."""
             if not _is_active_in_reach() or _thread.is_retrying:
                 return self.NOT_SUPPORTED
             for args_again, kwargs_again in _in_other_dtypes((list(args), kwargs)):
@@ -334,10 +319,7 @@ def _in_the_dtype_of_the_variable(own: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _made_again(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that makes branches or a loop.
-
-    Branches may return several dtypes.
-    """
+    """Returns a function that makes a loop, or branches with several dtypes."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -368,10 +350,7 @@ def _widening(value: Any) -> Any:
 
 
 def _in_the_dtype_of_the_array(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `tf.TensorArray` method that casts to the dtype of the array.
-
-    It takes 16 bits for float32, and the reverse.
-    """
+    """Returns a `tf.TensorArray` method that casts 16 bits to float32, or the reverse."""
 
     def write(array: tf.TensorArray, *args: Any, **kwargs: Any) -> Any:
         def cast(value: Any) -> Any:
@@ -399,10 +378,7 @@ def _is_mixed(dtypes: Sequence[tf.DType | None]) -> bool:
 
 
 def _are_among(allowed: Sequence[tf.DType], dtypes: Sequence[tf.DType | None]) -> bool:
-    """Whether all dtypes are allowed.
-
-    Dtypes are unique objects, and comparing them takes long.
-    """
+    """Whether all dtypes are allowed; they are unique, and comparing takes long."""
     return all(any(each is one for one in allowed) for each in dtypes)
 
 

@@ -331,10 +331,7 @@ class SkippedSteps:
         return {**reports, **self._overflows.variables()}
 
     def collect_reports(self) -> None:
-        """Gives the warnings of functions that XLA has compiled.
-
-        These cannot call Python.
-        """
+        """Gives the warnings of functions compiled by XLA, which cannot call Python."""
         if self._is_recorded:
             self._reports.collect()
 
@@ -407,10 +404,7 @@ class SkippedSteps:
         messages.warn(text, line)
 
     def _what(self, numbers: "_Numbers", loss_is_finite: bool | None, is_over: bool) -> str:
-        """Returns the first sentences of a warning, or an empty text.
-
-        It is empty if there is nothing to say.
-        """
+        """Returns the first sentences of a warning; empty if there is nothing to say."""
         consecutive, warn_after = numbers.consecutive, self.warn_after
         if is_over or consecutive == warn_after:
             return f"{consecutive} steps in a row were skipped."

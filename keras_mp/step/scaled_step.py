@@ -131,10 +131,7 @@ class ScaledStep:
     def _verdicts(
         self, kept: state_rollback.Kept, has_examples: tf.Tensor | None
     ) -> list[Gradient]:
-        """Returns verdicts as gradients, which are summed and tested with others.
-
-        NaN stands for False.
-        """
+        """Returns verdicts as gradients (NaN for False), summed and tested with others."""
         # Statistics of a batch without examples are not finite, though its gradients may be.
         is_marked = has_examples is not None and kept.may_have_changed()
         verdicts = self.state.was_finite, has_examples if is_marked else None
@@ -263,10 +260,7 @@ class ReplicaStep:
         )
 
     def release(self) -> None:
-        """Releases the values that only a skipped step needs.
-
-        In eager they take memory.
-        """
+        """Releases values that only a skipped step needs; in eager they take memory."""
         self.kept.release()
         if tf.executing_eagerly():
             self.unclipped, self.inputs = [], []
@@ -435,10 +429,7 @@ def _replicas_may_meet() -> bool:
 
 
 def _operation(result: Any) -> tf.Operation | None:
-    """Returns what a branch of `tf.cond` has to return.
-
-    In TensorFlow 1 it is an operation, else None.
-    """
+    """Returns the result of a branch: an operation in TensorFlow 1, else None."""
     if not host.in_v1_graph():
         return None
     of_replicas = tf.distribute.get_strategy().experimental_local_results(result)

@@ -106,18 +106,12 @@ class Kept:
         )
 
     def put_back(self) -> list[tf.Operation]:
-        """Restores the values.
-
-        Works in any context, also for all replicas.
-        """
+        """Restores the values, in any context and also for all replicas."""
         ops = [tf.raw_ops.AssignVariableOp(resource=h, value=value) for h, value in self._old]
         return [op for op in ops if op is not None]
 
     def release(self) -> None:
-        """Releases the values in eager.
-
-        Otherwise an update would copy each value that is held.
-        """
+        """Releases the values in eager, where an update copies each value that is held."""
         if tf.executing_eagerly():
             self._old.clear()
 
