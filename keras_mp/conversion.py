@@ -132,6 +132,10 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
     _check_dtypes(model, converted, wanted)
     _keep_names(model, converted)
     converted.set_weights(weights)
+    for layer in keras_api.flatten_layers(converted):
+        if isinstance(layer, tf.keras.layers.Normalization):
+            # It computes with constants, which on Keras 3 are made of its weights here.
+            layer.finalize_state()
     return converted
 
 

@@ -297,6 +297,20 @@ def policies_by_layer(model):
     return {path: layer.compute_dtype for path, layer in layers_by_path(model).items()}
 
 
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_what_a_normalization_has_learnt(policy):
+    x = np.random.default_rng(0).normal(300, 50, [64, 5]).astype("float32")
+    normalization = K.layers.Normalization()
+    normalization.adapt(x)
+    model = K.Sequential([K.Input([5]), normalization, K.layers.Dense(2)])
+    converted = keras_mp.convert(model, policy)
+    bound = BOUNDS[policy.removeprefix("mixed_")]
+    np.testing.assert_allclose(converted(x), model(x), atol=bound)
+    np.testing.assert_allclose(
+        tf.cast(converted.layers[0](x), "float32"), normalization(x), atol=bound
+    )
+
+
 def test_a_policy_for_each_path():
     inputs = K.Input([4], name="inputs")
     x = K.layers.Dense(5, name="first")(inputs)

@@ -722,3 +722,18 @@ def test_the_ratio_of_signal_to_noise_and_the_cosine():
     assert math.isnan(zeros.cosine)
     infinite = Distance.of(np.array([np.inf, 4.0, 0, 0]), reference, 0.0, 0.0)
     assert (infinite.sqnr, infinite.cosine) == (-math.inf, pytest.approx(1))
+
+
+@common.once  # On Keras 2 an LSTM does not call its cell.
+def test_a_cure_names_a_layer_that_can_be_converted():
+    keras_mp.set_global_policy("mixed_bfloat16")
+    model = tf.keras.Sequential([tf.keras.Input([5, 1]), L.LSTM(4, name="lstm"), L.Dense(1)])
+    model.compile("sgd", "mse")
+    kernel, recurrent_kernel, bias, *dense = model.get_weights()
+    # Its gates are open, so tanh(5) is 1 in bfloat16, and has no gradient.
+    model.set_weights([kernel, recurrent_kernel, bias + 9, *dense])
+    findings = keras_mp.numerics.check(model, (np.ones([8, 5, 1]), np.zeros([8, 1]))).findings
+    [cure] = [each.cure for each in findings if "TanhGrad" in each.why]
+    wanted = json.loads(cure[cure.index("{") : cure.index("}") + 1])
+    assert wanted == {"lstm": "float32"}
+    assert keras_mp.convert(model, wanted).layers[0].compute_dtype == "float32"
