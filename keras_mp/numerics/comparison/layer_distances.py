@@ -64,7 +64,7 @@ def difference(
     """
     at = f" ({reason.line.short})" if reason.line else ""
     why = reason.what[0].upper() + reason.what[1:]
-    if math.isfinite(distance.units):
+    if 1 <= distance.units < math.inf:
         why += f": {distance.units:,.0f} times as far off as rounding explains"
     return Finding(
         f"a difference in the {side} pass",

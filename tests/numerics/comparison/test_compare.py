@@ -724,16 +724,13 @@ def test_the_ratio_of_signal_to_noise_and_the_cosine():
     assert (infinite.sqnr, infinite.cosine) == (-math.inf, pytest.approx(1))
 
 
-@common.once  # On Keras 2 an LSTM does not call its cell.
-def test_a_cure_names_a_layer_that_can_be_converted():
+def test_a_loss_that_amplifies_is_not_0_times_as_far_off():
     keras_mp.set_global_policy("mixed_bfloat16")
-    model = tf.keras.Sequential([tf.keras.Input([5, 1]), L.LSTM(4, name="lstm"), L.Dense(1)])
+    model = tf.keras.Sequential([tf.keras.Input([1]), L.Rescaling(1.0), L.Dense(1)])
     model.compile("sgd", "mse")
-    kernel, recurrent_kernel, bias, *dense = model.get_weights()
-    # Its gates are open, so tanh(5) is 1 in bfloat16, and has no gradient.
-    model.set_weights([kernel, recurrent_kernel, bias + 9, *dense])
-    findings = keras_mp.numerics.check(model, (np.ones([8, 5, 1]), np.zeros([8, 1]))).findings
-    [cure] = [each.cure for each in findings if "TanhGrad" in each.why]
-    wanted = json.loads(cure[cure.index("{") : cure.index("}") + 1])
-    assert wanted == {"lstm": "float32"}
-    assert keras_mp.convert(model, wanted).layers[0].compute_dtype == "float32"
+    model.set_weights([np.ones([1, 1]), np.zeros([1])])
+    x = np.linspace(300, 301, 8)[:, None]
+    [finding] = keras_mp.numerics.check(model, (x, x + 0.01)).findings
+    assert finding.where == "loss (loss)"
+    assert "amplifies rounding" in finding.why
+    assert "0 times as far" not in finding.why
