@@ -316,7 +316,7 @@ def test_the_json_and_the_command_have_all_that_the_text_has(tmp_path, capsys):
     with open(report) as file:
         runs = json.load(file)["what_if"]["runs"]
     assert {run["scale"] for run in runs} >= {1.0, 2.0**20}
-    main(["watch", *files, "--no-outputs", "--updates"])
+    assert main(["watch", *files, "--no-outputs", "--updates"]) == 0
     printed = capsys.readouterr().out
     assert "update" in printed
     assert "output" not in printed
