@@ -255,7 +255,11 @@ def test_what_is_shared_is_not_traced_with_an_observer_of_the_first_caller(obser
     assert len(found) == 1
 
 
-def test_a_rare_loop_stays_one_operation_where_there_is_one_device():
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_rare_loop_stays_one_operation_where_there_is_one_device(devices, monkeypatch):
+    visible = tf.config.list_logical_devices()[:devices]
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda: visible)
+
     def doubled_while_small(x):
         return host.rare_loop(lambda x: x < 10, lambda x: [2 * x], [x])[0]
 
@@ -271,5 +275,4 @@ def test_a_rare_loop_stays_one_operation_where_there_is_one_device():
         assert tuple(map(float, slope(x))) == expected
     function = tf.function(doubled_while_small).get_concrete_function(tf.TensorSpec([]))
     [loop] = [op for op in function.graph.get_operations() if "While" in op.type]
-    is_one_device = len(tf.config.list_logical_devices()) == 1
-    assert loop.get_attr("_lower_using_switch_merge") is not is_one_device
+    assert loop.get_attr("_lower_using_switch_merge") == (devices > 1)
