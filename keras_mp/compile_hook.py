@@ -16,16 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import (
-    all_reduce_optimizer,
-    hooks,
-    keras_api,
-    losses,
-    low_precision_weights,
-    model_steps,
-    model_summary,
-    regularizers,
-)
+from keras_mp import all_reduce_optimizer, hooks, keras_api, losses, model_summary, regularizers
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.hooks import Method, Replacement, When, observers, reach
 from keras_mp.loss_scale_optimizer import (
@@ -34,6 +25,7 @@ from keras_mp.loss_scale_optimizer import (
     wrapper_of,
     wrappers_among,
 )
+from keras_mp.models import low_precision_weights, model_steps
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.support import messages
@@ -58,9 +50,9 @@ def install(policy_class: type) -> None:
 
 @functools.cache
 def _row(owner: type, replacement: Callable[..., Any], policy_class: type) -> Replacement:
-    def make(own: Callable[..., Any]) -> Callable[..., Any]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def compile(self: tf.keras.Model, *args: Any, **kwargs: Any) -> None:
-            return replacement(policy_class, own, self, *args, **kwargs)
+            return replacement(policy_class, original, self, *args, **kwargs)
 
         return compile
 
@@ -231,15 +223,15 @@ def _wrap(
     scaling: dict[str, Any], optimizer: tf.keras.optimizers.Optimizer
 ) -> tf.keras.optimizers.Optimizer:
     optimizer = keras_api.get_optimizer(optimizer)
-    own = find_loss_scale_optimizer(optimizer)
-    if own is not None and not isinstance(own, LossScaleOptimizer):
+    original = find_loss_scale_optimizer(optimizer)
+    if original is not None and not isinstance(original, LossScaleOptimizer):
         messages.warn(
             "The model is compiled with tf.keras's own LossScaleOptimizer, which is left as it "
             "is. keras_mp.LossScaleOptimizer is safer: it checks the gradients of all replicas, "
             "keeps the scale within bounds, and does not advance `iterations` in a skipped step. "
             "Pass the inner optimizer to compile() to get it."
         )
-    if optimizer is None or own is not None:
+    if optimizer is None or original is not None:
         return optimizer
     wrapper, loss_scale = wrapper_of(optimizer), scaling["loss_scale"]
     if wrapper is None:
@@ -325,12 +317,12 @@ def _warn_if_set_with_keras(
     policy_class: type, model: tf.keras.Model, call: inspect.BoundArguments
 ) -> None:
     """Warns of a mixed global policy of Keras, unless Keras's wrapper is used as well."""
-    policy, own = keras_api.get_global_policy(), model.dtype_policy
+    policy, original = keras_api.get_global_policy(), model.dtype_policy
     optimizers = tf.nest.flatten(call.arguments.get("optimizer"))
     if (
         not isinstance(policy, policy_class)
-        and own.name == policy.name
-        and own.compute_dtype != own.variable_dtype
+        and original.name == policy.name
+        and original.compute_dtype != original.variable_dtype
         and keras_api.quantized_policy(policy.name) is None  # `set_global_policy` lets it pass.
         and not any(isinstance(each, keras_api.KerasLossScaleOptimizer) for each in optimizers)
     ):

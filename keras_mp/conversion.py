@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from keras_mp import keras_api, low_precision_weights
-from keras_mp.layer_paths import layers_by_path
+from keras_mp import keras_api
+from keras_mp.models import low_precision_weights
+from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.policy import policy_scope
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES
 

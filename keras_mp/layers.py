@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api, raw_inputs, variables
+from keras_mp import keras_api, variables
+from keras_mp.layer_calls import raw_inputs
 from keras_mp.op_autocast import promotion
 from keras_mp.support import marks, messages, validation
 from keras_mp.support.dtypes import FLOATING

@@ -12,10 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import all_reduce_optimizer, keras_api
-from keras_mp.compat import older_spellings
 from keras_mp.hooks import observers
 from keras_mp.loss_scale import LossScaleArgument
-from keras_mp.loss_scale_saving import LossScaleSaving
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients
 from keras_mp.step.calls import Calls, GradientState
@@ -24,6 +22,8 @@ from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.scaler import Scaler, ScalerProperties
 from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
+from keras_mp.wrappers import older_spellings
+from keras_mp.wrappers.loss_scale_saving import LossScaleSaving
 
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
     weakref.WeakKeyDictionary()

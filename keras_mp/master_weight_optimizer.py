@@ -18,7 +18,7 @@ from keras_mp.master_weights.adapter import Float32Adapter, native, size_in_byte
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.support import dtypes, validation
 from keras_mp.support.autograph import do_not_convert
-from keras_mp.wrapper_saving import check_shapes
+from keras_mp.wrappers.wrapper_saving import check_shapes
 
 # Wrappers that go around a `MasterWeightOptimizer`.
 OUTER_WRAPPERS: tuple[type, ...] = (keras_api.KerasLossScaleOptimizer, AllReduceOptimizer)

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp import hardware, keras_api, layer_paths, low_precision_weights, model_outputs
+from keras_mp import hardware, keras_api
 from keras_mp.hardware import fast_dtypes
+from keras_mp.layer_calls import model_outputs
 from keras_mp.loss_scale_optimizer import wrappers_among
+from keras_mp.models import layer_paths, low_precision_weights
 from keras_mp.support import text_tables
 
 _DIGITS = {"float16": 3, "bfloat16": 2}

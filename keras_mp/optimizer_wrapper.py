@@ -12,15 +12,15 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.layer_paths import paths_of_weights
+from keras_mp.models.layer_paths import paths_of_weights
 from keras_mp.step import gradients
 from keras_mp.step.optimizer_adapter import Loss, OptimizerAdapter, VarList
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support import trackables, validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
-from keras_mp.wrapper_adapter import WrapperAdapter
-from keras_mp.wrapper_delegation import WrapperDelegation, delegate_rest, names_of_wrappers
-from keras_mp.wrapper_saving import WrapperSaving
+from keras_mp.wrappers.wrapper_adapter import WrapperAdapter
+from keras_mp.wrappers.wrapper_delegation import WrapperDelegation, delegate_rest, names_of_wrappers
+from keras_mp.wrappers.wrapper_saving import WrapperSaving
 
 _models: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import compile_hook, keras_api, layer_call, saved_files
+from keras_mp import compile_hook, keras_api
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp._version import __version__
 from keras_mp.hooks import observers
+from keras_mp.layer_calls import layer_call
+from keras_mp.models import saved_files
 from keras_mp.step import workers
 from keras_mp.support import dtypes, messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import keras_api
-from keras_mp.layer_paths import layers_by_path
+from keras_mp.models.layer_paths import layers_by_path
 from tests.common import IS_KERAS_3, digits
 
 K = tf.keras

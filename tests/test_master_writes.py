@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import master_writes
+from keras_mp.layer_calls import master_writes
 from tests.common import once
 
 

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import raw_inputs
+from keras_mp.layer_calls import raw_inputs
 from tests.common import IS_KERAS_3, mirrored, unscaled
 
 layers = tf.keras.layers

@@ -8,6 +8,7 @@ import tokenize
 
 import pytest
 
+import keras_mp
 from tests.common import once
 
 pytestmark = once
@@ -34,9 +35,19 @@ SUBPACKAGES = {
     "numerics": {
         *("numerics", "keras_api", "step", "variables", "op_autocast", "kernels", "grappler"),
         *("hardware", "hooks", "support", "loss_scale", "loss_scale_optimizer", "losses", "layers"),
-        *("policy", "conversion", "model_summary", "optimizer_wrapper", "layer_paths"),
-        *("low_precision_weights", "callbacks", "raw_inputs", "model_steps", "model_outputs"),
+        *("policy", "conversion", "model_summary", "optimizer_wrapper"),
+        *("callbacks", "layer_calls", "models"),
         "tensorflow_api",
+    },
+    "wrappers": {"wrappers", "keras_api", "step", "support", "tensorflow_api", "loss_scale"},
+    "layer_calls": {
+        *("layer_calls", "keras_api", "step", "variables", "op_autocast", "kernels", "hooks"),
+        *("support", "regularizers"),
+    },
+    "models": {
+        *("models", "layer_calls", "keras_api", "step", "variables", "hooks", "support"),
+        *("loss_scale_gradient_tape", "loss_scale_optimizer", "master_weight_optimizer"),
+        *("optimizer_wrapper", "regularizers"),
     },
     # It uses the package as programs do.
     "hardware_check": {"hardware_check", "hooks", "keras_api", "hardware", "kernels", "support"},
@@ -51,7 +62,7 @@ TOOLS = {
     "hazards": {"graphs"},
 }
 
-WITH_KERAS = ("keras_api", "numerics", "hardware_check")
+WITH_KERAS = ("keras_api", "numerics", "hardware_check", "wrappers", "layer_calls", "models")
 
 
 def imported(path):
@@ -108,6 +119,20 @@ def test_the_page_has_the_imports():
     for subpackage in SUBPACKAGES.keys() - {"numerics"}:
         listed = set(re.findall(r"`(\w+)`", rows[subpackage]))
         assert listed == SUBPACKAGES[subpackage] - {subpackage}, subpackage
+
+
+# Modules of the root that no program imports.
+_OWN = {"__init__", "__main__", "_version", "extensions", "main_callbacks", "compile_hook"}
+_BY_CLASS = {
+    *("all_reduce_optimizer", "conversion", "grad_scaler", "loss_scale_gradient_tape", "policy"),
+    *("loss_scale_optimizer", "master_weight_optimizer", "model_summary", "optimizer_wrapper"),
+}
+
+
+def test_the_root_has_what_programs_use():
+    for path in ROOT.glob("*.py"):
+        is_public = hasattr(keras_mp, path.stem) or path.stem in _BY_CLASS
+        assert is_public or path.stem in _OWN, path
 
 
 def test_nothing_but_the_package_itself_imports_its_tools():

@@ -11,7 +11,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import loss_scale as loss_scale_lib
-from keras_mp.compat import older_spellings
 from keras_mp.compat.computed_gradients import ComputedGradients
 from keras_mp.compat.loss_scale_managers import (
     ExponentialUpdateLossScaleManager,
@@ -28,6 +27,7 @@ from keras_mp.step.optimizer_adapter import Loss, V1Optimizer
 from keras_mp.step.scaler import Scaler, ScalerProperties
 from keras_mp.support import messages, trackables
 from keras_mp.support.autograph import do_not_convert
+from keras_mp.wrappers import older_spellings
 
 __all__ = [
     "ExponentialUpdateLossScaleManager",

@@ -95,14 +95,14 @@ class _Replaced:
     """A function that is replaced.
 
     Attributes:
-        own: the library's function.
+        original: the library's function.
         call: what takes its place.
         rows: the `Replacement`s.
     """
 
-    def __init__(self, own: Any) -> None:
-        self.own, self.rows = own, []
-        function: Any = own.fget if isinstance(own, property) else own
+    def __init__(self, original: Any) -> None:
+        self.original, self.rows = original, []
+        function: Any = original.fget if isinstance(original, property) else original
         always = in_reach = in_region = function
         thread = reach.thread
 
@@ -127,7 +127,7 @@ class _Replaced:
 
         _codes.add(call.__code__)
         call = functools.wraps(function)(do_not_convert(call))
-        self.call: Any = property(call) if isinstance(own, property) else call
+        self.call: Any = property(call) if isinstance(original, property) else call
         self.update = update
 
 
@@ -192,7 +192,7 @@ def uninstall(rows: Iterable[Replacement]) -> None:
                 replaced.update(kept)
             for row in gone if not kept else ():
                 if isinstance(row.place, Everywhere) or row.place.get() is replaced.call:
-                    changes.append((row.place, replaced.call, replaced.own))
+                    changes.append((row.place, replaced.call, replaced.original))
         _put(changes)
 
 

@@ -29,7 +29,7 @@ def inheriting(
         entered: function that takes a state and returns a context manager that puts it in force.
     """
 
-    def make(own: Callable[..., None]) -> Callable[..., None]:
+    def make(original: Callable[..., None]) -> Callable[..., None]:
         def start(self: threading.Thread) -> None:
             run, of_starter = self.run, state()
 
@@ -38,7 +38,7 @@ def inheriting(
                     run()
 
             self.run = run_in_state
-            own(self)
+            original(self)
 
         return start
 

@@ -69,13 +69,13 @@ def register_policy(cls: Any) -> type:
     # In an .h5 file Keras finds its own class by the name before it looks up registered ones.
     cls = register_serializable(cls)
 
-    def deserializing_ours(own: Callable[..., Any]) -> Callable[..., Any]:
+    def deserializing_ours(original: Callable[..., Any]) -> Callable[..., Any]:
         def deserialize(config: Any, custom_objects: Any = None) -> keras.mixed_precision.Policy:
             if isinstance(config, dict) and "registered_name" in config:
                 found = keras.utils.get_registered_object(config["registered_name"], custom_objects)
                 if isinstance(found, type) and issubclass(found, cls):
                     return found.from_config(config["config"])
-            return own(config, custom_objects)
+            return original(config, custom_objects)
 
         return deserialize
 
@@ -194,12 +194,12 @@ class BaseLayer(keras.layers.Layer):
 
         dtype = tf.as_dtype(kwargs.get("dtype") or self.variable_dtype)
         casts = autocast and dtype.is_floating and self.compute_dtype != self.variable_dtype
-        own: Any = super()
+        original: Any = super()
         if casts and not features.is_on(keras2_names.WEIGHTS):
-            return own.add_weight(**kwargs)  # Keras's own casts itself, too.
+            return original.add_weight(**kwargs)  # Keras's own casts itself, too.
         chosen = get_casting if casts else getter
         getters = {} if chosen is None else {"getter": chosen}
-        return own.add_weight(experimental_autocast=False, **getters, **kwargs)
+        return original.add_weight(experimental_autocast=False, **getters, **kwargs)
 
 
 def is_call_for_saving(call: Any) -> bool:
@@ -350,8 +350,8 @@ def own_seeds(seed: int) -> Iterator[None]:
         return
     counts: dict[int, tuple[Any, Iterator[int]]] = {}
 
-    def make_legacy_seed(own: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
-        del own
+    def make_legacy_seed(original: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
+        del original
 
         def make(generator: Any) -> int | None:
             # Keras counts in the generator, which is the program's.
@@ -405,19 +405,19 @@ def _make_scopes_the_threads_own() -> None:
     They see it if the thread is in one.
     """
 
-    def getting(own: Callable[[], Any]) -> Callable[[], Any]:
+    def getting(original: Callable[[], Any]) -> Callable[[], Any]:
         def global_policy() -> keras.mixed_precision.Policy:
             if _thread.policy is None:
-                return own()
+                return original()
             (policy,) = _thread.policy
             return BasePolicy(keras.backend.floatx()) if policy is None else policy
 
         return global_policy
 
-    def setting(own: Callable[[Any], None]) -> Callable[[Any], None]:
+    def setting(original: Callable[[Any], None]) -> Callable[[Any], None]:
         def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
             if _thread.policy is None:
-                own(policy)
+                original(policy)
             elif policy is None or isinstance(policy, BasePolicy):
                 _thread.policy = (policy,)
             else:
@@ -456,7 +456,7 @@ def convert_wrappers_to_legacy(
     if not features.is_on(keras2_names.CONVERSION):
         return
 
-    def converting_ours(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def converting_ours(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def convert_to_legacy_optimizer(
             optimizer: keras.optimizers.Optimizer,
         ) -> keras.optimizers.Optimizer:
@@ -468,7 +468,7 @@ def convert_wrappers_to_legacy(
                     return optimizer
                 inner = convert_to_legacy_optimizer(optimizer.inner_optimizer)
                 return convert_wrapper(optimizer, inner)
-            return own(optimizer)
+            return original(optimizer)
 
         return convert_to_legacy_optimizer
 

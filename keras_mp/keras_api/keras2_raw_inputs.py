@@ -25,18 +25,18 @@ def note_input_casts(
 ) -> None:
     del policy_class  # A layer casts its inputs itself.
 
-    def casting(own: Callable[..., Any]) -> Callable[..., Any]:
+    def casting(original: Callable[..., Any]) -> Callable[..., Any]:
         def cast_single_input(self: Any, x: Any) -> Any:
-            result = own(self, x)
+            result = original(self, x)
             note(x, result)
             return result
 
         return cast_single_input
 
-    def conforming(own: Callable[..., Any]) -> Callable[..., Any]:
+    def conforming(original: Callable[..., Any]) -> Callable[..., Any]:
         def conform_to_reference_input(self: Any, tensor: Any, ref_input: Any) -> Any:
             tensor = before(tensor)
-            result = own(self, tensor, ref_input)
+            result = original(self, tensor, ref_input)
             note(tensor, result)
             return result
 
@@ -52,13 +52,13 @@ def note_input_casts(
     )
 
 
-def _casting_states(own: Callable[..., Any]) -> Callable[..., Any]:
+def _casting_states(original: Callable[..., Any]) -> Callable[..., Any]:
     """Lets recurrent layers cast initial states and constants, which are inputs, too."""
 
     def process_inputs(
         self: Any, inputs: Any, initial_state: Any, constants: Any
     ) -> tuple[Any, Any, Any]:
-        inputs, *others = own(self, inputs, initial_state, constants)
+        inputs, *others = original(self, inputs, initial_state, constants)
         dtype = tf.nest.flatten(inputs)[0].dtype
         if dtype not in LOW_PRECISION:
             return inputs, *others
@@ -95,9 +95,9 @@ def makes_weights(layer: Any) -> bool:
 def report_rounded(
     cls: Any, rounds_to: Callable[[Any], tf.DType | None], mapped: Callable[..., Any]
 ) -> None:
-    def rounded(own: Callable[..., Any]) -> Callable[..., Any]:
+    def rounded(original: Callable[..., Any]) -> Callable[..., Any]:
         def infer_output_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
-            dtype, outputs = rounds_to(self), own(self, *args, **kwargs)
+            dtype, outputs = rounds_to(self), original(self, *args, **kwargs)
             if dtype is None:
                 return outputs
             return mapped(functools.partial(_with_dtype, dtype), self, outputs)

@@ -41,15 +41,15 @@ def deserialize_optimizer(
 def enter_while_saving(around: Callable[[Any], AbstractContextManager[None]]) -> None:
     """Enters a context manager while Keras writes files: see the interface."""
 
-    def entering(own: Callable[..., Any]) -> Callable[..., Any]:
+    def entering(original: Callable[..., Any]) -> Callable[..., Any]:
         def write(*args: Any, **kwargs: Any) -> Any:
             # One of these functions takes the model as its second argument.
             values = (*args, *kwargs.values())
             model = next((each for each in values if isinstance(each, keras.Model)), None)
             if model is None:
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             with around(model):
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
 
         return write
 
@@ -80,7 +80,7 @@ def export_as_called(
 ) -> None:
     """Saves models as they are called: see the interface."""
 
-    def tracing_in(own: Callable[..., Any]) -> Callable[..., Any]:
+    def tracing_in(original: Callable[..., Any]) -> Callable[..., Any]:
         def layer_call_wrapper(calls: Any, method: Callable[..., Any], name: str) -> Any:
             # TensorFlow takes names of arguments from what is wrapped.
             @functools.wraps(method)
@@ -88,14 +88,14 @@ def export_as_called(
                 with around(calls.layer):
                     return method(*args, **kwargs)
 
-            return own(calls, call, name)
+            return original(calls, call, name)
 
         return layer_call_wrapper
 
-    def without_functions(own: Callable[..., Any]) -> Callable[..., Any]:
+    def without_functions(original: Callable[..., Any]) -> Callable[..., Any]:
         # An activity regularizer that is a function is kept as its trace.
         def python_properties(self: Any) -> dict[str, Any]:
-            properties = own(self)
+            properties = original(self)
             if is_function(self.obj.activity_regularizer):
                 properties.pop("activity_regularizer", None)
             return properties
@@ -112,9 +112,9 @@ def export_as_called(
 
 
 def _widen_inputs(is_ours: Callable[[Any], bool]) -> None:
-    def with_wide_inputs(own: Callable[..., Any]) -> Callable[..., Any]:
+    def with_wide_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_save_spec(self: Any, *args: Any, **kwargs: Any) -> Any:
-            specs = own(self, *args, **kwargs)
+            specs = original(self, *args, **kwargs)
             # Inputs of functional models have the dtypes that the program has given them.
             is_subclassed = isinstance(self, keras.Model) and not self.inputs
             if _thread.traces_layers or not is_subclassed or not is_ours(self):
@@ -123,11 +123,11 @@ def _widen_inputs(is_ours: Callable[[Any], bool]) -> None:
 
         return get_save_spec
 
-    def with_narrow_layers(own: Callable[..., Any]) -> Callable[..., Any]:
+    def with_narrow_layers(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrap_layer_functions(layer: Any, *args: Any, **kwargs: Any) -> Any:
             # Loaded layers call these with inputs that they have cast.
             with replaced(_thread, "traces_layers", True):
-                functions = own(layer, *args, **kwargs)
+                functions = original(layer, *args, **kwargs)
             can_be_called = all(name.is_there() for name in keras2_names.CALLS_OF_MODELS)
             if can_be_called and isinstance(layer, keras.Model) and is_ours(layer):
                 functions["__call__"] = _call_of(layer)

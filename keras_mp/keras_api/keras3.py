@@ -107,9 +107,11 @@ def policy_name(policy: keras.mixed_precision.Policy, name: str) -> str:
 
 @once
 def _find_policies_by_name() -> None:
-    def with_policies_of_names(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def with_policies_of_names(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def get(identifier: Any) -> Any:
-            return identifier.policy if isinstance(identifier, _PolicyName) else own(identifier)
+            return (
+                identifier.policy if isinstance(identifier, _PolicyName) else original(identifier)
+            )
 
         return get
 
@@ -292,8 +294,8 @@ class _WithLabels(keras.losses.Loss):
 
 def arguments_of_loss(loss: Any) -> dict[str, Any]:
     """Returns all of them. `get_config` lacks some: the axis, the delta, the dtype."""
-    own = {"name": loss.name, "reduction": loss.reduction, "dtype": loss.dtype}
-    return {**keras3_names.arguments_of_loss.of(loss), **own}
+    original = {"name": loss.name, "reduction": loss.reduction, "dtype": loss.dtype}
+    return {**keras3_names.arguments_of_loss.of(loss), **original}
 
 
 def is_in_a_layer(layer: Any) -> bool:
@@ -356,8 +358,8 @@ def build_loss(model: keras.Model, predictions: Any) -> None:
 
 @contextlib.contextmanager
 def own_seeds(seed: int) -> Iterator[None]:
-    def randint(own: Callable[[int, int], int]) -> Callable[[int, int], int]:
-        del own
+    def randint(original: Callable[[int, int], int]) -> Callable[[int, int], int]:
+        del original
         return seeds.randint
 
     if not features.is_on(keras3_names.THREADS):
@@ -490,7 +492,7 @@ def note_wrapper(
 def _watch_keras_wrapper() -> None:
     """Records the optimizers that Keras's own wrapper wraps, as Keras 3 does not."""
 
-    def recording(own: Callable[..., None]) -> Callable[..., None]:
+    def recording(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(
             self: Any, inner_optimizer: keras.optimizers.Optimizer, *args: Any, **kwargs: Any
         ) -> None:
@@ -501,7 +503,7 @@ def _watch_keras_wrapper() -> None:
                     "would be scaled twice. Use that one, or make a new optimizer. "
                     f"Received: inner_optimizer={inner_optimizer!r}"
                 )
-            own(self, inner_optimizer, *args, **kwargs)
+            original(self, inner_optimizer, *args, **kwargs)
             _keras_own[inner_optimizer] = weakref.ref(self)
 
         return __init__

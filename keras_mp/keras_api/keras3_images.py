@@ -21,7 +21,7 @@ def replace_resize() -> None:
     hooks.install([Replacement(resize_images, _rounding, feature=IMAGES)])
 
 
-def _rounding(own: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+def _rounding(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
     def resize(
         images: tf.Tensor,
         size: tuple[int, int],
@@ -29,7 +29,7 @@ def _rounding(own: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
         *args: Any,
         **kwargs: Any,
     ) -> tf.Tensor:
-        resized = own(images, size, interpolation, *args, **kwargs)
+        resized = original(images, size, interpolation, *args, **kwargs)
         dtype = tf.as_dtype(images.dtype)
         if interpolation == "bilinear" and dtype in LOW_PRECISION and slow.is_enabled():
             return tf.cast(resized, dtype)

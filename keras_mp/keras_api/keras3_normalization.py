@@ -18,7 +18,7 @@ def replace_batch_normalization(run: Callable[..., tuple[tf.Tensor, ...] | None]
 
 
 def _replaced(
-    run: Callable[..., tuple[tf.Tensor, ...] | None], own: Callable[..., tf.Tensor]
+    run: Callable[..., tuple[tf.Tensor, ...] | None], original: Callable[..., tf.Tensor]
 ) -> Callable[..., tf.Tensor]:
     def call(
         self: tf.keras.layers.Layer,
@@ -30,7 +30,7 @@ def _replaced(
         if training is True and mask is None and _is_plain(self, inputs):
             found = run(inputs, *_affine(self), self.epsilon)
         if found is None:
-            return own(self, inputs, training=training, mask=mask)
+            return original(self, inputs, training=training, mask=mask)
         outputs, *moments = found
         statistics = self.moving_mean, self.moving_variance
         for moving, value in zip(statistics, moments, strict=True):

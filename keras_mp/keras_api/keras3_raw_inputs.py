@@ -39,30 +39,30 @@ def note_input_casts(
     policy_class: type, note: Callable[[Any, Any], None], before: Callable[[Any], Any]
 ) -> None:
 
-    def converting(own: Callable[..., Any]) -> Callable[..., Any]:
+    def converting(original: Callable[..., Any]) -> Callable[..., Any]:
         def convert_input(self: Any, x: Any, autocast: bool, dtype: Any) -> Any:
-            result = own(self, x, autocast, dtype)
+            result = original(self, x, autocast, dtype)
             note(x, result)
             return result
 
         return convert_input
 
-    def converting_all(own: Callable[..., Any]) -> Callable[..., Any]:
+    def converting_all(original: Callable[..., Any]) -> Callable[..., Any]:
         def convert_inputs(self: Any, flat_inputs: Sequence[Any]) -> list[Any]:
             flat_inputs = [before(each) for each in flat_inputs]
-            results = own(self, flat_inputs)
+            results = original(self, flat_inputs)
             for each, result in zip(flat_inputs, results):
                 note(each, result)
             return results
 
         return convert_inputs
 
-    def preprocessing(own: Callable[..., Any]) -> Callable[..., Any]:
+    def preprocessing(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, inputs: Any, **kwargs: Any) -> Any:
             # In a graph it converts them before it calls `Layer.__call__`.
             if any(before(each) is not each for each in keras.tree.flatten(inputs)):
                 inputs = keras.tree.map_structure(before, inputs)
-            return own(self, inputs, **kwargs)
+            return original(self, inputs, **kwargs)
 
         return call
 
@@ -80,9 +80,9 @@ def widen_functions(in_float32: Callable[[Any], Callable[..., Any]]) -> None:
     replacements = []
     for path in OWN_ARITHMETIC:
         group, _, name = path.rpartition(".")
-        own = getattr(getattr(keras.ops, group) if group else keras.ops, name, None)
-        if own:
-            replacements.append(Replacement(Everywhere(own, (name,)), in_float32))
+        original = getattr(getattr(keras.ops, group) if group else keras.ops, name, None)
+        if original:
+            replacements.append(Replacement(Everywhere(original, (name,)), in_float32))
     hooks.install(replacements)
 
 
@@ -95,10 +95,10 @@ def add_in_float32(autocast_scope: Callable[[None], AbstractContextManager[None]
         autocast_scope: a context manager in which weights are not cast.
     """
 
-    def in_float32(own: Callable[..., Any]) -> Callable[..., Any]:
+    def in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
         def add(self: Any, value: Any) -> Any:
             with autocast_scope(None):
-                return own(self, value)
+                return original(self, value)
 
         return add
 
@@ -118,9 +118,9 @@ def makes_weights(layer: Any) -> bool:
 def report_rounded(
     cls: Any, rounds_to: Callable[[Any], tf.DType | None], mapped: Callable[..., Any]
 ) -> None:
-    def rounded(own: Callable[..., Any]) -> Callable[..., Any]:
+    def rounded(original: Callable[..., Any]) -> Callable[..., Any]:
         def compute_output_spec(self: Any, *args: Any, **kwargs: Any) -> Any:
-            dtype, spec = rounds_to(self), own(self, *args, **kwargs)
+            dtype, spec = rounds_to(self), original(self, *args, **kwargs)
             if dtype is None:
                 return spec
             return mapped(functools.partial(_with_dtype, dtype.name), self, spec)

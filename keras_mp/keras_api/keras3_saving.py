@@ -29,10 +29,10 @@ def deserialize_optimizer(
 def enter_while_saving(around: Callable[[Any], AbstractContextManager[None]]) -> None:
     """Enters a context manager while Keras writes files: see the interface."""
 
-    def entering(own: Callable[..., Any]) -> Callable[..., Any]:
+    def entering(original: Callable[..., Any]) -> Callable[..., Any]:
         def write(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
             with around(model):
-                return own(model, *args, **kwargs)
+                return original(model, *args, **kwargs)
 
         return write
 
@@ -49,13 +49,13 @@ def export_as_called(
     del around, is_function  # Keras calls the model, and keeps no layer apart from its class.
     owner = next(cls for cls in keras.Layer.__mro__ if "input_dtype" in vars(cls))
 
-    def with_wide_inputs(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def with_wide_inputs(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def call(model: Any) -> Any:
             if not is_ours(model):
-                return own(model)
+                return original(model)
             # Keras notes the shapes of inputs, and takes this dtype for all of them.
             with wrapped.here(owner, "input_dtype", _widened):
-                return own(model)
+                return original(model)
 
         return call
 

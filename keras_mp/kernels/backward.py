@@ -36,7 +36,7 @@ _MARKS = [(_MARK, dtype.as_datatype_enum) for dtype in (tf.float16, tf.bfloat16)
 _DTYPES = {dtype.as_datatype_enum: dtype for dtype in LOW_PRECISION}
 
 
-def _run_in_eager(own: Callable[..., Any]) -> Callable[..., Any]:
+def _run_in_eager(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that runs an operation, and marks it for tapes.
 
     TensorFlow runs an operation with the attributes that it knows, and tells tapes of all.
@@ -50,7 +50,7 @@ def _run_in_eager(own: Callable[..., Any]) -> Callable[..., Any]:
         is_noted = again_in_float32.notes.tensors is not None and op in again_in_float32.NOTED
         if is_noted:
             args = args[0], *again_in_float32.with_tensors(op, args[1:])
-        results = own(context, op, *args, *_MARKS[dtype is tf.bfloat16])
+        results = original(context, op, *args, *_MARKS[dtype is tf.bfloat16])
         if is_noted:
             again_in_float32.note(results, op, args[1:])
         return results
@@ -58,23 +58,23 @@ def _run_in_eager(own: Callable[..., Any]) -> Callable[..., Any]:
     return execute
 
 
-def _record(own: Callable[..., None]) -> Callable[..., None]:
+def _record(original: Callable[..., None]) -> Callable[..., None]:
     """Returns the function that tells tapes of an operation in a graph, and marks it."""
 
     def record(
         op: str, inputs: object, attributes: tuple[Any, ...] | None, results: object
     ) -> None:
         mark = _MARKS[_thread.dtype is tf.bfloat16]
-        own(op, inputs, (*(attributes or ()), *mark), results)
+        original(op, inputs, (*(attributes or ()), *mark), results)
 
     return record
 
 
-def _find_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
+def _find_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the method of registries that finds an operation's gradient function."""
 
     def lookup(self: object, name: str) -> Any:
-        found = own(self, name)
+        found = original(self, name)
         if found is None or self is not gradients.registry.get():
             return found
         return functools.partial(_differentiate, found)
@@ -100,11 +100,11 @@ def _differentiate(
         _thread.dtype = before
 
 
-def _make_in_graph(own: Callable[..., tf.Operation]) -> Callable[..., tf.Operation]:
+def _make_in_graph(original: Callable[..., tf.Operation]) -> Callable[..., tf.Operation]:
     """Returns the method that makes an operation in a graph, and marks it."""
 
     def make(*args: Any, **kwargs: Any) -> tf.Operation:
-        op: Any = own(*args, **kwargs)
+        op: Any = original(*args, **kwargs)
         op._keras_mp_made_in = _thread.dtype
         if _thread.is_decided:
             op._keras_mp_is_decided = True
@@ -113,12 +113,12 @@ def _make_in_graph(own: Callable[..., tf.Operation]) -> Callable[..., tf.Operati
     return make
 
 
-def _out_of_reach(own: Callable[..., Any]) -> Callable[..., Any]:
+def _out_of_reach(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that differentiates a graph.
 
     The graph's operations have their own marks, or none.
     """
-    of_outputs = returned_outputs.in_graphs(own)
+    of_outputs = returned_outputs.in_graphs(original)
 
     def differentiate(*args: Any, **kwargs: Any) -> object:
         with reach.entered(None):
@@ -127,20 +127,20 @@ def _out_of_reach(own: Callable[..., Any]) -> Callable[..., Any]:
     return differentiate
 
 
-def _key_of_trace(own: Callable[..., Any]) -> Callable[..., Any]:
+def _key_of_trace(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that makes the key of a trace.
 
     The reach is a part of the key.
     """
 
     def make_function_context(*args: Any, **kwargs: Any) -> object:
-        key = own(*args, **kwargs)
+        key = original(*args, **kwargs)
         return key._replace(context=(key.context, _MARK, _thread.dtype))
 
     return make_function_context
 
 
-def _with_custom_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
+def _with_custom_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that runs `tf.custom_gradient`, with its gradient in reach."""
 
     def call(
@@ -167,7 +167,7 @@ def _with_custom_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
             backward.__signature__ = inspect.signature(gradient)  # pyright: ignore
             return result, backward
 
-        results = own(forward, args, kwargs)
+        results = original(forward, args, kwargs)
         # Their gradients are not those of the operations that have made them.
         again_in_float32.end_at(results)
         return results

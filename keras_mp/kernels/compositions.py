@@ -106,20 +106,20 @@ def replacements() -> tuple[Replacement, ...]:
         rows.append(Replacement(Everywhere(owner, (name.rpartition(".")[2],)), wide))
     # It counts in 16 bits where rows have different lengths, and there only.
     rows.append(Replacement(Everywhere(tf.math.reduce_mean), _of_ragged))
-    rows += [Replacement(Everywhere(own), _of_many) for own in SUMS_OF_TENSORS]
+    rows += [Replacement(Everywhere(original), _of_many) for original in SUMS_OF_TENSORS]
     for name in INTERPOLATIONS:
-        own = in_its_module(getattr(tf.raw_ops, name))
-        rows.append(Replacement(Everywhere(own), _of_float32_images))
+        original = in_its_module(getattr(tf.raw_ops, name))
+        rows.append(Replacement(Everywhere(original), _of_float32_images))
     # It adds up whole windows, and has no kernel for float16 on CPUs.
     rows.append(Replacement(Everywhere(in_its_module(tf.raw_ops.AvgPool3D)), in_float32))
     return tuple(rows)
 
 
-def in_float32(own: Callable[..., Any], rounds: bool = True) -> Callable[..., Any]:
+def in_float32(original: Callable[..., Any], rounds: bool = True) -> Callable[..., Any]:
     """Returns a function that computes in float32 in layers of 16 bits and in regions.
 
     Args:
-        own: function of tensors.
+        original: function of tensors.
         rounds: bool. Whether its results are in the dtype of its inputs. Defaults to True.
     """
 
@@ -128,10 +128,10 @@ def in_float32(own: Callable[..., Any], rounds: bool = True) -> Callable[..., An
         dtype = next(filter(None, (*map(_dtype_asked_for, leaves), *map(_low_dtype, leaves))), None)
         with reach.without_region():
             if dtype is None:
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             with reach.decided():
                 args, kwargs = tf.nest.map_structure(_widened, (args, kwargs))
-                result = own(*args, **kwargs)
+                result = original(*args, **kwargs)
         return (
             tf.nest.map_structure(functools.partial(_rounded, dtype), result) if rounds else result
         )
@@ -139,30 +139,30 @@ def in_float32(own: Callable[..., Any], rounds: bool = True) -> Callable[..., An
     return call
 
 
-def _of_float32_images(own: Callable[..., Any]) -> Callable[..., Any]:
+def _of_float32_images(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(images: Any, *args: Any, **kwargs: Any) -> Any:
-        return own(_widened(images), *args, **kwargs)
+        return original(_widened(images), *args, **kwargs)
 
     return call
 
 
-def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:
-    wide = in_float32(own)
+def _of_ragged(original: Callable[..., Any]) -> Callable[..., Any]:
+    wide = in_float32(original)
 
     def call(input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        compute = wide if isinstance(input_tensor, tf.RaggedTensor) else own
+        compute = wide if isinstance(input_tensor, tf.RaggedTensor) else original
         return compute(input_tensor, *args, **kwargs)
 
     return call
 
 
-def _of_many(own: Callable[..., Any]) -> Callable[..., Any]:
-    wide = in_float32(own)
+def _of_many(original: Callable[..., Any]) -> Callable[..., Any]:
+    wide = in_float32(original)
 
     def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
         is_many = isinstance(inputs, list | tuple) and len(inputs) > _FEW_TENSORS
         # A float32 tensor among them makes the sum float32 anyway.
-        compute = wide if is_many and all(map(_is_low, inputs)) else own
+        compute = wide if is_many and all(map(_is_low, inputs)) else original
         return compute(inputs, *args, **kwargs)
 
     return call

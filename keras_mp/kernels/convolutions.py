@@ -84,7 +84,9 @@ def _kernel(op: Callable[..., tf.Tensor], *image: int) -> Kernel:
         # Strides may be numbers of NumPy, whose False is not Python's.
         return bool(width is not None and width.stride > 1 and width.is_one_place)
 
-    def with_stride_of_one(own: Callable[..., tf.Tensor], *args: Any, **kwargs: Any) -> tf.Tensor:
+    def with_stride_of_one(
+        original: Callable[..., tf.Tensor], *args: Any, **kwargs: Any
+    ) -> tf.Tensor:
         arguments = named(args, kwargs)
         axes = _axes(arguments)
         input, rank = arguments["input"], len(arguments["strides"])
@@ -97,7 +99,7 @@ def _kernel(op: Callable[..., tf.Tensor], *image: int) -> Kernel:
         arguments["strides"] = [1 if i == last else stride for i, stride in strides]
         arguments.update(padding="VALID")
         arguments.pop("explicit_paddings", None)
-        return own(**arguments)
+        return original(**arguments)
 
     def example(dtype: tf.DType, _: bool) -> dict[str, Any]:
         # Each number says where along the width it is, so that mixing them up is noticed.

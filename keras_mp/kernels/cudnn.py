@@ -61,14 +61,14 @@ def _numbers(*shape: int) -> tf.Tensor:
     return tf.random.stateless_normal(shape, seed=(0, 0))
 
 
-def _in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # The last two results are notes for the gradient, which is float32's.
-    found = in_float32(own, *args, **kwargs)
+    found = in_float32(original, *args, **kwargs)
     states = {name: tf.cast(getattr(found, name), found.output.dtype) for name in _STATES}
     return found._replace(**states)
 
 
-def _distance_of_gradients(own: Callable[..., Any], **arguments: Any) -> tf.Tensor:
+def _distance_of_gradients(original: Callable[..., Any], **arguments: Any) -> tf.Tensor:
     """Returns how far gradients are from those of float32.
 
     It is 1 where they are the same, and more where they differ.
@@ -82,7 +82,7 @@ def _distance_of_gradients(own: Callable[..., Any], **arguments: Any) -> tf.Tens
         sources = [given[name] for name in _SOURCES]
         with tf.GradientTape() as tape:
             tape.watch(sources)
-            results = own(**given)
+            results = original(**given)
         outputs = [results.output, results.output_h]
         zero = tf.UnconnectedGradients.ZERO
         found: Any = tape.gradient(outputs, sources, unconnected_gradients=zero)

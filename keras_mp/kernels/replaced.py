@@ -60,7 +60,7 @@ class Kernel(NamedTuple):
     autocasts: bool = False
     public: Callable[..., Any] | None = None
     alias: str = ""
-    result: Callable[..., Any] = lambda own, **arguments: own(**arguments)
+    result: Callable[..., Any] = lambda original, **arguments: original(**arguments)
     has_raw_name: bool = False
     terms: Callable[..., int | None] | None = None
 
@@ -98,15 +98,15 @@ class Table:
         """Returns the rows of the table's functions."""
         rows = []
         for op, kernel in self.kernels.items():
-            own = function_of(op, kernel)
+            original = function_of(op, kernel)
             make = functools.partial(self._corrected, op)
-            if own is None:
+            if original is None:
                 messages.warn(
                     f"TensorFlow {tf.__version__} has no operation {op!r}, so it is left as it "
                     f"is, {self._harm}."
                 )
                 continue
-            rows.append(Replacement(Everywhere(own, (kernel.alias,)), make))
+            rows.append(Replacement(Everywhere(original, (kernel.alias,)), make))
             if kernel.has_raw_name:
                 rows.append(Replacement(Everywhere(getattr(tf.raw_ops, op), (op,)), make))
         return tuple(rows)
@@ -134,7 +134,7 @@ class Table:
         kernel = self.kernels[op]
         return dtype in kernel.wrong_in_xla or self._asks(op, kernel, dtype, case, device)
 
-    def _corrected(self, op: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _corrected(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
         kernel = self.kernels[op]
         correct = kernel.correct or in_float32
 
@@ -143,13 +143,13 @@ class Table:
             if dtype is None and kernel.autocasts and region is not None:
                 dtype = region.dtype
             if dtype is None or not self.enabled:
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             device = device_type()
             is_wrong = self._is_wrong(op, dtype, kernel.case(*args, **kwargs), device)
             if is_wrong or _is_long(kernel, dtype, device, args, kwargs):
                 with reach.decided():
-                    return correct(own, *args, **kwargs)
-            return own(*args, **kwargs)
+                    return correct(original, *args, **kwargs)
+            return original(*args, **kwargs)
 
         return call
 
@@ -200,7 +200,7 @@ def _low_precision_dtype(values: Iterable[object]) -> tf.DType | None:
     return None
 
 
-def in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Computes with float32 in the place of 16-bit values, and rounds the result.
 
     Only the first of several results is rounded: the others are the statistics of a batch
@@ -217,7 +217,7 @@ def in_float32(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             value = tf.convert_to_tensor(value)
         return value if _low_precision_dtype([value]) is None else tf.cast(value, tf.float32)
 
-    result = own(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
+    result = original(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
     if not isinstance(result, tuple):
         return tf.cast(result, dtype)
     return type(result)(tf.cast(result[0], dtype), *result[1:])
@@ -267,8 +267,8 @@ def is_result_wrong(op: str, kernel: Kernel, dtype: tf.DType, case: Any, device:
         try:
             with tf.Graph().as_default() if is_graph else contextlib.nullcontext() as graph:
                 with tf.device(f"{device}:0"):
-                    own = getattr(tf.raw_ops, op)
-                    found = last_value(kernel.result(own, **kernel.example(dtype, case)))
+                    original = getattr(tf.raw_ops, op)
+                    found = last_value(kernel.result(original, **kernel.example(dtype, case)))
                 if is_graph:
                     config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
                     with tf.compat.v1.Session(graph=graph, config=config) as session:

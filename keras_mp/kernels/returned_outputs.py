@@ -54,10 +54,10 @@ def note(output: Any, low: Any, is_cast: bool) -> None:
             wide._keras_mp_low = _Low(narrow, is_cast)
 
 
-def on_tapes(own: Callable[..., Any]) -> Callable[..., Any]:
+def on_tapes(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that computes the gradients of a tape."""
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def imperative_grad(
         tape: Any,
         target: Any,
@@ -68,8 +68,10 @@ def on_tapes(own: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         lows = _lows_of(sources)
         if not lows:
-            return own(tape, target, sources, output_gradients, sources_raw, unconnected_gradients)
-        found = own(
+            return original(
+                tape, target, sources, output_gradients, sources_raw, unconnected_gradients
+            )
+        found = original(
             tape, target, [*sources, *(low.tensor for low in lows.values())], output_gradients
         )
         return _merged(found, lows, sources_raw or sources, unconnected_gradients)
@@ -77,11 +79,11 @@ def on_tapes(own: Callable[..., Any]) -> Callable[..., Any]:
     return imperative_grad
 
 
-def in_graphs(own: Callable[..., Any]) -> Callable[..., Any]:
+def in_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that differentiates a graph."""
-    signature = inspect.signature(own)
+    signature = inspect.signature(original)
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def differentiate(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
@@ -90,12 +92,12 @@ def in_graphs(own: Callable[..., Any]) -> Callable[..., Any]:
         lows = _lows_of(xs)
         stop_lows = [low.tensor for low in _lows_of(stops).values()]
         if not lows and not stop_lows:
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
         given["xs"] = [*xs, *(low.tensor for low in lows.values())]
         given["stop_gradients"] = [*stops, *stop_lows]
         unconnected = given["unconnected_gradients"]
         given["unconnected_gradients"] = tf.UnconnectedGradients.NONE
-        return _merged(own(*call.args, **call.kwargs), lows, xs, unconnected)
+        return _merged(original(*call.args, **call.kwargs), lows, xs, unconnected)
 
     return differentiate
 

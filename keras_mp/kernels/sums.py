@@ -109,7 +109,7 @@ def _terms_of_bias(
 
 
 def _sum_of_all_but_channels(
-    own: Callable[..., tf.Tensor],
+    original: Callable[..., tf.Tensor],
     out_backprop: tf.Tensor,
     data_format: Any = None,
     name: str | None = None,
@@ -120,7 +120,7 @@ def _sum_of_all_but_channels(
     """
     rank = out_backprop.shape.rank
     if rank is None:
-        return in_float32(own, out_backprop, data_format=data_format, name=name)
+        return in_float32(original, out_backprop, data_format=data_format, name=name)
     channels = 1 if tf.compat.as_str(data_format or "") == "NCHW" else rank - 1
     # Not `tf.reduce_sum`, which takes as long as such a sum.
     add_up = in_its_module(tf.raw_ops.Sum)

@@ -149,11 +149,11 @@ class Float32Adapter(DelegatingAdapter):
             slot = next_creator(**kwargs)
             return self._view(slot, [], methods.StochasticRounding(), is_weight=False)
 
-        def make(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            weight, *_ = inspect.signature(own).bind(*args, **kwargs).arguments.values()
+        def make(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            weight, *_ = inspect.signature(original).bind(*args, **kwargs).arguments.values()
             is_view = id(native(weight)) in views
             with tf.variable_creator_scope(create) if is_view else contextlib.nullcontext():
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
 
         with self._inner.slots_made_by(make):
             yield

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.layer_paths import layers_by_path, variables_inside
+from keras_mp.models.layer_paths import layers_by_path, variables_inside
 from keras_mp.numerics import batches, hazards, own_thread
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.graphs import traces

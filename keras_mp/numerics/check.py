@@ -14,7 +14,7 @@ from keras_mp.conversion import compute_dtypes
 from keras_mp.grappler import optimize
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
-from keras_mp.model_steps import has_own_train_step
+from keras_mp.models.model_steps import has_own_train_step
 from keras_mp.numerics import audit, copies, own_thread
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch, Batches, Structure

@@ -71,20 +71,20 @@ def random_numbers(seed: int = 0) -> Iterator[None]:
     first = (seed + 0x5EED) % 2**31
     generators: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 
-    def get_seed(own: Callable[..., Any]) -> Callable[..., Any]:
+    def get_seed(original: Callable[..., Any]) -> Callable[..., Any]:
         def get(op_seed: int | None) -> tuple[int | None, int | None]:
-            return (first, next(seeds)) if tf.executing_eagerly() else own(op_seed)
+            return (first, next(seeds)) if tf.executing_eagerly() else original(op_seed)
 
         return get
 
-    def with_copy(own: Draw) -> Draw:
+    def with_copy(original: Draw) -> Draw:
         def draw(resource: Any, *args: Any, **kwargs: Any) -> Any:
             if not hasattr(resource, "numpy"):
-                return own(resource, *args, **kwargs)
+                return original(resource, *args, **kwargs)
             if id(resource) not in generators:
                 # The handle is held, so that no other one gets its id.
                 generators[id(resource)] = resource, _copy(resource)
-            return own(generators[id(resource)][1], *args, **kwargs)
+            return original(generators[id(resource)][1], *args, **kwargs)
 
         return draw
 
@@ -121,12 +121,12 @@ def _copy(generator: tf.Tensor) -> tf.Tensor:
     return copy
 
 
-def _without_state(stateless: Draw, own: Draw) -> Draw:
-    signature = inspect.signature(own)
+def _without_state(stateless: Draw, original: Draw) -> Draw:
+    signature = inspect.signature(original)
 
     def draw(*args: Any, **kwargs: Any) -> tf.Tensor:
         if not tf.executing_eagerly():
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = {_RENAMED.get(key, key): value for key, value in bound.arguments.items()}
@@ -144,9 +144,9 @@ def drawing(take: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
         take: called with the numbers; what it returns takes their place.
     """
 
-    def shown(own: Draw) -> Draw:
+    def shown(original: Draw) -> Draw:
         def draw(*args: Any, **kwargs: Any) -> tf.Tensor:
-            drawn = own(*args, **kwargs)
+            drawn = original(*args, **kwargs)
             return take(drawn) if tf.executing_eagerly() else drawn
 
         return draw
@@ -177,11 +177,11 @@ def eager_functions() -> contextlib.AbstractContextManager[None]:
     Those that TensorFlow makes for itself, as `tf.vectorized_map` does, stay functions.
     """
 
-    def runs_eagerly(own: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def runs_eagerly(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
         def runs(function: Any) -> bool:
             module = getattr(function.python_function, "__module__", None) or ""
             is_users = not module.startswith("tensorflow.")
-            return own(function) or (is_users and tf.executing_eagerly())
+            return original(function) or (is_users and tf.executing_eagerly())
 
         return runs
 

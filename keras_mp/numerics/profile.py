@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp import hardware, keras_api, layer_paths
+from keras_mp import hardware, keras_api
 from keras_mp.conversion import convert
+from keras_mp.models import layer_paths
 from keras_mp.numerics import batches, copies, own_thread
 from keras_mp.numerics.graphs import op_times, sending, traces
 from keras_mp.numerics.graphs.census import Census, census

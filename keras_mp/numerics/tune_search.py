@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.conversion import convert
-from keras_mp.layer_paths import variables_by_path
+from keras_mp.models.layer_paths import variables_by_path
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.comparison.layer_calls import RandomNumbers

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from keras_mp import keras_api, raw_inputs
+from keras_mp import keras_api
 from keras_mp.hooks import observers, wrapped
-from keras_mp.layer_paths import layers_by_path
+from keras_mp.layer_calls import raw_inputs
+from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.support import attributes, marks
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.tensorflow_api import gradients

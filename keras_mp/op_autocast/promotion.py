@@ -108,12 +108,12 @@ def _replacements() -> Iterator[Replacement]:
         (operations.to_tensor, _keeping_large_numbers),
     ):
         yield Replacement(name, make, feature=MIXTURES)
-    for own, make in (
+    for original, make in (
         (tf.constant, _keeping_large_numbers),
         (tf.cast, _keeping_constants),
         (tf.matmul, _of_ragged),
     ):
-        yield Replacement(Everywhere(own), make, feature=MIXTURES)
+        yield Replacement(Everywhere(original), make, feature=MIXTURES)
     if features.is_on(MIXTURES):
         yield from signatures.replacements(_is_active, _widened)
     # The classes of variables, below one of them that is public.
@@ -122,13 +122,13 @@ def _replacements() -> Iterator[Replacement]:
             # Weights that keras_mp keeps in 16 bits are assigned to by optimizers, too.
             yield Replacement(Method(cls, name), _in_the_dtype_of_the_variable, When.ALWAYS)
     branching: list[Any] = [tf.compat.v1.cond, tf.switch_case, tf.compat.v1.while_loop]
-    for own in branching:
-        yield Replacement(Everywhere(own), _made_again)
+    for original in branching:
+        yield Replacement(Everywhere(original), _made_again)
     for name in _WRITING:
         yield Replacement(Method(tf.TensorArray, name), _in_the_dtype_of_the_array)
 
 
-def _keeping_large_numbers(own: Callable[..., Any]) -> Callable[..., Any]:
+def _keeping_large_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that makes tensors, in float32 if the dtype is too narrow."""
 
     def make(value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -136,10 +136,10 @@ def _keeping_large_numbers(own: Callable[..., Any]) -> Callable[..., Any]:
         preferred = args[2] if len(args) > 2 else kwargs.get("preferred_dtype")
         wanted = parse(preferred if dtype is None else dtype)
         if not is_low(wanted) or isinstance(value, tf.Tensor) or not _is_active():
-            return own(value, dtype, *args, **kwargs)
+            return original(value, dtype, *args, **kwargs)
         if large_numbers.is_beyond(value, wanted):
-            return own(value, tf.float32, *args, **kwargs)
-        result = own(value, dtype, *args, **kwargs)
+            return original(value, tf.float32, *args, **kwargs)
+        result = original(value, dtype, *args, **kwargs)
         if isinstance(value, float):
             again_in_float32.note_number(value, result)
         return result
@@ -147,7 +147,7 @@ def _keeping_large_numbers(own: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _keeping_constants(own: Callable[..., Any]) -> Callable[..., Any]:
+def _keeping_constants(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a cast that keeps constants in float32 if the dtype cannot hold them."""
 
     def cast(x: Any, dtype: Any, name: str | None = None) -> Any:
@@ -156,8 +156,8 @@ def _keeping_constants(own: Callable[..., Any]) -> Callable[..., Any]:
             value = _constant_value(x) if isinstance(x, tf.Tensor) else x
             # What keras_mp has computed in float32 itself is rounded as it is in graphs.
             if large_numbers.is_beyond(value, wanted) and not _is_called_by_keras_mp():
-                return own(x, tf.float32, name)
-        return own(x, dtype, name)
+                return original(x, tf.float32, name)
+        return original(x, dtype, name)
 
     return cast
 
@@ -187,14 +187,14 @@ def _is_called_by_keras_mp() -> bool:
     return frame is not None and frame.f_globals.get("__name__", "").startswith("keras_mp.")
 
 
-def _of_ragged(own: Callable[..., Any]) -> Callable[..., Any]:
+def _of_ragged(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that first refuses mixtures with ragged tensors."""
 
     def multiply(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
         is_ragged = isinstance(a, tf.RaggedTensor) or isinstance(b, tf.RaggedTensor)
         if is_ragged and _is_active() and _is_mixed([_dtype_of(a), _dtype_of(b)]):
             a, b = _widened(a), _widened(b)
-        return own(a, b, *args, **kwargs)
+        return original(a, b, *args, **kwargs)
 
     return multiply
 
@@ -222,7 +222,7 @@ def _dispatcher_class() -> type:
     return _Dispatcher
 
 
-def _with_a_common_dtype(own: Callable[..., Any]) -> Callable[..., Any]:
+def _with_a_common_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
     def args_to_matching_eager(
         inputs: Sequence[Any], ctx: Any, allowed: Sequence[tf.DType], *args: Any, **kwargs: Any
     ) -> Any:
@@ -242,17 +242,17 @@ def _with_a_common_dtype(own: Callable[..., Any]) -> Callable[..., Any]:
                 inputs = [_read(each) for each in inputs]
                 if _is_mixed([_dtype_of(each) for each in inputs]):
                     inputs = [*map(_widen_for(inputs), inputs)]
-        return own(inputs, ctx, allowed, *args, **kwargs)
+        return original(inputs, ctx, allowed, *args, **kwargs)
 
     return args_to_matching_eager
 
 
-def _falling_back(own: Callable[..., Any]) -> Callable[..., Any]:
+def _falling_back(original: Callable[..., Any]) -> Callable[..., Any]:
     def raise_from_not_ok_status(error: Any, name: str | None) -> None:
         message = str(error.message)
         lacks_kernel = any(each in message for each in _NO_KERNEL)
         if not (_is_active() and (lacks_kernel or _MIXED in message)):
-            own(error, name)
+            original(error, name)
         if _TAKES_E in message:
             raise _Refused(None, None, message)
         # Generated code goes on with `args_to_matching_eager`, and then runs the kernel once more.
@@ -260,21 +260,21 @@ def _falling_back(own: Callable[..., Any]) -> Callable[..., Any]:
     return raise_from_not_ok_status
 
 
-def _made_in_float32(own: Callable[..., Any]) -> Callable[..., Any]:
+def _made_in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that makes an operation in a graph."""
 
     def apply_op_helper(op_type_name: str, name: str | None = None, **inputs: Any) -> Any:
         if not _is_active():
-            return own(op_type_name, name, **inputs)
+            return original(op_type_name, name, **inputs)
         missing = _dtypes_without_kernel(op_type_name, kernels_replaced.usual_device())
         if missing and any(_dtype_of(each) in missing for each in tf.nest.flatten(inputs)):
             inputs = tf.nest.map_structure(_widened, inputs)
         try:
-            return own(op_type_name, name, **inputs)
+            return original(op_type_name, name, **inputs)
         except TypeError as error:
             for again in _in_other_dtypes(inputs):
                 with contextlib.suppress(TypeError, ValueError):
-                    return own(op_type_name, name, **again)
+                    return original(op_type_name, name, **again)
             raise error from None
 
     return apply_op_helper
@@ -304,7 +304,7 @@ def _dtypes_without_kernel(op: str, device: str) -> frozenset[tf.DType]:
     return frozenset(dtype for dtype in taken if not plans.has_kernel(op, dtype, device))
 
 
-def _in_the_dtype_of_the_variable(own: Callable[..., Any]) -> Callable[..., Any]:
+def _in_the_dtype_of_the_variable(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method of variables that assigns."""
 
     def assign(variable: tf.Variable, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -313,24 +313,24 @@ def _in_the_dtype_of_the_variable(own: Callable[..., Any]) -> Callable[..., Any]
             _thread.rounds or (variable.dtype == tf.float32 and _is_active_in_reach())
         ):
             value = tf.cast(value, variable.dtype)
-        return own(variable, value, *args, **kwargs)
+        return original(variable, value, *args, **kwargs)
 
     return assign
 
 
-def _made_again(own: Callable[..., Any]) -> Callable[..., Any]:
+def _made_again(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that makes a loop, or branches with several dtypes."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
         try:
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
         except TypeError as error:
             # In eager, a branch has already run.
             if tf.executing_eagerly() or not _is_active():
                 raise
             args, kwargs = tf.nest.map_structure(_widening, (args, kwargs))
             try:
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             except (TypeError, ValueError):
                 raise error from None  # TensorFlow's error about the user's own call.
 
@@ -349,7 +349,7 @@ def _widening(value: Any) -> Any:
     return call
 
 
-def _in_the_dtype_of_the_array(own: Callable[..., Any]) -> Callable[..., Any]:
+def _in_the_dtype_of_the_array(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a `tf.TensorArray` method that casts 16 bits to float32, or the reverse."""
 
     def write(array: tf.TensorArray, *args: Any, **kwargs: Any) -> Any:
@@ -359,7 +359,7 @@ def _in_the_dtype_of_the_array(own: Callable[..., Any]) -> Callable[..., Any]:
 
         if _is_active():
             args, kwargs = tf.nest.map_structure(cast, (args, kwargs))
-        return own(array, *args, **kwargs)
+        return original(array, *args, **kwargs)
 
     return write
 

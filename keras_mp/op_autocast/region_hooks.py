@@ -27,17 +27,17 @@ from keras_mp.tensorflow_api import gradients, graphs, operations
 from keras_mp.tensorflow_api.features import REGIONS, VECTORIZED
 
 
-def _trace_per_region(own: Callable[..., Any]) -> Callable[..., object]:
+def _trace_per_region(original: Callable[..., Any]) -> Callable[..., object]:
     """Makes each region a part of the key of traces, as the device is."""
 
     def make_function_context(*args: Any, **kwargs: Any) -> object:
-        key = own(*args, **kwargs)
+        key = original(*args, **kwargs)
         return key._replace(context=(key.context, reach.region()))
 
     return make_function_context
 
 
-def _without_region(own: Callable[..., object]) -> Callable[..., object]:
+def _without_region(original: Callable[..., object]) -> Callable[..., object]:
     """Runs the backward pass in the dtypes of the forward pass.
 
     Nothing of it is cast anew.
@@ -45,12 +45,12 @@ def _without_region(own: Callable[..., object]) -> Callable[..., object]:
 
     def call(*args: Any, **kwargs: Any) -> object:
         with reach.without_region():
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
 
     return call
 
 
-def _with_gradient_as_forward(own: Callable[..., object]) -> Callable[..., object]:
+def _with_gradient_as_forward(original: Callable[..., object]) -> Callable[..., object]:
     """Runs a user's gradient function in the region of its forward pass.
 
     `tf.recompute_grad` computes the forward pass again in one.
@@ -75,17 +75,17 @@ def _with_gradient_as_forward(own: Callable[..., object]) -> Callable[..., objec
             backward.__signature__ = inspect.signature(gradient)  # pyright: ignore
             return result, backward
 
-        return own(forward, args, kwargs)
+        return original(forward, args, kwargs)
 
     return call
 
 
-def _without_pairs(own: Callable[..., object]) -> Callable[..., object]:
+def _without_pairs(original: Callable[..., object]) -> Callable[..., object]:
     """Makes a function of a graph without the casts that cancel."""
 
     def from_func_graph(name: str, graph: tf.Graph, *args: Any, **kwargs: Any) -> object:
         with cast_pairs.left_out(graph):
-            return own(name, graph, *args, **kwargs)
+            return original(name, graph, *args, **kwargs)
 
     return from_func_graph
 

@@ -45,44 +45,44 @@ def replacements(
         is_wide = isinstance(value, tf.Tensor) and value.dtype == tf.float32
         return value if dtype is None or not is_wide else tf.cast(value, dtype)
 
-    def with_signature(own: Callable[..., Any]) -> Callable[..., Any]:
+    def with_signature(original: Callable[..., Any]) -> Callable[..., Any]:
         def cast_to_spec(spec: tf.TensorSpec, value: Any, context: Any) -> Any:
             if is_active():
                 value = cast(value, spec.dtype)
-            return own(spec, value, context)
+            return original(spec, value, context)
 
         return cast_to_spec
 
-    def concrete(own: Callable[..., Any]) -> Callable[..., Any]:
+    def concrete(original: Callable[..., Any]) -> Callable[..., Any]:
         def call_flat(self: Any, tensor_inputs: Any, captured_inputs: Any) -> Any:
             if is_active():
                 wanted = [each.dtype for each in self.graph.inputs]
                 tensor_inputs = [*map(cast, tensor_inputs, wanted[: len(tensor_inputs)])]
-            return own(self, tensor_inputs, captured_inputs)
+            return original(self, tensor_inputs, captured_inputs)
 
         return call_flat
 
-    def loaded(own: Callable[..., Any]) -> Callable[..., Any]:
+    def loaded(original: Callable[..., Any]) -> Callable[..., Any]:
         def is_callable_with(function: Any, inputs: Any, allow_conversion: bool) -> bool:
-            if own(function, inputs, allow_conversion):
+            if original(function, inputs, allow_conversion):
                 return True
             if not (allow_conversion and is_active()):
                 return False
             # It casts them when it is called.
             narrow = functools.partial(narrowed, dtype=reach.current())
             return any(
-                own(function, tf.nest.map_structure(change, inputs), allow_conversion)
+                original(function, tf.nest.map_structure(change, inputs), allow_conversion)
                 for change in (widened, narrow)
             )
 
         return is_callable_with
 
-    def of_python(own: Callable[..., Any]) -> Callable[..., Any]:
+    def of_python(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(func: Any = None, inp: Any = None, Tout: Any = None, **kwargs: Any) -> Any:
             asks_for_low = any(map(_asks_for_low, tf.nest.flatten(Tout)))
             if inp is not None and is_active() and not asks_for_low:
                 inp = tf.nest.map_structure(widened, inp)
-            return own(func, inp, Tout, **kwargs)
+            return original(func, inp, Tout, **kwargs)
 
         return call
 
@@ -90,7 +90,10 @@ def replacements(
         Replacement(Method(tf.TensorSpec, "cast"), with_signature),
         Replacement(graphs.call_flat, concrete, feature=SIGNATURES),
         Replacement(saving.is_callable_with, loaded, feature=SIGNATURES),
-        *(Replacement(Everywhere(own, (name,)), of_python) for name, own in _PYTHON.items()),
+        *(
+            Replacement(Everywhere(original, (name,)), of_python)
+            for name, original in _PYTHON.items()
+        ),
     )
 
 

@@ -34,7 +34,7 @@ def _allowed_types(op: str, device: str) -> tuple[dict[str, frozenset[int]], ...
 
 @functools.cache
 def _kernels() -> tuple[Sequence[Any], dict[str, list[int]]]:
-    """Returns what TensorFlow says about all kernels, and which are those of each operation.
+    """Returns what TensorFlow says about all kernels, and which each operation has.
 
     If TensorFlow were asked for one operation, it would look through all kernels as well. If a
     Python object of each kernel were kept, the garbage collector would look through the process.

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import raw_inputs
+from keras_mp.layer_calls import raw_inputs
 from tests.common import IS_KERAS_3, mirrored, needs_cuda, once, unscaled
 from tests.numerics.tools import audit
 

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import model_steps
+from keras_mp.models import model_steps
 from keras_mp.step import state_rollback
 from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, value
 

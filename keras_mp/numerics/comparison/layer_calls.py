@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import tensorflow as tf
 
-from keras_mp import keras_api, model_outputs, raw_inputs
+from keras_mp import keras_api
 from keras_mp.hooks import wrapped
-from keras_mp.layer_paths import layers_by_path
+from keras_mp.layer_calls import model_outputs, raw_inputs
+from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.numerics import own_thread
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import model_outputs
-from keras_mp.layer_paths import native_variable, variables_inside
+from keras_mp.layer_calls import model_outputs
+from keras_mp.models.layer_paths import native_variable, variables_inside
 from keras_mp.numerics import batches
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.comparison.layer_calls import (

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api, low_precision_weights
+from keras_mp import keras_api
 from keras_mp.hooks import observers
-from keras_mp.layer_paths import layers_by_path, paths_of_weights, variables_by_path
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
+from keras_mp.models import low_precision_weights
+from keras_mp.models.layer_paths import layers_by_path, paths_of_weights, variables_by_path
 from keras_mp.numerics import patterns
 from keras_mp.numerics.exponents.counts import HistogramCounts, Observation
 from keras_mp.numerics.exponents.histogram import Histogram

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.conversion import units_by_path
-from keras_mp.layer_paths import layers_by_path, variables_by_path
+from keras_mp.models.layer_paths import layers_by_path, variables_by_path
 from keras_mp.numerics.comparison.layer_calls import LayerCall, floating
 from keras_mp.numerics.comparison.noise import RMS_OF_JITTER, is_noise, jitter
 from keras_mp.numerics.comparison.runs import Run, Runner, array, check_finite, named_weights

@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 import tensorflow as tf
 
 from keras_mp.kernels import compositions
-from keras_mp.layer_paths import layers_by_path
+from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.support import messages, op_table
 from keras_mp.support.autograph import do_not_convert
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.layer_paths import layers_by_path
+from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.numerics import watching
 from keras_mp.numerics.batches import Batch
 

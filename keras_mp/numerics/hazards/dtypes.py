@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from keras_mp import kernels, raw_inputs
+from keras_mp import kernels
+from keras_mp.layer_calls import raw_inputs
 from keras_mp.numerics.causes import CURES
 from keras_mp.numerics.distances import LIMIT, UNIT_ROUNDOFF
 from keras_mp.numerics.graphs import origins, tensor_cores, work

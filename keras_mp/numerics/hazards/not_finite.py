@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.layer_paths import native_variable
+from keras_mp.models.layer_paths import native_variable
 from keras_mp.numerics import causes
 from keras_mp.numerics.distances import LARGEST, SMALLEST
 from keras_mp.numerics.graphs import origins

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api, low_precision_weights
+from keras_mp import keras_api
+from keras_mp.models import low_precision_weights
 from keras_mp.numerics.graphs import origins
 from keras_mp.numerics.hazards.observed import Observed, Said
 from keras_mp.numerics.hazards.traced_step import (

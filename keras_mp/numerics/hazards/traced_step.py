@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api, layer_paths, model_outputs
+from keras_mp import keras_api
+from keras_mp.layer_calls import model_outputs
+from keras_mp.models import layer_paths
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.graphs import origins, traces, work
 from keras_mp.support import kept_casts

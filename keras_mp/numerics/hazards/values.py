@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.model_steps import has_own_train_step
+from keras_mp.models.model_steps import has_own_train_step
 from keras_mp.numerics.distances import SMALLEST, UNIT_ROUNDOFF
 from keras_mp.numerics.graphs import origins
 from keras_mp.numerics.hazards.observed import Observed, Said

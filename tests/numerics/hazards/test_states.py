@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.layer_paths import native_variable
+from keras_mp.models.layer_paths import native_variable
 
 L = tf.keras.layers
 X = np.ones([8, 4], "float32")

@@ -11,9 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import keras_api, step_tapes
+from keras_mp import keras_api
 from keras_mp.hooks import reach
 from keras_mp.loss_scale_optimizer import wrappers_among
+from keras_mp.models import step_tapes
 from keras_mp.step import state_rollback
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.variables import type_errors

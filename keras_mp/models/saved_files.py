@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api, layer_call, regularizers
+from keras_mp import keras_api, regularizers
 from keras_mp.hooks import wrapped
 from keras_mp.hooks.once import once
+from keras_mp.layer_calls import layer_call
 
 
 @once

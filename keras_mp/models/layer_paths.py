@@ -27,7 +27,7 @@ def layers_by_path(
 
     Example:
 
-    >>> from keras_mp.layer_paths import layers_by_path
+    >>> from keras_mp.models.layer_paths import layers_by_path
     >>> inner = tf.keras.Sequential([tf.keras.layers.Dense(1, name="dense")], name="inner")
     >>> list(layers_by_path(tf.keras.Sequential([tf.keras.Input([1]), inner])))
     ['inner', 'inner/dense']

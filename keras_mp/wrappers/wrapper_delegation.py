@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.wrapper_saving import WrapperSaving
+from keras_mp.wrappers.wrapper_saving import WrapperSaving
 
 _ALIASES = {"lr": "learning_rate"}
 # The methods that tf.train.Checkpoint calls on an optimizer with slots.

@@ -7,11 +7,11 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp import loss_scale as loss_scale_lib
-from keras_mp.compat import older_spellings
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
-from keras_mp.wrapper_saving import WrapperSaving
+from keras_mp.wrappers import older_spellings
+from keras_mp.wrappers.wrapper_saving import WrapperSaving
 
 if TYPE_CHECKING:
     from typing_extensions import Self

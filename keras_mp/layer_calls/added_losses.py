@@ -32,10 +32,10 @@ def install() -> None:
     hooks.install([Replacement(Method(owner, "add_loss"), _adding_wide_losses, When.ALWAYS)])
 
 
-def _adding_wide_losses(own: Callable[..., None]) -> Callable[..., None]:
+def _adding_wide_losses(original: Callable[..., None]) -> Callable[..., None]:
     def add_loss(self: tf.keras.layers.Layer, losses: Any, *args: Any, **kwargs: Any) -> None:
         losses = tf.nest.map_structure(functools.partial(_widened, self), losses)
-        return own(self, losses, *args, **kwargs)
+        return original(self, losses, *args, **kwargs)
 
     return add_loss
 

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import hooks, keras_api, master_writes, variables
+from keras_mp import hooks, keras_api, variables
 from keras_mp.hooks import Method, Replacement, once
 from keras_mp.kernels import compositions
+from keras_mp.layer_calls import master_writes
 from keras_mp.op_autocast import promotion
 from keras_mp.support import features, marks
 from keras_mp.support.attributes import replaced

@@ -14,18 +14,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import (
-    added_losses,
-    hooks,
-    keras_api,
-    model_outputs,
-    raw_inputs,
-    regularizers,
-)
+from keras_mp import hooks, keras_api, regularizers
 from keras_mp.hooks import Method, Replacement, When, observers, reach
 from keras_mp.hooks.once import once
 from keras_mp.hooks.reach import Region
 from keras_mp.kernels import again_in_float32
+from keras_mp.layer_calls import added_losses, model_outputs, raw_inputs
 from keras_mp.op_autocast import context_manager, promotion
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.variables import type_errors
@@ -46,16 +40,16 @@ def install(policy_class: type) -> None:
     raw_inputs.install(policy_class)
 
 
-def _heeding_policies(policy_class: type, own: Callable[..., Any]) -> Callable[..., Any]:
+def _heeding_policies(policy_class: type, original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the method that calls a layer."""
 
-    # If it were given `own` itself, AutoGraph would convert the function below the decorators, and
-    # change the decorators.
+    # If it were given `original` itself, AutoGraph would convert the function below the
+    # decorators, and change the decorators.
     def converted_call(*args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
 
     def call(self: tf.keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-        keras_call = own
+        keras_call = original
         if keras_api.AUTOGRAPH_MAY_CONVERT and not tf.executing_eagerly():
             keras_call = allow_conversion(converted_call)
         policy: Any = getattr(self, "dtype_policy", None)

@@ -23,12 +23,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import keras_api, raw_inputs
+from keras_mp import keras_api
 from keras_mp.hooks import reach
 from keras_mp.hooks.reach import Region
 from keras_mp.kernels import again_in_float32, returned_outputs
 from keras_mp.kernels import softmax_and_cross_entropy as fusion
 from keras_mp.kernels.again_in_float32 import how_made
+from keras_mp.layer_calls import raw_inputs
 from keras_mp.op_autocast import context_manager
 from keras_mp.op_autocast.exact_outputs import ExactOutputs
 from keras_mp.support import objects

@@ -133,34 +133,34 @@ def left() -> Iterator[None]:
         yield
 
 
-def _scaling(own: Callable[..., None]) -> Callable[..., None]:
+def _scaling(original: Callable[..., None]) -> Callable[..., None]:
     """Returns a constructor of tapes, which turns those of the step into `_StepTape`s."""
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     @do_not_convert
     def init(
         tape: tf.GradientTape, persistent: bool = False, watch_accessed_variables: bool = True
     ) -> None:
         step = _step_of_thread()
         if type(tape) is not tf.GradientTape or step is None or _thread.is_differentiating:
-            return own(tape, persistent, watch_accessed_variables)
+            return original(tape, persistent, watch_accessed_variables)
         tape.__class__ = _StepTape
         cast(_StepTape, tape).begin(step, bool(persistent), watch_accessed_variables)
 
     return init
 
 
-def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a `tf.gradients` that notes that nobody has scaled the gradients."""
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     @do_not_convert
     def gradients(ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
         step = _step_of_thread()
         if step is not None and not step.is_scaled(tf.nest.flatten(ys)):
             sources = tf.nest.flatten(xs)
             step.note_gradients(sources, False, "tf.gradients() scales nothing")
-        return own(ys, xs, *args, **kwargs)
+        return original(ys, xs, *args, **kwargs)
 
     return gradients
 
@@ -273,12 +273,12 @@ class _StepTape(LossScaleGradientTape):
         return self._jacobian(_Tape.batch_jacobian, target, source, *args, **kwargs)
 
     def _jacobian(
-        self, own: Callable[..., Any], target: Any, sources: Any, *args: Any, **kwargs: Any
+        self, original: Callable[..., Any], target: Any, sources: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        reason = f"{own.__name__}() scales nothing"
+        reason = f"{original.__name__}() scales nothing"
         self._step.note_gradients(tf.nest.flatten(sources), False, reason)
         with replaced(_thread, "makes_jacobian", True):
-            result = own(self, target, sources, *args, **kwargs)
+            result = original(self, target, sources, *args, **kwargs)
         self._is_over()
         return result
 
@@ -354,14 +354,14 @@ def _to_second(upstream: list[tf.Tensor], *tensors: Any) -> list[tf.Tensor | Non
     return [None, upstream[0]]
 
 
-def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
+def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an optimizer's method that applies gradients.
 
     It warns of gradients that nobody has scaled.
     """
-    of_gradients = list(inspect.signature(own).parameters)[1]
+    of_gradients = list(inspect.signature(original).parameters)[1]
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     @do_not_convert
     def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if args:
@@ -369,13 +369,13 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
         elif of_gradients in kwargs:
             grads = kwargs.pop(of_gradients)
         else:
-            return own(optimizer, **kwargs)  # It raises an error.
+            return original(optimizer, **kwargs)  # It raises an error.
         grads = list(grads)
         with scaled_losses.applying() as is_first:
             step = _step_of_thread()
             if is_first and step is not None:
                 _warn_if_unscaled(step, optimizer, _applied(grads, *args, **kwargs))
-            return own(optimizer, grads, *args, **kwargs)
+            return original(optimizer, grads, *args, **kwargs)
 
     return apply
 

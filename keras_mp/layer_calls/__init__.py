@@ -1,0 +1,1 @@
+"""How a layer is called: in reach, with raw inputs, and at the rim of a model."""

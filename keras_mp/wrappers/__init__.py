@@ -1,0 +1,1 @@
+"""What all optimizer wrappers have in common: adapters, delegation, saving."""
