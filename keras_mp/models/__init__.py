@@ -1,1 +1,1 @@
-"""What keras_mp does with whole models: steps, tapes in steps, files, weights, paths."""
+"""Whole models: their steps and tapes, files, weights in 16 bits, paths of layers."""

@@ -5,14 +5,13 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.models.layer_paths import layers_by_path, variables_inside
-from keras_mp.numerics import batches, hazards, own_thread
+from keras_mp.numerics import batches, hazards, own_thread, watching
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.graphs import traces
 from keras_mp.numerics.hazards.observed import Hazard, Observed
@@ -162,7 +161,7 @@ def _is_made_here(error: Exception) -> bool:
 
 def _finding_of_error(model: tf.keras.Model, batch: Batch, error: Exception) -> Finding | None:
     """Returns a finding about an error over dtypes that do not fit; None for other errors."""
-    reason = batches.reason(error)
+    reason, layer = batches.reason(error), watching.take_layer_that_raised()
     if _is_made_here(error) or not any(dtype in reason for dtype in _DTYPES):
         return None
     why = f"The step cannot be traced: {reason}"
@@ -177,7 +176,6 @@ def _finding_of_error(model: tf.keras.Model, batch: Batch, error: Exception) -> 
             "Let the gradient function of tf.custom_gradient return gradients in the dtypes of "
             "its inputs: tf.cast(gradient, x.dtype).",
         )
-    layer = _layer_that_raised(error)
     paths = {id(each): path for path, each in layers_by_path(model).items()}
     if layer is None:
         where, computes = "the training step", ""
@@ -192,14 +190,6 @@ def _finding_of_error(model: tf.keras.Model, batch: Batch, error: Exception) -> 
         "Cast there to self.compute_dtype, and make variables with `add_weight`, which casts them; "
         'or create the layer with dtype="float32".',
     )
-
-
-def _layer_that_raised(error: Exception) -> Any:
-    """Returns the innermost layer that was being called when an error was raised, or None."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    called = [frame.f_locals.get("self") for frame in frames]
-    layers = [each for each in called if isinstance(each, tf.keras.layers.Layer)]
-    return layers[-1] if layers else None
 
 
 def _custom_gradients(model: tf.keras.Model, batch: Batch) -> dict[str, Line]:

@@ -33,10 +33,12 @@ class _ThreadState(threading.local):
     Attributes:
         watchers: tuple of pairs of paths by the ids of layers, and watchers.
         running: tuple of the ids of the layers whose calls are going on.
+        raised_in: the innermost layer whose call has raised an error, or None.
     """
 
     watchers: tuple[tuple[dict[int, str], Watcher], ...] = ()
     running: tuple[int, ...] = ()
+    raised_in: Any = None
 
 
 _thread = _ThreadState()
@@ -54,6 +56,7 @@ def watching_outputs(layers: Mapping[str, Any], watcher: Watcher) -> Iterator[No
             has returned, and a list of all arguments of the call; what it returns takes the
             tensor's place. Not called while Keras only asks for shapes.
     """
+    _thread.raised_in = None
     watchers = (*_thread.watchers, ({id(layer): path for path, layer in layers.items()}, watcher))
     with (
         attributes.replaced(_thread, "watchers", watchers),
@@ -102,6 +105,12 @@ def running_layer() -> str:
     return next((paths[each] for each in running for paths in namings if each in paths), "")
 
 
+def take_layer_that_raised() -> Any:
+    """Returns the innermost layer that has raised an error in this thread, and forgets it."""
+    layer, _thread.raised_in = _thread.raised_in, None
+    return layer
+
+
 @contextlib.contextmanager
 def _observed_calls(layers: Iterable[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
@@ -127,7 +136,11 @@ def _observed(layer: Any, call: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(call)
     def observed(*args: Any, **kwargs: Any) -> _T:
         with attributes.replaced(_thread, "running", (*_thread.running, id(layer))):
-            result = raw_inputs.rounded(layer, call(*args, **kwargs))
+            try:
+                result = raw_inputs.rounded(layer, call(*args, **kwargs))
+            except Exception:
+                _thread.raised_in = _thread.raised_in or layer
+                raise
         return _shown_outputs(id(layer), result, (args, kwargs))
 
     return observed

@@ -1,1 +1,1 @@
-"""What all optimizer wrappers have in common: adapters, delegation, saving."""
+"""What all optimizer wrappers have in common: delegation, saving, older spellings."""
