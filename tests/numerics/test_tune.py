@@ -254,7 +254,7 @@ def test_a_layer_that_does_not_run_in_16_bits():
 def test_the_example_of_the_page():
     page = pathlib.Path(__file__).parents[2] / "docs" / "numerics.md"
     section = page.read_text().partition("## A policy for each layer")[2]
-    [program] = re.findall(r"```python\n(.*?tune\(.*?)```", section, re.DOTALL)
+    [program] = re.findall(r"```python\n([^`]*tune\([^`]*)```", section)
     names = {"keras_mp": keras_mp, "model": model_with_norm(), "batches": batches()}
     exec(program, names)
     assert dtypes(names["mixed"]) == dtypes(names["tuned"].model)
