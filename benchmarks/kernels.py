@@ -11,9 +11,8 @@ import tensorflow as tf
 
 from benchmarks import common
 from keras_mp import kernels
-from keras_mp.hardware import tuning
+from keras_mp.hardware import tuning, turns
 from keras_mp.hooks import reach
-from keras_mp.support import turns
 
 _TURNS = 9
 # By name: the dtype, and whose kernels.

@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.kernels import softmax_and_cross_entropy as fusion
 from keras_mp.layer_calls.as_float32 import as_float32 as as_float32
 from keras_mp.support import dtypes, features, messages
+from keras_mp.support import softmax_and_cross_entropy as fusion
 
 
 @keras_api.register_serializable

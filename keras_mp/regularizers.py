@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.kernels import again_in_float32
-from keras_mp.kernels import softmax_and_cross_entropy as fusion
+from keras_mp.support import softmax_and_cross_entropy as fusion
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_mp.hardware import turns as clock
+from keras_mp.hardware.turns import Turn, fastest, undisturbed
 from keras_mp.kernels import slow
-from keras_mp.support import turns as clock
-from keras_mp.support.turns import Turn, fastest, undisturbed
 
 DTYPES = ("float32", "bfloat16", "float16")
 MATRIX_PRODUCT, CONVOLUTION = OPERATIONS = ("matrix product", "convolution")

@@ -10,12 +10,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.hardware import stopwatch
+from keras_mp.hardware import stopwatch, turns
 from keras_mp.kernels import chains, slow, tables
 from keras_mp.kernels.measured import CONVOLUTION, MATRIX_PRODUCT
 from keras_mp.kernels.replaced import in_float32, last_value
 from keras_mp.kernels.tables import Times
-from keras_mp.support import cpu, turns
+from keras_mp.support import cpu
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES as DTYPES
 
 # Their gradients take results of the forward pass, so both are in one dtype.

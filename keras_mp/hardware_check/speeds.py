@@ -7,10 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import kernels
-from keras_mp.hardware import devices
+from keras_mp.hardware import devices, turns
 from keras_mp.hardware.stopwatch import DTYPES, Problem, random
 from keras_mp.hooks import reach
-from keras_mp.support import turns
 
 _TURNS = 5
 _LONG_ENOUGH = 0.02  # seconds of a turn

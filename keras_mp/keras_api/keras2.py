@@ -22,9 +22,8 @@ from keras_mp.keras_api import (
     keras2_recurrent,
     keras2_saving,
 )
-from keras_mp.kernels import softmax_and_cross_entropy
 from keras_mp.step import replicas
-from keras_mp.support import features
+from keras_mp.support import features, softmax_and_cross_entropy
 from keras_mp.support.attributes import replaced
 
 keras = tf.keras

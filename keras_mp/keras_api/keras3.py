@@ -26,8 +26,7 @@ from keras_mp.keras_api import (
     keras3_saving,
     keras3_workers,
 )
-from keras_mp.kernels import softmax_and_cross_entropy
-from keras_mp.support import features
+from keras_mp.support import features, softmax_and_cross_entropy
 from keras_mp.variables import casts
 
 keras = tf.keras

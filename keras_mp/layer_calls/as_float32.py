@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import regularizers
-from keras_mp.kernels import softmax_and_cross_entropy as fusion
+from keras_mp.support import softmax_and_cross_entropy as fusion
 
 
 def as_float32(function: Callable[..., Any]) -> Callable[..., Any]:

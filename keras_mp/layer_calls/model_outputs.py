@@ -27,12 +27,12 @@ from keras_mp import keras_api
 from keras_mp.hooks import reach
 from keras_mp.hooks.reach import Region
 from keras_mp.kernels import again_in_float32, returned_outputs
-from keras_mp.kernels import softmax_and_cross_entropy as fusion
 from keras_mp.kernels.again_in_float32 import how_made
 from keras_mp.layer_calls import raw_inputs
 from keras_mp.op_autocast import context_manager
 from keras_mp.op_autocast.exact_outputs import ExactOutputs
 from keras_mp.support import objects
+from keras_mp.support import softmax_and_cross_entropy as fusion
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.hooks import wrapped
-from keras_mp.support import handles
+from keras_mp.numerics import handles
 
 # The modules through which random operations are called, and the names of those that draw.
 _WITH_STATE, _OF_GENERATORS, *_OF_SEEDS = (

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_mp import hardware, keras_api
 from keras_mp.conversion import convert
+from keras_mp.hardware import turns
 from keras_mp.models import layer_paths
 from keras_mp.numerics import batches, copies, own_thread
 from keras_mp.numerics.graphs import op_times, sending, traces
@@ -16,7 +17,7 @@ from keras_mp.numerics.graphs.census import Census, census
 from keras_mp.numerics.results import Result
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy
-from keras_mp.support import messages, text_tables, turns
+from keras_mp.support import messages, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
 

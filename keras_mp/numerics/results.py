@@ -5,7 +5,8 @@ import os
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from keras_mp.support import json_text, text_tables
+from keras_mp.numerics import json_text
+from keras_mp.support import text_tables
 from keras_mp.support.messages import Line
 
 

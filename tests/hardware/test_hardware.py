@@ -12,9 +12,9 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import hardware
 from keras_mp.hardware import __main__ as program
-from keras_mp.hardware import fast_dtypes, stopwatch, tuning
+from keras_mp.hardware import fast_dtypes, stopwatch, tuning, turns
 from keras_mp.kernels import measured, slow, tables
-from keras_mp.support import cpu, turns
+from keras_mp.support import cpu
 from tests.common import mirrored, once
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 
 from keras_mp.hardware import stopwatch
+from keras_mp.hardware.turns import Turn, medians
 from keras_mp.kernels import slow
-from keras_mp.support.turns import Turn, medians
 from tests.common import once
 
 pytestmark = once

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import kernels
+from keras_mp.hardware import turns
 from keras_mp.kernels import replaced, slow, sums, tables
-from keras_mp.support import turns
 from tests.common import once
 
 K = tf.keras

@@ -6,9 +6,9 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import hardware
+from keras_mp.hardware import turns
 from keras_mp.numerics.graphs import op_times
 from keras_mp.numerics.profile import StepTimes, step_times
-from keras_mp.support import turns
 from tests.common import once, value
 
 L = tf.keras.layers

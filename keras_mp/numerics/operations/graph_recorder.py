@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics import watching
+from keras_mp.numerics import handles, watching
 from keras_mp.numerics.operations.call_sites import CallSite, place_in
 from keras_mp.numerics.operations.rows import PASSED_IN, READS, OperationTable, layers_of_scope
-from keras_mp.support import function_graphs, handles, kept_casts
+from keras_mp.support import function_graphs, kept_casts
 from keras_mp.support.messages import Line
 
 # Rows of a variable. Operations that come later are not watched.

@@ -18,7 +18,7 @@ def variable(dtype: tf.DType, shape: tf.TensorShape | list[int]) -> tf.Tensor:
 
     Example:
 
-    >>> from keras_mp.support import handles
+    >>> from keras_mp.numerics import handles
     >>> handle = handles.variable(tf.float32, [2])
     >>> tf.raw_ops.AssignVariableOp(resource=handle, value=tf.ones([2]))
     >>> tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).numpy().tolist()

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import losses
-from keras_mp.kernels import softmax_and_cross_entropy as fusion
+from keras_mp.support import softmax_and_cross_entropy as fusion
 from tests.common import IS_KERAS_3, once, pairs
 
 K = tf.keras

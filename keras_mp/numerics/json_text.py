@@ -27,7 +27,7 @@ def plain(value: Any) -> Any:
 
     Example:
 
-    >>> from keras_mp.support import json_text
+    >>> from keras_mp.numerics import json_text
     >>> json_text.plain({"errors": (1.0, float("inf"))})
     {'errors': [1.0, 'inf']}
     """

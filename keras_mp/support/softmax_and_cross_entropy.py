@@ -57,7 +57,7 @@ def cast(prediction: Any, dtype: str) -> Any:
 
     Example:
 
-    >>> from keras_mp.kernels import softmax_and_cross_entropy
+    >>> from keras_mp.support import softmax_and_cross_entropy
     >>> softmax_and_cross_entropy.cast(tf.constant([0.5], tf.float16), "float32").dtype
     tf.float32
 
@@ -85,7 +85,7 @@ def widen(prediction: Any, dtype: str = "float32") -> Any:
 
     Example:
 
-    >>> from keras_mp.kernels import softmax_and_cross_entropy
+    >>> from keras_mp.support import softmax_and_cross_entropy
     >>> softmax_and_cross_entropy.widen(tf.constant([0.5], tf.float64)).dtype
     tf.float64
     """
@@ -113,7 +113,7 @@ def logits_of(predictions: Any, activation: str, axis: int = -1) -> tf.Tensor | 
 
     Example:
 
-    >>> from keras_mp.kernels import softmax_and_cross_entropy
+    >>> from keras_mp.support import softmax_and_cross_entropy
     >>> @tf.function
     ... def back_to_logits(logits):
     ...     probabilities = tf.cast(tf.nn.softmax(logits), "float16")
@@ -151,7 +151,7 @@ def ran_in_float16(predictions: tf.Tensor | tf.RaggedTensor, activation: str) ->
 
     Example:
 
-    >>> from keras_mp.kernels import softmax_and_cross_entropy
+    >>> from keras_mp.support import softmax_and_cross_entropy
     >>> half = tf.constant([0.5], tf.float16)
     >>> wide = softmax_and_cross_entropy.cast(half, "float32")
     >>> softmax_and_cross_entropy.ran_in_float16(wide, "Softmax")
@@ -190,7 +190,7 @@ def lost_to_float16(labels: tf.Tensor, predictions: tf.Tensor, losses: tf.Tensor
 
     Example:
 
-    >>> from keras_mp.kernels import softmax_and_cross_entropy
+    >>> from keras_mp.support import softmax_and_cross_entropy
     >>> lost, label = tf.constant([[1.0, 0.0]]), tf.constant([[0.0, 1.0]])
     >>> softmax_and_cross_entropy.lost_to_float16(label, lost, tf.constant([16.118]))
     True
@@ -221,7 +221,7 @@ def finite(logits: tf.Tensor) -> tf.Tensor:
 
     Example:
 
-    >>> from keras_mp.kernels import softmax_and_cross_entropy
+    >>> from keras_mp.support import softmax_and_cross_entropy
     >>> softmax_and_cross_entropy.finite(tf.constant([-1e9, 1], tf.float16)).numpy()
     array([-6.55e+04,  1.00e+00], dtype=float16)
     """
@@ -253,7 +253,7 @@ def categorical_focal_crossentropy(
 
     Example:
 
-    >>> from keras_mp.kernels import softmax_and_cross_entropy
+    >>> from keras_mp.support import softmax_and_cross_entropy
     >>> softmax_and_cross_entropy.categorical_focal_crossentropy(
     ...     tf.constant([[0.0, 1.0]]), tf.constant([[50.0, 0.0]]), 0.25, 2.0, 0.0, axis=-1
     ... ).numpy()
