@@ -47,5 +47,6 @@ def kept_by_a_tape():
 @needs_onednn  # TensorFlow's own product of bfloat16 matrices makes float32 copies of them.
 def test_a_tape_keeps_16_bits():
     bias_add, bias_add_16, add, add_16 = workers.in_own_process(kept_by_a_tape)
-    assert bias_add_16 < 0.7 * bias_add
-    assert add_16 < 0.7 * add
+    # 0.65 and 0.52. What else the process allocates moves them by some hundredths.
+    assert bias_add_16 < 0.75 * bias_add
+    assert add_16 < 0.75 * add
