@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras_mp import kernels
 from keras_mp.layer_calls import raw_inputs
 from keras_mp.numerics.causes import CURES
-from keras_mp.numerics.distances import LIMIT, UNIT_ROUNDOFF
+from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.graphs import origins, tensor_cores, work
 from keras_mp.numerics.hazards.observed import Observed, Said
 from keras_mp.numerics.hazards.traced_step import TracedStep, shapes_of, widened
@@ -87,6 +87,10 @@ def _moved(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
+# 8 bits have two or three digits, bfloat16 seven.
+_LIMIT_OF_8_BITS = 4
+
+
 def casts_there_and_back(step: TracedStep) -> Iterator[Observed]:
     """The program casts to another dtype and back, with nothing computed in between."""
     for second in step.forward:
@@ -123,7 +127,7 @@ def judge_cast_there_and_back(
     """Both casts are for nothing; but to 8 bits nobody rounds for nothing."""
     if is_to_8_bits:
         units = off / UNIT_ROUNDOFF[back]
-        if units <= LIMIT:
+        if units <= _LIMIT_OF_8_BITS:
             return None
         return Said(
             "a difference in the forward pass",

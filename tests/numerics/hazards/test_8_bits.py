@@ -41,14 +41,11 @@ def quantized(to, policy, **kwargs):
 def test_what_is_rounded_to_8_bits_is_a_difference_in_that_layer(to, policy, dtype):
     model = quantized(to, policy if dtype is None else "mixed_float16", dtype=dtype)
     found = check(model, (X, Y)).findings
-    # 16 bits of bfloat16 have not much more digits.
-    if policy == "mixed_bfloat16" and to == "float8_e4m3fn":
-        assert found == ()
-        return
     [first] = found
     assert (first.hazard, first.path) == ("a difference in the forward pass", "quantized")
     assert to in first.why
-    assert first.units > 16
+    # 16 bits of bfloat16 have not much more digits.
+    assert first.units > (4 if policy == "mixed_bfloat16" else 16)
     assert first.line.file == __file__
 
 
