@@ -363,14 +363,12 @@ def test_what_comes_first_is_measured_in_its_order(kind, monkeypatch):
 @once
 def test_what_comes_before_all_kinds_has_one_row():
     names = ("import tensorflow", "import keras_mp", "model")
-    seconds = dict.fromkeys((*names, "loop", "loop again"), 0.5)
-    ours = {name: 2 * each for name, each in seconds.items()}
-    turns = [{"Keras": seconds, "keras_mp": ours}]
-    assert first.rows_of(turns, "loop") == [
-        ["loop", "0.50", "1.00", "2.00"],
-        ["loop again", "0.50", "1.00", "2.00"],
-    ]
-    assert [row[0] for row in first.rows_of(turns, first.KINDS[0])] == [*names]
+    for kind, before in ((first.KINDS[0], names), (first.KINDS[1], ())):
+        seconds = dict.fromkeys((*names, kind, f"{kind} again"), 0.5)
+        ours = {name: 2 * each for name, each in seconds.items()}
+        rows = first.rows_of([{"Keras": seconds, "keras_mp": ours}], kind)
+        assert [row[0] for row in rows] == [*before, kind, f"{kind} again"]
+        assert rows[-1][1:] == ["0.50", "1.00", "2.00"]
 
 
 @once
