@@ -60,11 +60,9 @@ def _row(owner: type, replacement: Callable[..., Any], policy_class: type) -> Re
 
 
 def _compile(policy_class: type, keras_compile: Compile, *args: Any, **kwargs: Any) -> None:
-    for observer in observers.all_of_them():
-        observer.model_is_compiled(args[0])
+    observers.tell(observers.Observer.model_is_compiled, args[0])
     _compile_for_policy(policy_class, keras_compile, *args, **kwargs)
-    for observer in observers.all_of_them():
-        observer.model_was_compiled(args[0])
+    observers.tell(observers.Observer.model_was_compiled, args[0])
 
 
 def _compile_for_policy(

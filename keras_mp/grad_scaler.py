@@ -128,8 +128,7 @@ class GradScaler(ScalerProperties, tf.Module):
             raise_after_skips=raise_after_skips,
             at_update=True,
         )
-        for observer in observers.all_of_them():
-            observer.scaler_was_made()
+        observers.tell(observers.Observer.scaler_was_made)
 
     @property
     def enabled(self) -> bool:

@@ -217,8 +217,7 @@ class LossScaleOptimizer(
             _wrappers[optimizer] = weakref.ref(self)
             if not isinstance(optimizer, OptimizerWrapper):
                 keras_api.note_wrapper(optimizer, self)
-        for observer in observers.all_of_them():
-            observer.scaler_was_made()
+        observers.tell(observers.Observer.scaler_was_made)
 
     def __repr__(self) -> str:
         how = "" if self.aggregate_in_float16 else f", reduce_dtype={self.reduce_dtype!r}"

@@ -105,8 +105,7 @@ class Policy(keras_api.BasePolicy):
         if "_is_complete" not in vars(self):  # A subclass completes itself.
             self._is_complete = True
         if self.name in _MIXED:
-            for observer in observers.all_of_them():
-                observer.policy_was_made(_MIXED[self.name])
+            observers.tell(observers.Observer.policy_was_made, _MIXED[self.name])
         if self.low_precision_dtype is not None:
             layer_call.install(Policy)
             saved_files.install(Policy)
@@ -395,8 +394,7 @@ def _checked(policy: Any) -> Any:
                 f"'mixed_bfloat16'. Received: policy={policy!r}"
             )
         if policy.name in _MIXED:
-            for observer in observers.all_of_them():
-                observer.policy_is_set(policy.name)
+            observers.tell(observers.Observer.policy_is_set, policy.name)
         if policy.name in LOW_PRECISION_NAMES:
             messages.warn(
                 f"The global policy {policy.name!r} keeps variables in {policy.name} too, in which "

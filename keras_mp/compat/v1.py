@@ -151,8 +151,7 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         )
         self._computed = ComputedGradients()
         _wrapped.add(opt)
-        for observer in observers.all_of_them():
-            observer.scaler_was_made()
+        observers.tell(observers.Observer.scaler_was_made)
 
     @property
     def inner_optimizer(self) -> tf.compat.v1.train.Optimizer:

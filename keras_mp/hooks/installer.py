@@ -13,8 +13,7 @@ import enum
 import functools
 import inspect
 import sys
-import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from keras_mp.hooks import reach
@@ -113,22 +112,24 @@ class _Replaced:
                 return in_reach(*args, **kwargs)
             return in_region(*args, **kwargs)
 
-        def update(rows: list[Replacement]) -> None:
+        def use(rows: list[Replacement], made: Sequence[Function]) -> None:
             nonlocal always, in_reach, in_region
-            made = function
-            made_by: list[Function] = []
-            for when in When:
-                for row in rows:
-                    if row.when == when:
-                        made = row.make(made)
-                made_by.append(made)
-            always, in_reach, in_region = made_by
+            always, in_reach, in_region = made
             self.rows = rows
 
-        _codes.add(call.__code__)
         call = functools.wraps(function)(do_not_convert(call))
         self.call: Any = property(call) if isinstance(original, property) else call
-        self.update = update
+        self._function, self.use = function, use
+
+    def made_by(self, rows: list[Replacement]) -> list[Function]:
+        """Returns what rows make of the original, until each `When`."""
+        made, found = self._function, []
+        for when in When:
+            for row in rows:
+                if row.when == when:
+                    made = row.make(made)
+            found.append(made)
+        return found
 
 
 def caller() -> Any:
@@ -137,13 +138,12 @@ def caller() -> Any:
     Called from within a replacement.
     """
     frame: Any = inspect.currentframe()
-    while frame.f_code not in _codes:
+    frame = frame.f_back
+    while frame.f_globals is not globals():
         frame = frame.f_back
     return frame.f_back
 
 
-# The code objects of all replacements. They share one.
-_codes: set[types.CodeType] = set()
 # By the function that takes the place of the original.
 _replaced: dict[Any, _Replaced] = {}
 
@@ -165,13 +165,18 @@ def install(rows: Iterable[Replacement]) -> None:
         for row in dict.fromkeys(rows):
             if row not in there and (row.feature is None or features.is_on(row.feature)):
                 new.setdefault(row.place.get(), []).append(row)
-        changes = []
+        # What cannot be made raises an error before anything is replaced.
+        made = []
         for now, its_rows in new.items():
             replaced = _replaced.get(now) or _Replaced(now)
-            replaced.update([*replaced.rows, *its_rows])
+            all_rows = [*replaced.rows, *its_rows]
+            made.append((now, replaced, all_rows, replaced.made_by(all_rows)))
+        changes = []
+        for now, replaced, all_rows, functions in made:
+            replaced.use(all_rows, functions)
             if replaced.call is not now:
                 _replaced[replaced.call] = replaced
-                changes += [(row.place, now, replaced.call) for row in its_rows]
+                changes += [(row.place, now, replaced.call) for row in all_rows]
         _put(changes)
 
 
@@ -189,7 +194,7 @@ def uninstall(rows: Iterable[Replacement]) -> None:
             gone = [row for row in replaced.rows if row in rows]
             kept = [row for row in replaced.rows if row not in gone]
             if gone:
-                replaced.update(kept)
+                replaced.use(kept, replaced.made_by(kept))
             for row in gone if not kept else ():
                 if isinstance(row.place, Everywhere) or row.place.get() is replaced.call:
                     changes.append((row.place, replaced.call, replaced.original))

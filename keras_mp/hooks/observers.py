@@ -8,7 +8,7 @@ TensorFlow only.
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -88,13 +88,18 @@ def attached(observer: Observer) -> contextlib.AbstractContextManager[None]:
     return attributes.replaced(_thread, "observers", (*_thread.observers, observer))
 
 
-def all_of_them() -> tuple[Observer, ...]:
-    """Returns the observers of what this thread does."""
-    return (*_of_process, *_thread.observers)
+def tell(event: Callable[..., None], *args: Any) -> None:
+    """Calls a method of all observers of what this thread does.
+
+    Args:
+        event: the method, such as `Observer.step_begins`.
+        *args: its arguments.
+    """
+    for observer in (*_of_process, *_thread.observers):
+        getattr(observer, event.__name__)(*args)
 
 
 @once
 def reach_begins() -> None:
     """Tells observers, once, that the process will compute in reach."""
-    for observer in all_of_them():
-        observer.reach_begins()
+    tell(Observer.reach_begins)

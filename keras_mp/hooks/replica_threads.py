@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from keras_mp.hooks import reach
-from keras_mp.hooks.installer import Replacement, When, install
+from keras_mp.hooks.installer import Replacement, When
 from keras_mp.tensorflow_api import replicas
 from keras_mp.tensorflow_api.features import REPLICA_THREADS
 
@@ -46,13 +46,3 @@ def inheriting(
 
 
 REACH = inheriting(reach.state, lambda state: reach.in_region(*state))
-
-
-def inherit(
-    state: Callable[[], _State], entered: Callable[[_State], AbstractContextManager[Any]]
-) -> None:
-    """Lets replicas inherit a state, from this call on.
-
-    See `inheriting`.
-    """
-    install([inheriting(state, entered)])

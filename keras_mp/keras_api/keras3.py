@@ -429,7 +429,7 @@ def _let_replicas_inherit_scope() -> None:
     def entered(scope: tuple[Any] | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if scope is None else policy_scope(*scope)
 
-    replica_threads.inherit(state, entered)
+    hooks.install([replica_threads.inheriting(state, entered)])
 
 
 def _hold(policy: keras.mixed_precision.Policy | None) -> None:

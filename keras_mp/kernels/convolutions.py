@@ -122,4 +122,4 @@ KERNELS = {
 }
 
 _TABLE = Table(KERNELS, "and may be wrong in bfloat16 where a window with strides fits in once")
-install, replacements, is_wrong = _TABLE.install, _TABLE.replacements, _TABLE.is_wrong
+replacements, is_wrong = _TABLE.replacements, _TABLE.is_wrong

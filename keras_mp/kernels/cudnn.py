@@ -100,4 +100,4 @@ def _is_wrong(op: str, kernel: Kernel, dtype: tf.DType, case: Any, device: str) 
 KERNELS = {op: _kernel(op) for op in ("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3")}
 
 _TABLE = Table(KERNELS, "and recurrent layers may not learn in bfloat16 on GPUs", asks=_is_wrong)
-install, replacements, is_wrong = _TABLE.install, _TABLE.replacements, _TABLE.is_wrong
+replacements, is_wrong = _TABLE.replacements, _TABLE.is_wrong

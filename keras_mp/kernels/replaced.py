@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp import hooks
 from keras_mp.hooks import Everywhere, Replacement, reach
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION, is_low
@@ -88,10 +87,6 @@ class Table:
         self.kernels, self.enabled = kernels, True
         self._harm = harm
         self._asks = asks or is_result_wrong
-
-    def install(self) -> None:
-        """Replaces TensorFlow's functions, once in a process. Computes nothing."""
-        hooks.install(self.replacements())
 
     @functools.cache  # noqa: B019 - tables live as long as the process
     def replacements(self) -> tuple[Replacement, ...]:

@@ -186,7 +186,7 @@ def own_function(op: str) -> Callable[..., Any]:
 
 
 _TABLE = Table(KERNELS, "and may be slow in 16 bits", asks=_is_slow)
-install, replacements, is_slow = _TABLE.install, _TABLE.replacements, _TABLE.is_wrong
+replacements, is_slow = _TABLE.replacements, _TABLE.is_wrong
 
 
 def enable_float32_where_faster(enabled: bool = True) -> None:

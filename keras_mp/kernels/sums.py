@@ -246,7 +246,7 @@ KERNELS: dict[str, Kernel] = {
 }
 
 _TABLE = Table(KERNELS, "and may stop short of sums in 16 bits")
-install, replacements, is_wrong = _TABLE.install, _TABLE.replacements, _TABLE.is_wrong
+replacements, is_wrong = _TABLE.replacements, _TABLE.is_wrong
 
 
 def enable_float32_sums(enabled: bool = True) -> None:

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-from keras_mp import keras_api
+from keras_mp import hooks, keras_api
 from keras_mp.hooks import own_gradient, replica_threads, wrapped
 from keras_mp.hooks.once import once
 from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
@@ -113,14 +113,13 @@ def _let_replicas_inherit() -> None:
 
     A `train_step` runs inside of a replica.
     """
-    replica_threads.inherit(
-        _step_of_thread,
-        lambda step: (
-            contextlib.nullcontext()
-            if step is None
-            else entered(step.model, step.loss_scale, step.method)
-        ),
-    )
+
+    def entered_again(step: _Step | None) -> contextlib.AbstractContextManager[None]:
+        if step is None:
+            return contextlib.nullcontext()
+        return entered(step.model, step.loss_scale, step.method)
+
+    hooks.install([replica_threads.inheriting(_step_of_thread, entered_again)])
 
 
 @contextlib.contextmanager

@@ -195,8 +195,7 @@ def _shown(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(apply_gradients)
     def shown(grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> _T:
         pairs = list(grads_and_vars)
-        for observer in observers.all_of_them():
-            observer.gradients(pairs, None, None)
+        observers.tell(observers.Observer.gradients, pairs, None, None)
         return apply_gradients(pairs, *args, **kwargs)
 
     return shown

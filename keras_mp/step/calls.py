@@ -97,7 +97,7 @@ class Calls:
 
         Args:
             scaled_by: float32 scalar tensor.
-            to_apply: bool. True if `apply` unscales the gradients, False if `unscale` does.
+            to_apply: bool. True if `applying` unscales the gradients, False if `unscale` does.
         """
 
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
@@ -123,7 +123,7 @@ class Calls:
         return list(grads)
 
     def unscale_early(self, grads: Sequence[Any], variables: Iterable[Any]) -> Sequence[Any]:
-        """Unscales gradients that `apply` would unscale, before a wrapper sees them.
+        """Unscales gradients that `applying` would unscale, before a wrapper sees them.
 
         Args:
             grads: sequence of gradients.

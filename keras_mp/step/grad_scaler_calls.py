@@ -106,7 +106,7 @@ class GradScalerCalls(RecordedCalls):
             after = facts.changed(add=bits_of(index, UNSCALED | JUST_UNSCALED))
             after = after.changed(add=bits_of(index, OVERFLOWED), when=negated(_in_python(finite)))
             if facts.number is None and facts.has(SCALED) is not True:
-                # Otherwise the loss is scaled here, and `apply` checks its gradients.
+                # Otherwise the loss is scaled here, and `applying` checks its gradients.
                 is_wrong = tf.convert_to_tensor(negated(_is_right(Call.UNSCALE, index, facts)))
                 self.reports.watch()
                 self._post(Call.UNSCALE, index, facts, when=is_wrong)

@@ -77,7 +77,7 @@ class OptimizerCalls(RecordedCalls):
         self._record.note_scale(scaled_by)
 
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
-        """Begins a step that `apply` unscales."""
+        """Begins a step that `applying` unscales."""
         self._refuse_results(grads, "apply_gradients(scaled=True)")
         self.begin(self._loss_scale(), to_apply=True)
 
@@ -116,7 +116,7 @@ class OptimizerCalls(RecordedCalls):
         return unscaled
 
     def unscale_early(self, grads: Sequence[Any], variables: Iterable[Any]) -> Sequence[Any]:
-        """Unscales gradients that `apply` would unscale, before a wrapper sees them."""
+        """Unscales gradients that `applying` would unscale, before a wrapper sees them."""
         facts, parts = self._record.facts(), self._parts_of_step
         ids = frozenset(id(v) for v in variables)
         is_another_part = bool(parts.unscaled) and parts.unscaled.isdisjoint(ids)
@@ -299,7 +299,7 @@ def after_unscaling(facts: Facts) -> Facts:
 
 
 def apply_unscales(facts: Facts) -> Truth:
-    """Whether `apply` has to unscale the gradients of this step."""
+    """Whether `applying` has to unscale the gradients of this step."""
     return both(facts.has(TO_APPLY), negated(facts.has(_UNSCALED)))
 
 

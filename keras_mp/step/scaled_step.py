@@ -58,8 +58,7 @@ class ScaledStep:
             step is skipped.
         """
         state = self.state
-        for observer in observers.all_of_them():
-            observer.gradients(pairs, state.divisor(), state.scaled_by)
+        observers.tell(observers.Observer.gradients, pairs, state.divisor(), state.scaled_by)
         step = self._combined(pairs, aggregate, name)
         if self._is_compiled_with_verdict(step):
             # Several replicas decide outside of the update that XLA compiles.

@@ -89,8 +89,7 @@ class Scaler:
             name: str. Name of the operation.
             names: takes variables and returns the users' names for them, None for unknown ones.
         """
-        for observer in observers.all_of_them():
-            observer.step_begins()
+        observers.tell(observers.Observer.step_begins)
         self.collect_reports()
         # Checked again, since the scaler may have been made outside of the strategy's scope.
         replicas.check_strategy(may_skip=self.handler is not None)

@@ -190,6 +190,20 @@ def test_a_row_that_cannot_be_made_changes_nothing(first):
     assert first.spell is own
 
 
+def test_nor_does_it_change_other_functions_that_are_replaced_already(first):
+    def make(own):
+        raise ValueError("no")
+
+    first.other = lambda text: text
+    place = Method(first, "spell")
+    hooks.install([Replacement(place, adding("a"), When.ALWAYS)])
+    more = Replacement(place, adding("b"), When.ALWAYS)
+    with pytest.raises(ValueError, match="no"):
+        hooks.install([more, Replacement(Method(first, "other"), make)])
+    assert first.spell("x") == "a(x)"
+    assert more not in hooks.installed()
+
+
 def test_a_feature_that_is_off_is_left_out(first):
     name = Name("tf.__internal__.there_is_no_such_name")
     feature = Feature("something", "Nothing else changes.", (name,))

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from keras_mp import hooks
 from keras_mp.kernels import replaced, sums
 from tests.common import mirrored, once
 
@@ -30,7 +31,7 @@ NOT_IN_XLA = (
 
 @pytest.fixture(autouse=True)
 def installed():
-    sums.install()
+    hooks.install(sums.replacements())
     yield
     keras_mp.enable_float32_sums()
 
@@ -252,7 +253,7 @@ def test_average_pooling_of_large_numbers(mode):
 def test_a_function_that_has_gone_is_reported():
     table = replaced.Table({"Gone": sums.KERNELS["Cumsum"]}, "and may be wrong")
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="'Gone'.*may be wrong"):
-        table.install()
+        hooks.install(table.replacements())
 
 
 @once
