@@ -26,8 +26,7 @@ from keras_mp.numerics.comparison.own_share import UNSCALED
 from keras_mp.numerics.comparison.records import Record
 from keras_mp.numerics.comparison.runs import LOSS
 from keras_mp.numerics.comparison.training_loss import GivenLoss, first_scale
-from keras_mp.numerics.exponents.advice import Advice
-from keras_mp.numerics.exponents.advise import advise
+from keras_mp.numerics.exponents.advise import Advice, advise
 from keras_mp.numerics.exponents.histogram import exponent_of, round_down
 from keras_mp.numerics.exponents.what_if import WhatIf, what_if
 from keras_mp.numerics.results import Finding, Result

@@ -13,10 +13,12 @@ import argparse
 import importlib
 import inspect
 import os
-import pathlib
+import re
 import sys
+import types
+import typing
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -31,7 +33,6 @@ from keras_mp.numerics.results import Result
 from keras_mp.numerics.tune import tune
 from keras_mp.numerics.watch import watch
 from keras_mp.support import messages, text_tables
-from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 # The exit status, for CI: nothing found, something found, or a file that cannot be used.
 SOUND, FOUND, FAILED = 0, 1, 2
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
             _fail(f"{options.model} cannot be {options.command.looked_at}: {error}")
         print(result.to_text(options.rows))
         if options.json:
-            pathlib.Path(options.json).write_text(result.to_json() + "\n", encoding="utf-8")
+            result.to_json(options.json)
         return status
 
 
@@ -179,7 +180,7 @@ class _Command(NamedTuple):
         tool: what has the arguments.
         run: runs it with a model, a batch and the options; returns the result and the exit status.
         looked_at: what the model has then been.
-        description: str.
+        description: str. What to add to the first line of the tool's docstring.
         more: options that are no arguments of the tool.
         defaults: of arguments, where others suit a command.
     """
@@ -195,49 +196,57 @@ class _Command(NamedTuple):
 _COMMANDS = {
     "check": _Command(
         *(check, _check, "checked"),
-        "Is a saved model safe and right in 16 bits? Looks for known hazards in its training step, "
-        "compares it with float32 layer by layer, and runs it at its loss scale. The exit status "
-        "is 0 if nothing is found, 1 if something is, 2 if a file cannot be used or a part of this "
-        "cannot be done.",
+        "The exit status is 0 if nothing is found, 1 if something is, 2 if a file cannot be used "
+        "or a part of this cannot be done.",
         ("--inference", "--csv", "--picture"),
     ),
-    "profile": _Command(
-        *(profile, _profile, "profiled"),
-        "Why is a saved model not faster? Prints what computes in which dtype and why, the time of "
-        "a training step by class of operation, and the changes that save most.",
-    ),
+    "profile": _Command(profile, _profile, "profiled", ""),
     "watch": _Command(
         *(watch, _watch, "watched"),
-        "What happens while a saved model trains? Trains it, and prints the first operation that "
-        "is not finite, and the exponents of gradients and outputs. The exit status is 1 if an "
-        "operation is not finite. The file is not changed.",
+        "Trains a saved model. The exit status is 1 if an operation is not finite. The file is not "
+        "changed.",
         ("--epochs", "--batch-size"),
         {"every": 1, "weights": True, "raises": False},
     ),
     "tune": _Command(
         *(tune, _tune, "tuned"),
-        "Finds the policy of each layer of a saved model: as many multiplications in 16 bits as a "
-        "tolerance allows, measured on batches, of which the last quarter is held out. The exit "
-        "status is 0 if layers may compute in 16 bits, 1 if none may, 2 if a file cannot be used. "
-        "The JSON has the policies, which keras_mp.convert and --policy of the other commands "
-        "take.",
+        "The last quarter of the batches is held out. The exit status is 0 if layers may compute "
+        "in 16 bits, 1 if none may, 2 if a file cannot be used. The JSON has the policies, which "
+        "keras_mp.convert and --policy of the other commands take.",
         ("--batch-size", "--output"),
     ),
 }
 
 
-def _parameters(command: _Command) -> Iterator[tuple[str, inspect.Parameter]]:
-    """Yields the flags and parameters of a tool that a text can express, but for the policy."""
-    for parameter in inspect.signature(command.tool).parameters.values():
-        flag = f"--{parameter.name.replace('_', '-')}"
-        is_simple = isinstance(parameter.default, bool | int | float | str)
-        if flag not in _COMMON and (is_simple or flag in _OPTIONS):
-            yield flag, parameter
+def _parameters(tool: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the parameters of a tool that a text can express, and how argparse takes each."""
+    text = (inspect.getdoc(tool) or "").partition("Args:\n")[2].replace("%", "%%")
+    text = re.sub(r" Defaults\s+to\s.*?\.(?=\s)", "", text, flags=re.S)  # A command has its own.
+    of_parameters = dict(re.findall(r"^ {4}(\w+): (.*?)(?=^ {,4}\w|\Z)", text, re.M | re.S))
+    for name, parameter in inspect.signature(tool).parameters.items():
+        kind, default = parameter.annotation, parameter.default
+        kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+        how: dict[str, Any] = {"help": of_parameters.get(name, "")}
+        if isinstance(default, bool):
+            how |= {"default": default, "action": argparse.BooleanOptionalAction}
+        elif Iterable[str] in kinds:
+            how |= {"action": "append"}
+        elif Sequence[float] in kinds:
+            how |= {"action": "extend", "nargs": "+", "type": float}
+        elif isinstance(default, int | float | str):
+            how = {"help": f"{how['help']} (default: %(default)s)", "type": type(default)}
+            how |= {"default": default}
+        elif int in kinds or str in kinds:
+            how |= {"type": int if int in kinds else str}
+        else:
+            continue
+        if name != "policy":
+            yield name, how
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the keyword arguments of a tool, those that were given or have a default."""
-    found = {p.name: getattr(options, p.name) for _, p in _parameters(options.command)}
+    found = {name: getattr(options, name) for name, _ in _parameters(options.command.tool)}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -245,15 +254,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m keras_mp")
     commands = parser.add_subparsers(required=True)
     for name, command in _COMMANDS.items():
-        made = commands.add_parser(name, description=command.description)
-        for flag, parameter in _parameters(command):
-            default, how = parameter.default, _OPTIONS.get(flag, {})
-            kind: dict[str, Any] = {} if "action" in how else {"default": default}
-            if isinstance(default, bool):
-                kind["action"] = argparse.BooleanOptionalAction
-            elif isinstance(default, int | float):
-                kind |= {"type": type(default), "metavar": "N"}
-            made.add_argument(flag, **{**kind, **how})
+        question, *_ = (inspect.getdoc(command.tool) or "").splitlines() or [""]
+        made = commands.add_parser(name, description=f"{question} {command.description}")
+        for argument, how in _parameters(command.tool):
+            made.add_argument(f"--{argument.replace('_', '-')}", **how)
         for flag in ("model", "batch", *_COMMON, *command.more):
             made.add_argument(flag, **_OPTIONS[flag])
         made.set_defaults(command=command, **command.defaults)
@@ -287,9 +291,8 @@ def _positive(text: str) -> int:
     return value
 
 
+# What a command takes beside the arguments of its tool.
 _COMMON = ("--policy", "--all-rows", "--json", "--import")
-_COUNT = {"type": _positive, "metavar": "N"}
-_PATTERNS = {"action": "append", "metavar": "PATTERN"}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"metavar": "MODEL.keras", "help": "a model that tf.keras has saved"},
     "batch": {
@@ -319,44 +322,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--csv": {"type": _path(".csv"), "metavar": "PATH"},
     "--picture": {"type": _path(".png", ".svg", ".pdf"), "metavar": "PATH"},
-    "--epochs": {"default": 1, **_COUNT},
-    "--batch-size": {"default": 32, "help": "samples in a batch (default: %(default)s)", **_COUNT},
-    "--output": {
-        "type": _path(".keras"),
-        "metavar": "MIXED.keras",
-        "help": "the mixed model, not compiled",
-    },
-    "--loss": {"metavar": "NAME", "help": "a loss of tf.keras (default: that of the model)"},
-    "--device": {
-        "metavar": "GPU",
-        "help": 'a GPU and its compute capability, such as "GPU 8.0"',
-    },
-    "--reference": {
-        "metavar": "OTHER",
-        "help": "compare with this policy, model (.keras) or record (.npz) (default: %(default)s)",
-    },
-    "--scales": {
-        "nargs": "+",
-        "action": "extend",
-        "type": float,
-        "metavar": "SCALE",
-        "help": "more loss scales to run it at",
-    },
+    "--epochs": {"type": _positive, "metavar": "N", "default": 1},
+    "--batch-size": {"type": _positive, "metavar": "N", "default": 32},
+    "--output": {"type": _path(".keras"), "metavar": "MIXED.keras", "help": "the mixed model"},
     "--inference": {
         "action": "store_false",
         "dest": "training",
         "help": "call layers with training=False (no dropout)",
     },
-    "--tolerance": {
-        "help": "the largest relative distance of outputs, loss and gradients from float32 "
-        "(default: %(default)s)",
-    },
-    "--dtype": {"choices": LOW_PRECISION_NAMES},
-    "--include": {
-        "help": "layers to take, such as encoder/* (default: all); may be repeated",
-        **_PATTERNS,
-    },
-    "--leave-out": {"help": "layers that stay in float32; may be repeated", **_PATTERNS},
-    "--exclude": {"help": "operations not to look at; may be repeated", **_PATTERNS},
-    "--last-step": _COUNT,
 }

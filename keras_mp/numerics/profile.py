@@ -93,13 +93,12 @@ class StepTimes(Result):
             "class, in all threads together:",
             *text_tables.aligned(classes),
         ]
+        lines += [f"Nothing that was tried saves {100 * _LEAST:.0f} % or more."]
         if self.changes:
-            lines.append("What saves most, each tried alone on a copy of the model:")
+            lines[-1] = "What saves most, each tried alone on a copy of the model:"
             lines += [f"  {_milliseconds(each.seconds)}: {each.what}" for each in self.changes]
-        else:
-            lines.append(f"Nothing that was tried saves {100 * _LEAST:.0f} % or more.")
-        failed = {what: error for what, error in self.tried.items() if isinstance(error, str)}
-        lines += [f"Could not be tried: {what} ({error})" for what, error in failed.items()]
+        failed = [(what, error) for what, error in self.tried.items() if isinstance(error, str)]
+        lines += [f"Could not be tried: {what} ({error})" for what, error in failed]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -255,13 +254,10 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
             for _ in range(_PROFILED):
                 variants[""]()
     now = seconds.pop("")
-    tried.update(seconds)
-    gains = (
-        Change(what, now - each) for what, each in seconds.items() if now - each >= _LEAST * now
-    )
-    changes = sorted(gains, key=lambda change: -change.seconds)
+    gains = [Change(what, now - each) for what, each in seconds.items()]
+    changes = sorted((c for c in gains if c.seconds >= _LEAST * now), key=lambda c: -c.seconds)
     per_step = {name: total / _PROFILED for name, total in classes.items()}
-    return StepTimes(model.name, now, per_step, tried, tuple(changes[:3]))
+    return StepTimes(model.name, now, per_step, {**tried, **seconds}, tuple(changes[:3]))
 
 
 def _candidates(model: tf.keras.Model) -> Iterator[_Candidate]:
@@ -274,11 +270,10 @@ def _candidates(model: tf.keras.Model) -> Iterator[_Candidate]:
         if policy != now:
             what = f'keras_mp.set_global_policy("{policy}"), before the model is made'
             yield _Candidate(what, policy)
-    heads = keras_api.output_layers(model) or []
-    paths = {path: layer for path, layer in layer_paths.layers_by_path(model).items() if path}
-    for path, layer in paths.items():
-        is_head = any(layer is each for each in heads) and layer.weights
-        if low is not None and is_head and layer.dtype_policy.name == "float32":
+    heads = set(map(id, keras_api.output_layers(model) or []))
+    for path, layer in layer_paths.layers_by_path(model).items():
+        is_float32 = layer.weights and layer.dtype_policy.name == "float32"
+        if low is not None and path and id(layer) in heads and is_float32:
             policy = Policy(f"mixed_{low}", output_dtype="float32")
             code = f'dtype=keras_mp.Policy("mixed_{low}", output_dtype="float32")'
             yield _Candidate(f"{code}, of layer {path!r}", {path: policy})

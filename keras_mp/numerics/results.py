@@ -1,11 +1,13 @@
 """What the results of all tools have in common: findings, a text, and JSON."""
 
 import csv
+import json
+import math
 import os
+import pathlib
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from keras_mp.numerics import json_text
 from keras_mp.support import text_tables
 from keras_mp.support.messages import Line
 
@@ -83,7 +85,10 @@ class Result:
         Args:
             path: of the file. Defaults to none.
         """
-        return json_text.to_json(json_text.plain(self.to_dict()), path)
+        text = json.dumps(plain(self.to_dict()), indent=1)
+        if path is not None:
+            pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
 
     def rows_of_csv(self) -> Iterable[Sequence[Any]]:
         """Yields the header and the lines of `to_csv`."""
@@ -100,3 +105,16 @@ class Result:
 
     def __str__(self) -> str:
         return self.to_text()
+
+
+def plain(value: Any) -> Any:
+    """Returns a result as dicts, lists, strings and numbers."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

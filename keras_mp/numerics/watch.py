@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.numerics.exponents import figures
-from keras_mp.numerics.exponents.advice import Advice
-from keras_mp.numerics.exponents.advise import advise
+from keras_mp.numerics.exponents.advise import Advice, advise
 from keras_mp.numerics.exponents.counting import ExponentHistograms
 from keras_mp.numerics.exponents.reports import Report
 from keras_mp.numerics.operations.first_bad_operation import FirstBadOperation
@@ -117,17 +116,11 @@ class watch(keras_api.BaseCallback, Result):
         self.all_workers = validation.boolean("all_workers", all_workers)
         self.history: list[Report] = []
         self._watched, self._optimizer = model, optimizer
-        self._counting: dict[str, Any] = {
-            "every": validation.integer("every", every),
-            "gradients": gradients,
-            "outputs": outputs,
-            "output_gradients": output_gradients,
-            "inputs": inputs,
-            "weights": weights,
-            "updates": updates,
-            "first_step": first_step,
-            "last_step": last_step,
-        }
+        variables = {"gradients": gradients, "weights": weights, "updates": updates}
+        layers = {"inputs": inputs, "outputs": outputs, "output_gradients": output_gradients}
+        steps = {"every": every, "first_step": first_step, "last_step": last_step}
+        validation.integer("every", every)
+        self._counting: dict[str, Any] = {**variables, **layers, **steps}
         # Made now, in the scope of a strategy, and not in a replica.
         self._histograms = None if model is None or optimizer is None else self._made_histograms()
         scaled = [each for each in (model, *tf.nest.flatten(optimizer)) if each is not None]

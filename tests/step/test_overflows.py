@@ -377,7 +377,7 @@ def test_a_model_knows_what_its_variables_are_called():
     assert overflow.variables == names
     shared.trainable = True
     histograms = ExponentHistograms(model, gradients=True, outputs=False)
-    assert {path for _, path in histograms._counts.places} == set(names)
+    assert {path for _, path in histograms.places} == set(names)
 
 
 def test_fixed_scales_and_files_know_of_nothing(tmp_path):

@@ -1,13 +1,15 @@
 """Advice about what was measured: sentences with their numbers, and policies for `convert`."""
 
-from collections.abc import Iterator
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from keras_mp.numerics.causes import LARGE_INPUTS, LARGE_WEIGHTS, SAID
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
-from keras_mp.numerics.exponents.advice import Advice, Facts, power, share_of
-from keras_mp.numerics.exponents.gradient_advice import about_gradients, overflow
+from keras_mp.numerics.exponents.histogram import EVERYWHERE, Fate, Window, exponent_of, round_down
 from keras_mp.numerics.exponents.reports import Report
-from keras_mp.numerics.exponents.rows import GRADIENT, OUTPUT, UPDATE, UPDATE_TOLERANCE
+from keras_mp.numerics.exponents.rows import UPDATE_TOLERANCE, RowKey
 from keras_mp.numerics.exponents.what_if import WhatIf
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
@@ -17,17 +19,37 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 _OFF, _RISES = 0.05, 16.0
 
 
+class Advice(NamedTuple):
+    """The result of `advise`: `str(advice)` has a line for each sentence.
+
+    Attributes:
+        sentences: list of str; empty if nothing is lost.
+        policies: dict of paths of layers and names of policies, as `keras_mp.convert` takes it.
+        loss_scale: float or None. The scale that is recommended, if one is: for the whole training
+            if a training run was measured, to start with if it was a batch.
+
+    Example:
+
+    >>> print(keras_mp.numerics.exponents.advise.Advice([], {}, None))
+    Nothing is lost.
+    """
+
+    sentences: list[str]
+    policies: dict[str, str]
+    loss_scale: float | None
+
+    def __str__(self) -> str:
+        return "\n".join(self.sentences) or "Nothing is lost."
+
+
 def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float = 0.001) -> Advice:
     """Returns advice on how to keep a model from losing what it loses in 16 bits.
 
     Each sentence has the numbers that it is based on. If a model loses nothing at the loss scale
-    that it is trained with, there is no advice. For a batch, this is the loss scale of the model's
-    optimizer or policy, else 2^15: `WhatIf.loss_scale`. Gradients that are rounding noise do not
-    count: `WhatIf.noise`. Layers that lose what they return, to infinity or to zero, come first: as
-    long as there are any, gradients are no guide. What a run has lost outranks what histograms
-    predict.
-    Act on it with `keras_mp.convert(model, advice.policies)`, compile the model with the loss scale
-    if there is one, and measure again, until nothing is lost.
+    that it is trained with, there is no advice. Gradients that are rounding noise do not count.
+    Layers that lose what they return, to infinity or to zero, come first: as long as there are any,
+    gradients are no guide. What a run has lost outranks what histograms predict. Act on it, and
+    measure again, until nothing is lost.
 
     Args:
         measured: a `Report` of the steps of a training run, or what `what_if` returned. The latter
@@ -68,62 +90,341 @@ def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float =
         raise ValueError(f"Expected 'float16' or 'bfloat16'. Received: dtype={dtype!r}")
     if not 0 <= tolerance <= 1:
         raise ValueError(f"Expected a share from 0 to 1. Received: tolerance={tolerance!r}")
-    facts = Facts(measured, dtype, tolerance)
-    outputs = _about_outputs(facts)
-    inside = None if outputs else _about_runs(facts)
-    found = outputs or inside
-    if found is None:
-        zeros, found = _about_zeros(facts), about_gradients(facts)
-        if zeros is not None and not overflow(facts):
-            found = Advice([zeros], {}, None)
-        elif zeros is not None and found is not None:
-            found.sentences.append(zeros)
-    found = found or Advice([], {}, None)
-    noise = _about_noise(facts)
-    if noise is not None:
-        found.sentences.append(noise)
-    found.sentences.extend(_about_updates(facts))
-    if dtype == "float16" and (found.policies or found.loss_scale):
-        found.sentences.extend(_about_bfloat16(facts, inside is not None))
-    return found
+    return _Adviser(measured, dtype, tolerance).advice()
 
 
-def _about_outputs(facts: Facts) -> Advice | None:
-    """Returns advice about layers whose results are beyond the dtype at any loss scale."""
-    advice, dtype = Advice([], {}, None), facts.dtype
-    for row in facts.rows:
-        layer, histogram = facts.unit(row.path), row.histogram
-        if row.kind != OUTPUT or layer in advice.policies:
-            continue
-        fate = histogram.fate(dtype)
-        bad, total = fate.infinite, fate.values
-        if not bad and row.dtype == dtype and not advice.policies:
-            # What came out infinite may have been of any size. Layers after it suffer from it.
-            bad = histogram.infinities + histogram.nans
-            total = histogram.total
-        if bad:
-            advice.policies[layer] = "float32"
-            advice.sentences.append(
-                f"Run `{layer}` in float32: {share_of(bad, total)} of {_output(row.path, layer)} "
-                f"is beyond {dtype}, {facts.where}."
-            )
-    if not advice.sentences:
-        return None
-    cause = _cause(facts, next(iter(advice.policies)))
-    return Advice([*cause, *advice.sentences], advice.policies, None)
+class _Adviser:
+    """What was measured, and the advice that follows, with words for it.
 
+    Args:
+        measured: `Report` or `WhatIf`.
+        dtype: str.
+        tolerance: float. Which share of a gradient may become zero.
+    """
 
-def _cause(facts: Facts, layer: str) -> list[str]:
-    """Returns a sentence if weights, or inputs of the model, are too large for any layer."""
-    runs = facts.runs
-    if runs is None:
+    def __init__(self, measured: Report | WhatIf, dtype: str, tolerance: float) -> None:
+        self.dtype, self.tolerance = dtype, tolerance
+        self.report = measured if isinstance(measured, Report) else None
+        self.runs = measured if isinstance(measured, WhatIf) else None
+        # The loss scale in force, or that which training would begin with.
+        self.now = round_down(measured.loss_scale)
+        noise, rows = measured.noise, measured.rows_in_16_bits
+        self.rows = [row for row in rows if row.key not in noise]
+        self.of_noise = [row for row in rows if row.key in noise]
+        self.gradients = [row for row in self.rows if row.is_scaled]
+        # What real runs have lost of gradients, by loss scale.
+        of_runs = (
+            {at: measured.losses(at, tolerance) for at in measured.scales}
+            if isinstance(measured, WhatIf)
+            else {}
+        )
+        self.losses = {
+            scale: {key: each for key, each in lost.items() if key not in noise}
+            for scale, lost in of_runs.items()
+        }
+        # Where it was measured. Other batches than one may have larger gradients, so that what
+        # suits it is no scale to keep.
+        self.where, self.set_scale = "in the batch", "start the loss scale at"
+        if self.report:
+            self.where = f"in {self.report.counted:,} of {self.report.step:,} steps"
+            self.set_scale = "fix the loss scale at"
+        self.sentences: list[str] = []
+        self.policies: dict[str, str] = {}
+        self.loss_scale: float | None = None
+
+    def advice(self) -> Advice:
+        is_inside = False
+        if not self._outputs():
+            is_inside = self._inside()
+            if not is_inside:
+                self._scale()
+        self.sentences += [*self._noise(), *self._updates()]
+        # Histograms do not tell what is lost inside of a layer.
+        if self.dtype == "float16" and (self.policies or self.loss_scale) and not is_inside:
+            self.sentences += self._bfloat16()
+        return Advice(self.sentences, self.policies, self.loss_scale)
+
+    def _in_float32(self, layer: str, why: str) -> None:
+        if layer and layer not in self.policies:
+            self.policies[layer] = "float32"
+            self.sentences.append(f"Run `{layer}` in float32: {why}.")
+
+    def _unit(self, path: str) -> str:
+        """Returns the layer whose policy a layer has: itself, or the one around it."""
+        return self.runs.units.get(path, path) if self.runs else path
+
+    def _owner(self, kind: str, path: str) -> str:
+        """Returns the layer of a row; for a variable of the model itself, ""."""
+        return self._unit(path.rpartition("/")[0] if kind == "gradient" else path)
+
+    def _takers(self, path: str) -> list[str]:
+        """Returns the layers that take what a layer returns, and so compute its gradient."""
+        takers = self.runs.consumers.get(path, ()) if self.runs else ()
+        return sorted({self._unit(taker) for taker in takers})
+
+    def _outputs(self) -> bool:
+        """Advises about layers whose results are beyond the dtype at any loss scale."""
+        for row in self.rows:
+            layer, histogram = self._unit(row.path), row.histogram
+            if row.kind != "output" or layer in self.policies:
+                continue
+            fate = histogram.fate(self.dtype)
+            bad, total = fate.infinite, fate.values
+            if not bad and row.dtype == self.dtype and not self.policies:
+                # What came out infinite may have been of any size. Layers after it suffer from it.
+                bad, total = histogram.infinities + histogram.nans, histogram.total
+            if bad:
+                self.sentences += [] if self.policies else self._cause(layer)
+                lost = f"{_share(bad, total)} of {_output(row.path, layer)}"
+                self._in_float32(layer, f"{lost} is beyond {self.dtype}, {self.where}")
+        return bool(self.policies)
+
+    def _cause(self, layer: str) -> list[str]:
+        """Returns a sentence if weights, or inputs of the model, are too large for any layer."""
+        if self.runs and (weight := self.runs.largest_weights.get(layer, 0.0)) >= LARGE_WEIGHTS:
+            return [f"The weights of `{layer}` reach {weight:.3g}. {SAID['weights']}"]
+        if self.runs and self.runs.largest_input >= LARGE_INPUTS:
+            return [f"The inputs reach {self.runs.largest_input:.3g}: {SAID['inputs']}"]
         return []
-    weight = runs.largest_weights.get(layer, 0.0)
-    if weight >= LARGE_WEIGHTS:
-        return [f"The weights of `{layer}` reach {weight:.3g}. {SAID['weights']}"]
-    if runs.largest_input >= LARGE_INPUTS:
-        return [f"The inputs reach {runs.largest_input:.3g}: {SAID['inputs']}"]
-    return []
+
+    def _inside(self) -> bool:
+        """Advises about the first layer that loses an output inside which would fit."""
+        runs, dtype = self.runs, self.dtype
+        if runs is None:
+            return False
+        lost_of, computed_in = runs[runs.scales[0]], runs.computed_in
+        for (kind, path), lost in lost_of.items():
+            if kind != "output":
+                continue
+            # The error of what the layer takes, which is one rounding at least.
+            makers = [("output", maker) for maker in runs.makers(path)]
+            errors = [lost_of[maker].error for maker in makers if maker in lost_of]
+            before = _RISES * max(UNIT_ROUNDOFF[runs.dtype], *errors, 0.0)
+            if not lost.infinite and lost.error <= max(_OFF, before):
+                continue
+            layers = [("output", path)]
+            # The layer makes as large an error in float32 of what it takes in 16 bits.
+            is_amplified = lost.error <= before * runs.amplification.get(path, 0.0)
+            if computed_in[kind, path] not in LOW_PRECISION_NAMES or is_amplified:
+                layers += makers
+            what = f"{{}} is off by {100 * lost.error:.0f} % of its norm"
+            if lost.infinite:
+                what = f"{lost.infinite:,} values of {{}} are infinite or NaN"
+            elif lost.share >= lost.error:
+                what = f"{_share(lost.zero, lost.values)} of {{}} is zero"
+            for key in layers:
+                if computed_in.get(key) in LOW_PRECISION_NAMES:
+                    layer = self._unit(key[1])
+                    of_layer = what.format(_output(path, layer))
+                    in_batch = f"in {dtype}, and not in float32, in the batch"
+                    self._in_float32(layer, f"{of_layer} {in_batch}")
+            if self.policies:
+                return True
+        return False
+
+    def _scale(self) -> None:
+        """Advises about gradients, unless their zeros may have been too small for the dtype."""
+        zeros = self._unknown_zeros()
+        is_too_large = any(
+            row.overflowed_at <= self.now or row.histogram.fate(self.dtype, self.now).infinite
+            for row in self.gradients
+        )
+        if not zeros or is_too_large:
+            self._gradients()
+        if zeros and (self.sentences or not is_too_large):
+            self.sentences.append(zeros)
+
+    def _gradients(self) -> None:
+        """Advises a loss scale, and layers for float32, unless the current scale is good."""
+        dtype, rows = self.dtype, self.gradients
+        overflowed = [r for r in rows if r.dtype == dtype and math.isfinite(r.overflowed_at)]
+        infinite = [row for row in overflowed if not row.histogram.exponents]
+        if infinite:
+            scale = _power(min(row.overflowed_at for row in infinite))
+            self.sentences.append(
+                f"Use a dynamic loss scale, which finds one: at {scale} all of "
+                f"`{infinite[0].path}`{_others(infinite)} is infinite or NaN, {self.where}, so its "
+                "size is unknown."
+            )
+            return
+        allowed = Window(0, EVERYWHERE.high)  # A loss scale is at least 1.
+        windows = {row.key: row.window(dtype, self.tolerance) & allowed for row in rows}
+        of_rows = functools.reduce(Window.__and__, windows.values(), allowed)
+        common = of_rows & self._window_of_runs()
+        if common.is_empty and not of_rows.is_empty:
+            self._best_of_runs()
+            return
+        needs_none = dtype == "bfloat16" and common.low == 0 <= common.high
+        if min(common.margins(self.now)) >= 0 or needs_none or not rows:
+            return
+        if common.is_empty:
+            self._conflict(windows)
+            return
+        # In the middle of the window, and rather lower, since gradients grow at times.
+        exponent = (common.low + common.high) // 2
+        self.loss_scale = 2.0**exponent
+        sentence = (
+            f"{self.set_scale.capitalize()} 2^{exponent}: between 2^{common.low} and "
+            f"2^{common.high} no gradient loses more than {100 * self.tolerance:g} %, {self.where}."
+        )
+        worst = max(rows, key=lambda row: _lost(row.histogram.fate(dtype, self.now)))
+        fate = worst.histogram.fate(dtype, self.now)
+        if overflowed:
+            sentence += (
+                " That only covers finite gradients. How much smaller the scale has to be for the "
+                "steps that overflowed is unknown; a dynamic loss scale finds it."
+            )
+        elif fate.infinite or fate.zero:
+            beyond = "beyond" if fate.infinite else "below"
+            sentence += (
+                f" At {_power(self.now)}, {_share(fate.infinite or fate.zero, fate.values)} of "
+                f"{_named(*worst.key)} is {beyond} {dtype}."
+            )
+        self.sentences.append(sentence)
+
+    def _window_of_runs(self) -> Window:
+        """Returns the loss scales between those of runs that have lost something of a gradient."""
+        window = EVERYWHERE
+        for scale, of_rows in self.losses.items():
+            exponent = exponent_of(scale)
+            if any(lost.infinite for lost in of_rows.values()):
+                window &= Window(EVERYWHERE.low, exponent - 1)
+            elif of_rows:
+                window &= Window(exponent + 1, EVERYWHERE.high)
+        return window
+
+    def _best_of_runs(self) -> None:
+        """Advises where every run has lost something inside of layers.
+
+        That is where the histograms of what they return leave a window open.
+        """
+
+        def most(scale: float) -> float:
+            losses = self.losses[scale].values()
+            return max((1.0 if each.infinite else each.share for each in losses), default=0.0)
+
+        best = self.loss_scale = min(self.losses, key=most)
+        for (kind, path), lost in self.losses[best].items():
+            what = "infinite" if lost.infinite else "zero"
+            share = _share(lost.infinite or lost.zero, lost.values)
+            is_of_output = kind == "output gradient"
+            for layer in self._takers(path) if is_of_output else [self._owner(kind, path)]:
+                self._in_float32(
+                    layer,
+                    f"{share} of {_named(kind, path)} is {what} in {self.dtype} at {_power(best)}, "
+                    f"the best of the loss scales that were run, {self.where}",
+                )
+
+    def _conflict(self, windows: Mapping[RowKey, Window]) -> None:
+        """Advises the scale that suits most gradients, and float32 for the layers of the others."""
+        ends = sorted({end for window in windows.values() for end in window})
+        best = max(ends, key=lambda end: sum(low <= end <= high for low, high in windows.values()))
+        suited = {key: each for key, each in windows.items() if each.low <= best <= each.high}
+        low, high = functools.reduce(Window.__and__, suited.values(), EVERYWHERE)
+        # By layer, what is lost most at the nearest scale that suits the others.
+        worst: dict[str, tuple[Fate, str]] = {}
+        for row in self.gradients:
+            if row.key in suited:
+                continue
+            window, others = windows[row.key], "it"
+            end, is_small = max(window.high, 0), window.high >= 0
+            if not window.is_empty:
+                is_small = window.low > best
+                end = high if is_small else low
+                others = next(f"`{key[1]}`" for key, at in suited.items() if at[is_small] == end)
+            fate = row.histogram.fate(self.dtype, 2.0**end)
+            where = f"below {self.dtype} at any scale that does not overflow {others}"
+            if not is_small:
+                where = f"beyond {self.dtype} at any scale at which nothing of {others} is lost"
+            lost = _share(fate.zero if is_small else fate.infinite, fate.values)
+            layer, why = self._owner(*row.key), f"{lost} of {_named(*row.key)} is {where}"
+            if layer not in worst or _lost(fate) > _lost(worst[layer][0]):
+                worst[layer] = fate, why
+        for layer, (_, why) in worst.items():
+            self._in_float32(layer, f"{why}, {self.where}")
+        for kind, path in windows:
+            if kind == "output gradient" and (kind, path) not in suited:
+                for layer in self._takers(path):
+                    self._in_float32(layer, f"it computes the gradient of `{path}`'s output")
+        if suited:
+            self.loss_scale = 2.0 ** ((low + high) // 2)
+            self.sentences.append(
+                f"Then {self.set_scale} {_power(self.loss_scale)}: between 2^{low} and 2^{high} "
+                f"the other gradients lose no more than {100 * self.tolerance:g} %, {self.where}."
+            )
+
+    def _unknown_zeros(self) -> str:
+        """Returns a sentence about gradients whose zeros may have been too small for the dtype."""
+        rows = self.report.rows_with_unknown_zeros(self.tolerance) if self.report else []
+        rows = [row for row in rows if row.dtype == self.dtype]
+        if not rows or self.report is None:
+            return ""
+        worst = max(rows, key=lambda row: row.histogram.zeros / row.histogram.total)
+        return (
+            f"{_share(worst.histogram.zeros, worst.histogram.total)} of `{worst.path}`"
+            f"{_others(rows)} is zero in {self.dtype} at a loss scale of "
+            f"{self.report.loss_scale:g}. Whether it is zero in float32, too, is unknown: "
+            "`keras_mp.numerics.check` tells."
+        )
+
+    def _noise(self) -> Iterator[str]:
+        """Yields a sentence about gradients that are lost, and may be rounding noise or not.
+
+        A histogram tells their size alone.
+        """
+        of_noise = [(row.histogram.fate(self.dtype, self.now), row.path) for row in self.of_noise]
+        lost = [each for each in of_noise if each[0].share("zero") > self.tolerance]
+        if self.report and lost:
+            fate, path = max(lost, key=lambda each: each[0].share("zero"))
+            yield (
+                f"{_share(fate.zero, fate.values)} of `{path}`{_others(lost)} is below "
+                f"{self.dtype} at {_power(self.now)}. It is so small compared with the other "
+                "gradients of its layer that it may be rounding noise: `keras_mp.numerics.check` "
+                "tells."
+            )
+
+    def _updates(self) -> Iterator[str]:
+        """Yields sentences about weights in 16 bits that have gradients, and did not move."""
+        rows = self.report.rows if self.report else []
+        gradients = {row.path: row.histogram for row in rows if row.kind == "gradient"}
+        updates = [row for row in rows if row.kind == "update" and row.path in gradients]
+        for dtype in LOW_PRECISION_NAMES:
+            of_dtype = [row for row in updates if row.dtype == dtype]
+            pairs = [(row.histogram, gradients[row.path]) for row in of_dtype]
+            # A sparse gradient does not tell which weights are to move.
+            pairs = [(update, each) for update, each in pairs if each.total == update.total]
+            lost = sum(max(0, update.zeros - each.zeros) for update, each in pairs)
+            total = sum(each.total - each.zeros for _, each in pairs)
+            if lost > UPDATE_TOLERANCE * total:
+                yield (
+                    "Compile the model with keras_mp.MasterWeightOptimizer(optimizer): "
+                    f"{_share(lost, total)} of the weights in {dtype} with a gradient did not "
+                    f"move, {self.where}."
+                )
+
+    def _bfloat16(self) -> Iterator[str]:
+        """Yields a sentence if bfloat16 keeps what float16 loses."""
+        of_rows = [row.histogram for row in self.rows]
+        # Nothing is known about what was not finite.
+        is_unknown = any(each.infinities + each.nans for each in of_rows)
+        fates = [each.fate("bfloat16") for each in of_rows]
+        if is_unknown and any(row.dtype == "float16" for row in self.rows):
+            return
+        if not any(fate.zero or fate.infinite for fate in fates):
+            yield (
+                "bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of "
+                f"{sum(fate.values for fate in fates):,} values none becomes zero or infinite, "
+                f"{self.where}. (It keeps 8 bits of each value, float16 11.)"
+            )
+
+
+def _lost(fate: Fate) -> float:
+    return fate.share("zero") + fate.share("infinite")
+
+
+def _named(kind: str, path: str) -> str:
+    """Returns what a sentence calls a gradient."""
+    return f"`{path}`" if kind == "gradient" else f"the gradient of `{path}`'s output"
 
 
 def _output(path: str, layer: str) -> str:
@@ -134,129 +435,15 @@ def _output(path: str, layer: str) -> str:
     return f"the output of `{path}`, which {'is inside' if is_inside else 'takes its'},"
 
 
-def _about_runs(facts: Facts) -> Advice | None:
-    """Returns advice about the first layer that loses an output inside which would fit."""
-    if facts.runs is None:
-        return None
-    runs, dtype, computed_in = facts.runs, facts.dtype, facts.runs.computed_in
-    for (kind, path), lost in runs[runs.scales[0]].items():
-        if kind != OUTPUT:
-            continue
-        before = _off_before(runs, path)
-        # The layer makes as large an error in float32 of what it takes in 16 bits.
-        is_amplified = lost.error <= _RISES * runs.amplification.get(path, 0.0) * before
-        if not lost.infinite and lost.error <= max(_OFF, _RISES * before):
-            continue
-        layers = [path]
-        if computed_in[kind, path] not in LOW_PRECISION_NAMES or is_amplified:
-            layers += runs.makers(path)
-        layers = [each for each in layers if computed_in.get((OUTPUT, each)) in LOW_PRECISION_NAMES]
-        if lost.infinite:
-            what = f"{lost.infinite:,} values of {{}} are infinite or NaN"
-        elif lost.share >= lost.error:
-            what = f"{share_of(lost.zero, lost.values)} of {{}} is zero"
-        else:
-            what = f"{{}} is off by {100 * lost.error:.0f} % of its norm"
-        sentences = {
-            layer: f"Run `{layer}` in float32: {what.format(_output(path, layer))} in {dtype}, and "
-            "not in float32, in the batch."
-            for layer in map(facts.unit, layers)
-        }
-        if sentences:
-            return Advice([*sentences.values()], dict.fromkeys(sentences, "float32"), None)
-    return None
+def _others(rows: Sequence[object]) -> str:
+    return f" (and of {len(rows) - 1} more)" if len(rows) > 1 else ""
 
 
-def _off_before(runs: WhatIf, path: str) -> float:
-    """Returns the error of what a layer takes, which is one rounding at least."""
-    lost = runs[runs.scales[0]]
-    rows = [(OUTPUT, maker) for maker in runs.makers(path)]
-    return max([UNIT_ROUNDOFF[runs.dtype], *(lost[row].error for row in rows if row in lost)])
+def _share(count: int, total: int) -> str:
+    """Returns a share of the values, in words."""
+    share = 100 * count / total
+    return f"{count:,} of {total:,} values" if share < 0.1 else f"{share:.1f} %"
 
 
-def _about_zeros(facts: Facts) -> str | None:
-    """Returns a sentence about gradients whose zeros may have been too small for the dtype."""
-    if facts.report is None:
-        return None
-    rows = facts.report.rows_with_unknown_zeros(facts.tolerance)
-    rows = [row for row in rows if row.dtype == facts.dtype]
-    if not rows:
-        return None
-    worst = max(rows, key=lambda row: row.histogram.zeros / row.histogram.total)
-    zeros, total = worst.histogram.zeros, worst.histogram.total
-    others = f" (and of {len(rows) - 1} more)" if len(rows) > 1 else ""
-    return (
-        f"{share_of(zeros, total)} of `{worst.path}`{others} is zero in {facts.dtype} at a loss "
-        f"scale of {facts.report.loss_scale:g}. Whether it is zero in float32, too, is unknown: "
-        "`keras_mp.numerics.check` tells."
-    )
-
-
-def _about_noise(facts: Facts) -> str | None:
-    """Returns a sentence about gradients that are lost, and may be rounding noise or not.
-
-    A histogram tells their size alone.
-    """
-    report = facts.report
-    if report is None:
-        return None
-    of_noise = (row for row in report.rows_in_16_bits if row.key in report.noise)
-    fates = {row.path: row.histogram.fate(facts.dtype, facts.now) for row in of_noise}
-    lost = {path: fate for path, fate in fates.items() if fate.share("zero") > facts.tolerance}
-    if not lost:
-        return None
-    path, fate = max(lost.items(), key=lambda each: each[1].share("zero"))
-    others = f" (and of {len(lost) - 1} more)" if len(lost) > 1 else ""
-    return (
-        f"{share_of(fate.zero, fate.values)} of `{path}`{others} is below {facts.dtype} at "
-        f"{power(facts.now)}. It is so small compared with the other gradients of its layer that "
-        "it may be rounding noise: `keras_mp.numerics.check` tells."
-    )
-
-
-def _about_updates(facts: Facts) -> Iterator[str]:
-    """Yields sentences about weights in 16 bits that did not move, though they have gradients."""
-    if facts.report is None:
-        return
-    rows = facts.report.rows
-    gradients = {row.path: row.histogram for row in rows if row.kind == GRADIENT}
-    for dtype in LOW_PRECISION_NAMES:
-        lost = total = 0
-        for row in rows:
-            gradient = gradients.get(row.path)
-            if row.kind != UPDATE or row.dtype != dtype or gradient is None:
-                continue
-            # A sparse gradient does not tell which weights are to move.
-            if gradient.total == row.histogram.total:
-                lost += max(0, row.histogram.zeros - gradient.zeros)
-                total += gradient.total - gradient.zeros
-        if lost > UPDATE_TOLERANCE * total:
-            yield (
-                "Compile the model with keras_mp.MasterWeightOptimizer(optimizer): "
-                f"{share_of(lost, total)} of the weights in {dtype} with a gradient did not move, "
-                f"{facts.where}."
-            )
-
-
-def _about_bfloat16(facts: Facts, is_inside: bool) -> list[str]:
-    """Returns a sentence if bfloat16 keeps what float16 loses, else nothing.
-
-    Histograms do not tell what is lost inside of a layer.
-    """
-    rows = facts.rows
-    if is_inside:
-        return []
-    if any(row.dtype == "float16" for row in rows):
-        # Nothing is known about what was not finite.
-        bad = sum(row.histogram.infinities + row.histogram.nans for row in rows)
-        if bad:
-            return []
-    fates = [row.histogram.fate("bfloat16") for row in rows]
-    if any(fate.zero or fate.infinite for fate in fates):
-        return []
-    values = sum(fate.values for fate in fates)
-    return [
-        "bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of "
-        f"{values:,} values none becomes zero or infinite, {facts.where}. (It keeps 8 bits of each "
-        "value, float16 11.)"
-    ]
+def _power(scale: float) -> str:
+    return f"2^{math.log2(scale):.0f}"

@@ -8,7 +8,7 @@ for the device until it is read.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -19,27 +19,31 @@ from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
 from keras_mp.models import low_precision_weights
 from keras_mp.models.layer_paths import layers_by_path, paths_of_weights, variables_by_path
 from keras_mp.numerics import patterns
-from keras_mp.numerics.exponents.counts import HistogramCounts, Observation
-from keras_mp.numerics.exponents.histogram import Histogram
+from keras_mp.numerics.exponents.histogram import COLUMNS, ROWS, Histogram, count_exponents
 from keras_mp.numerics.exponents.reports import Report
-from keras_mp.numerics.exponents.rows import (
-    GRADIENT,
-    INPUT,
-    KINDS,
-    OUTPUT,
-    OUTPUT_GRADIENT,
-    UPDATE,
-    WEIGHT,
-    Row,
-    RowKey,
-    Statistics,
-)
+from keras_mp.numerics.exponents.rows import KINDS, Row, RowKey, Statistics
 from keras_mp.numerics.watching import watching_gradients, watching_outputs
 from keras_mp.step.gradients import Gradient
 from keras_mp.support import host, kept_casts, messages, validation
 from keras_mp.support.autograph import do_not_convert
 
-_OF_LAYERS = (INPUT, OUTPUT, OUTPUT_GRADIENT)
+_OF_LAYERS = ("input", "output", "output gradient")
+
+
+class _Seen(NamedTuple):
+    """A tensor that a step has shown.
+
+    Attributes:
+        row: tuple of str, the kind and the path.
+        tensor: tensor.
+        divisor: float32 scalar tensor by which the values are still to be divided, or None.
+        scale: float32 scalar tensor, what the loss was multiplied by, or None.
+    """
+
+    row: RowKey
+    tensor: tf.Tensor
+    divisor: tf.Tensor | None = None
+    scale: tf.Tensor | None = None
 
 
 class ExponentHistograms:
@@ -103,40 +107,52 @@ class ExponentHistograms:
                 f"The model {model.name!r} is not built, so its layers and variables are not known "
                 "yet. Call it on a batch first."
             )
-        self.every = validation.integer("every", every)
-        self.first_step = validation.integer("first_step", first_step, at_least=0)
-        self.last_step = last_step
+        self._every = validation.integer("every", every)
+        self._first = validation.integer("first_step", first_step, at_least=0)
+        self._last = np.iinfo(np.int64).max
         if last_step is not None:
-            self.last_step = validation.integer("last_step", last_step, at_least=self.first_step)
+            self._last = validation.integer("last_step", last_step, at_least=self._first)
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         # Those that scale a loss show their gradients themselves.
         self._plain_optimizers = list(filter(_scales_no_loss, tf.nest.flatten(self.optimizer)))
         layers, variables = layers_by_path(model), variables_by_path(model)
-        shown = [path for path, layer in layers.items() if not _is_left_out(layer)]
-        self._chosen: dict[str, list[str]] = {}
+        # But for models, which return what their layers do, and cells, which are in loops.
+        shown = [
+            path
+            for path, layer in layers.items()
+            if not isinstance(layer, tf.keras.Model) and not hasattr(layer, "state_size")
+        ]
+        self.chosen: dict[str, list[str]] = {}
         for kind in KINDS:
             name = f"{kind}s".replace(" ", "_")
-            choice, paths = choices.get(name, kind in (GRADIENT, OUTPUT)), list(variables)
+            choice, paths = choices.get(name, kind in ("gradient", "output")), list(variables)
             if kind in _OF_LAYERS:
                 paths = shown if choice is True else list(layers)
             if not isinstance(choice, bool):
                 paths = patterns.chosen(name, choice, paths)
-            self._chosen[kind] = paths if choice is not False else []
-        of_layers = {path for kind in _OF_LAYERS for path in self._chosen[kind]}
+            self.chosen[kind] = paths if choice is not False else []
+        of_layers = {path for kind in _OF_LAYERS for path in self.chosen[kind]}
         self._layers = {path: layer for path, layer in layers.items() if path in of_layers}
         self._variables = {path: variable for path, (variable, _) in variables.items()}
-        self._paths = paths_of_weights(model)
-        self._dtypes = {
-            (GRADIENT, path): layer.compute_dtype for path, (_, layer) in variables.items()
+        self.paths = paths_of_weights(model)
+        # What each row was computed in.
+        self.dtypes = {
+            ("gradient", path): layer.compute_dtype for path, (_, layer) in variables.items()
         }
-        self.misses_gradients = bool(self._chosen[GRADIENT])
+        self.misses_gradients = bool(self.chosen["gradient"])
         # Weights are looked at when it is read.
-        rows = [(kind, path) for kind in KINDS if kind != WEIGHT for path in self._chosen[kind]]
+        rows = [(kind, path) for kind in KINDS if kind != "weight" for path in self.chosen[kind]]
+        self.places = {row: place for place, row in enumerate(rows)}
         self._strategy = model.distribute_strategy
         with self._strategy.scope():
             self._steps = host.local_variable("steps", 0)
-            self._counts = HistogramCounts(rows, self._strategy)
+            self._counted = host.local_variable("counted", 0)
+            self._bins = host.local_variable("bins", np.zeros([len(rows), ROWS * COLUMNS], int))
+            # The smallest loss scale at which a value of each row was not finite.
+            nowhere = np.full(len(rows), np.inf)
+            self._overflowed_at = host.local_variable("overflowed_at", nowhere, tf.float32)
+            self._loss_scale = host.local_variable("loss_scale", 1.0, tf.float32)
 
     @do_not_convert
     @contextlib.contextmanager
@@ -152,9 +168,8 @@ class ExponentHistograms:
                 "replica counts its own values."
             )
         number = self._steps.assign_add(1) - 1
-        due = tf.equal((number - self.first_step) % self.every, 0) & (number >= self.first_step)
-        if self.last_step is not None:
-            due &= number <= self.last_step
+        due = tf.equal((number - self._first) % self._every, 0)
+        due &= (number >= self._first) & (number <= self._last)
         if tf.executing_eagerly() and not due:
             yield
             return
@@ -176,9 +191,9 @@ class ExponentHistograms:
             step: int. The number of the first of them, from 0.
             steps: int. How many there are. Defaults to 1.
         """
-        start = max(step, self.first_step)
-        due = start + (self.first_step - start) % self.every
-        return due < step + steps and (self.last_step is None or due <= self.last_step)
+        start = max(step, self._first)
+        due = start + (self._first - start) % self._every
+        return due < step + steps and due <= self._last
 
     def go_on_from(self, step: int) -> None:
         """Sets the number of steps that were made before the next one.
@@ -202,27 +217,75 @@ class ExponentHistograms:
         Returns:
             A `Report`, with a row for each tensor of which a value was counted.
         """
-        step = self._strategy.experimental_local_results(self._steps)[0].numpy().item()
-        all_workers = validation.boolean("all_workers", all_workers)
-        report = self._counts.read(step, self._dtypes, all_workers)
-        if report.counted:
-            report.rows += self._rows_of_weights()
-            report.rows.sort(key=lambda row: KINDS.index(row.kind))
-        return report
+        local = self._strategy.experimental_local_results
+        if validation.boolean("all_workers", all_workers):
+            bins, scales = self._strategy.run(self._of_replica)
+            bins = self._strategy.reduce(tf.distribute.ReduceOp.SUM, bins, axis=None).numpy()
+            scales = self._strategy.gather(scales, axis=0).numpy()
+        else:
+            bins = np.sum([each.numpy() for each in local(self._bins)], axis=0)
+            scales = [each.numpy() for each in local(self._overflowed_at)]
+        step, counted, loss_scale = (
+            local(each)[0].numpy().item() for each in (self._steps, self._counted, self._loss_scale)
+        )
+        for variable, value in ((self._bins, 0), (self._counted, 0), (self._overflowed_at, np.inf)):
+            for each in local(variable):
+                each.assign(tf.fill(each.shape, tf.constant(value, each.dtype)))
+        overflowed_at = np.min(scales, axis=0).astype(float)
+        found = {
+            row: Histogram(bins[place].reshape(ROWS, COLUMNS))
+            for row, place in self.places.items()
+            if bins[place].any()
+        }
+        rows = [
+            Row(*row, self.dtypes.get(row, ""), histogram, overflowed_at[self.places[row]].item())
+            for row, histogram in found.items()
+        ]
+        rows += self._rows_of_weights() if counted else ()
+        rows.sort(key=lambda row: KINDS.index(row.kind))
+        return Report(rows, step=step, counted=counted, loss_scale=loss_scale)
+
+    def _of_replica(self) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.identity(self._bins), tf.identity(self._overflowed_at)[tf.newaxis]
 
     def _rows_of_weights(self) -> Iterator[Row]:
-        for path in self._chosen[WEIGHT]:
-            value = self._value(path)
+        for path in self.chosen["weight"]:
+            value = self.value(path)
             values = np.asarray(tf.cast(value, tf.float32))
             if values.size:
-                dtype = value.dtype.name
                 histogram, statistics = Histogram.of(values), Statistics.of(values)
-                yield Row(WEIGHT, path, dtype, histogram, statistics=statistics)
+                yield Row("weight", path, value.dtype.name, histogram, statistics=statistics)
 
-    def _value(self, path: str) -> tf.Tensor:
+    def value(self, path: str) -> tf.Tensor:
         """Returns a variable as the optimizer sees it, in float32 where it keeps all digits."""
         [weight] = low_precision_weights.as_seen(self.optimizer, [self._variables[path]])
         return tf.convert_to_tensor(weight)
+
+    def add(self, seen: Sequence[_Seen]) -> None:
+        """Counts the values of tensors, on this replica."""
+        bins = [tf.zeros([ROWS * COLUMNS], tf.int64)] * len(self.places)
+        overflowed_at = [tf.constant(np.inf)] * len(self.places)
+        for row, tensor, divisor, scale in seen:
+            if row[0] not in ("gradient", "update"):
+                self.dtypes[row] = tensor.dtype.name
+            place, of_tensor = self.places[row], count_exponents(tensor, divisor)
+            bins[place] = bins[place] + of_tensor
+            if scale is not None:
+                is_bad = tf.reduce_any(of_tensor[-COLUMNS:] > 0)
+                at = tf.where(is_bad, tf.cast(scale, tf.float32), np.inf)
+                overflowed_at[place] = tf.minimum(overflowed_at[place], at)
+        self._bins.assign_add(tf.stack(bins))
+        self._overflowed_at.assign(tf.minimum(self._overflowed_at, tf.stack(overflowed_at)))
+
+    def end_step(self, scale: tf.Tensor | None) -> None:
+        """Counts a step.
+
+        Args:
+            scale: float32 scalar tensor, what the loss was multiplied by; None if by nothing.
+        """
+        self._counted.assign_add(1)
+        if scale is not None:
+            self._loss_scale.assign(scale)
 
 
 class _Step(observers.Observer):
@@ -236,7 +299,7 @@ class _Step(observers.Observer):
     def __init__(self, owner: ExponentHistograms, due: tf.Tensor) -> None:
         self._owner, self._due = owner, due
         self._graph = host.current_graph()
-        self._observations: list[Observation] = []
+        self._observations: list[_Seen] = []
         self._inputs: dict[tuple[str, int], tf.Tensor] = {}
         # Gradients of outputs come before it is known what the loss was multiplied by.
         self._still_scaled: list[tuple[RowKey, tf.Tensor]] = []
@@ -247,7 +310,7 @@ class _Step(observers.Observer):
 
     def _values_before(self) -> list[tf.Tensor]:
         """Returns copies of the variables whose updates are counted, if the step is due."""
-        paths, value = self._owner._chosen[UPDATE], self._owner._value
+        paths, value = self._owner.chosen["update"], self._owner.value
 
         def copied() -> list[tf.Tensor]:
             return [tf.identity(value(path)) for path in paths]
@@ -266,25 +329,23 @@ class _Step(observers.Observer):
 
     def observe_output(self, path: str, tensor: tf.Tensor, arguments: list[Any]) -> tf.Tensor:
         """Notes a call of a layer, and has the gradient of its output noted."""
-        rows = self._owner._counts.places
-        for value in arguments if (INPUT, path) in rows else ():
+        rows = self._owner.places
+        for value in filter(tf.is_tensor, arguments if ("input", path) in rows else ()):
             # A layer may return several outputs for one input.
-            if tf.is_tensor(value) and (path, id(value)) not in self._inputs:
+            if (path, id(value)) not in self._inputs:
                 self._inputs[path, id(value)] = value
-                self._note(Observation((INPUT, path), value))
-        self._note(Observation((OUTPUT, path), tensor))
+                self._note(_Seen(("input", path), value))
+        self._note(_Seen(("output", path), tensor))
         # TensorFlow cannot differentiate a loop whose backward pass assigns to variables.
         is_outside = host.current_graph() is self._graph
-        if (OUTPUT_GRADIENT, path) not in rows or not is_outside:
+        if ("output gradient", path) not in rows or not is_outside:
             return tensor
 
         @tf.custom_gradient
         def tapped(x: tf.Tensor) -> Any:
             @do_not_convert
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                row = OUTPUT_GRADIENT, path
-                self._owner._dtypes[row] = upstream.dtype.name
-                self._still_scaled.append((row, upstream))
+                self._still_scaled.append((("output gradient", path), upstream))
                 return upstream
 
             return tf.identity(x), gradient
@@ -301,8 +362,8 @@ class _Step(observers.Observer):
         if host.current_graph() is self._graph and scaled_by is not None:
             self._scale = scaled_by
         for gradient, variable in pairs:
-            path = self._owner._paths.get(id(variable), "")
-            if gradient is None or (GRADIENT, path) not in self._owner._counts.places:
+            path = self._owner.paths.get(id(variable), "")
+            if gradient is None or ("gradient", path) not in self._owner.places:
                 continue
             self._owner.misses_gradients = False
             if scaled_by is not None:
@@ -310,19 +371,16 @@ class _Step(observers.Observer):
             elif path in self._shown_early:
                 continue
             values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-            tensor = tf.convert_to_tensor(values)
-            self._note(Observation((GRADIENT, path), tensor, divisor, scaled_by))
+            seen = ("gradient", path), tf.convert_to_tensor(values), divisor, scaled_by
+            self._note(_Seen(*seen))
 
-    def _note(self, observation: Observation) -> None:
-        row, dtype = observation.row, observation.tensor.dtype
-        if row not in self._owner._counts.places or not dtype.is_floating:
+    def _note(self, observation: _Seen) -> None:
+        if observation.row not in self._owner.places or not observation.tensor.dtype.is_floating:
             return
-        if row[0] != GRADIENT:
-            self._owner._dtypes[row] = dtype.name
         if host.current_graph() is self._graph:
             self._observations.append(observation)
         else:
-            self._if_due(lambda: self._owner._counts.add([observation]))
+            self._if_due(lambda: self._owner.add([observation]))
 
     def count(self) -> None:
         """Counts what was observed, if that is due. Called at the end of the step."""
@@ -334,39 +392,33 @@ class _Step(observers.Observer):
                 f"or `gradients=False`. Received: optimizer={self._owner.optimizer!r}"
             )
         scale = self._scale
-        of_outputs = [Observation(*each, scale, scale) for each in self._still_scaled]
+        of_outputs = [_Seen(*each, scale, scale) for each in self._still_scaled]
 
         def count() -> None:
-            self._owner._counts.add([*self._observations, *of_outputs, *self._updates()])
-            self._owner._counts.end_step(scale)
+            self._owner.add([*self._observations, *of_outputs, *self._updates()])
+            self._owner.end_step(scale)
 
         self._if_due(count)
 
-    def _updates(self) -> Iterator[Observation]:
+    def _updates(self) -> Iterator[_Seen]:
         """Yields what the step has added to weights, divided by the power of two below each."""
         owner = self._owner
-        for path, value in zip(owner._chosen[UPDATE], self._before):
-            after = owner._value(path)
-            owner._dtypes[UPDATE, path] = after.dtype.name
+        for path, value in zip(owner.chosen["update"], self._before):
+            after = owner.value(path)
+            owner.dtypes["update", path] = after.dtype.name
             # What 16 bits have left of the update, and of nothing else.
             before, after = kept_casts.as_float32(value), kept_casts.as_float32(after)
             update = after - tf.ensure_shape(before, after.shape)
             bits = tf.bitwise.bitwise_and(tf.bitcast(before, tf.int32), 0x7F800000)
             power = tf.bitcast(bits, tf.float32)
             # Whatever is added to a weight of zero arrives.
-            relative = tf.where(power > 0, update / power, tf.sign(update))
-            yield Observation((UPDATE, path), relative)
+            yield _Seen(("update", path), tf.where(power > 0, update / power, tf.sign(update)))
 
     def _if_due(self, count: Callable[[], None]) -> None:
         if tf.executing_eagerly():
             count()  # A step that is not due is not observed.
         else:
             tf.cond(self._due, host.as_one_operation(count), lambda: None)
-
-
-def _is_left_out(layer: tf.keras.layers.Layer) -> bool:
-    """Whether it is a model, which returns what its layers do, or a cell, which is in a loop."""
-    return isinstance(layer, tf.keras.Model) or hasattr(layer, "state_size")
 
 
 def _scales_no_loss(optimizer: tf.keras.optimizers.Optimizer | None) -> bool:

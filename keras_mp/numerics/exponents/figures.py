@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_mp.numerics.exponents.histogram import EVERYWHERE, exponent_of, round_down
 from keras_mp.numerics.exponents.reports import Report
-from keras_mp.numerics.exponents.rows import GRADIENT, SCALED, UPDATE, borders_of, ranked
+from keras_mp.numerics.exponents.rows import SCALED, borders_of, ranked
 from keras_mp.support import text_tables
 from keras_mp.support.figures import new_figure
 
@@ -31,7 +31,7 @@ def histograms(
     report: Report,
     dtype: str = "float16",
     *,
-    kind: str = GRADIENT,
+    kind: str = "gradient",
     loss_scale: float | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
@@ -98,7 +98,7 @@ def histograms(
     image = ax.imshow(picture, cmap="Blues", norm=norm, **how)
     ax.figure.colorbar(image, ax=ax, label="share of the values")
     names = ("zero below", "fewer digits below", "infinite above")
-    if kind == UPDATE:
+    if kind == "update":
         names, borders = ("lost below",), borders[:1]
     for border, name, style in zip(borders, names, ("-", ":", "--")):
         ax.axhline(border, color="tab:red", linestyle=style, label=name)

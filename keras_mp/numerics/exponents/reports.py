@@ -19,7 +19,6 @@ from keras_mp.numerics.exponents.histogram import (
 )
 from keras_mp.numerics.exponents.rows import (
     COMPUTED,
-    GRADIENT,
     KINDS,
     TOLERANCE,
     Row,
@@ -97,7 +96,7 @@ class Report(Result):
         """
         of_layers: dict[str, dict[RowKey, int]] = {}
         for row in self.rows:
-            if row.kind == GRADIENT and row.histogram.exponents:
+            if row.kind == "gradient" and row.histogram.exponents:
                 of_layer = of_layers.setdefault(row.path.rpartition("/")[0], {})
                 of_layer[row.key] = max(row.histogram.exponents)
         return {
@@ -159,23 +158,23 @@ class Report(Result):
         """
         if loss_scale is None:
             loss_scale = round_down(self.loss_scale)
-        head = self._head(dtype, loss_scale)
         header = (
             *("", "", "in", "values", "zero", "inf/nan", "exponents"),
             *("-> zero", "-> subnormal", "-> inf", "window"),
         )
         noise = self.noise
         of_rows = [ranked(row, dtype, loss_scale, noise) for row in self.rows]
-        left = (0, 1, 2, 6, 10)
         if rows is not None:
-            # With these, the columns that say what is lost would not fit.
-            columns = [
-                i for i, title in enumerate(header) if title not in ("values", "-> subnormal")
+            # With these, the columns that say what is lost would not fit. Empty ones are left out.
+            shown = [title not in ("values", "-> subnormal") for title in header]
+            of_rows = [
+                row._replace(
+                    cells=tuple(cell * is_shown for cell, is_shown in zip(row.cells, shown))
+                )
+                for row in of_rows
             ]
-            header = tuple(header[i] for i in columns)
-            of_rows = [row._replace(cells=tuple(row.cells[i] for i in columns)) for row in of_rows]
-            left = tuple(columns.index(i) for i in left)
-        table = [head, "", *text_tables.shortened(header, of_rows, rows, left, name=1)]
+        table = text_tables.shortened(header, of_rows, rows, left=(0, 1, 2, 6, 10), name=1)
+        lines = [*self._head(dtype, loss_scale), "", *table]
         weights = [
             text_tables.RankedRow(
                 (row.kind, row.path, *(f"{value:.3g}" for value in row.statistics)),
@@ -187,10 +186,10 @@ class Report(Result):
         ]
         if weights:
             heads = ("", "", *(name.replace("_", " ") for name in Statistics._fields))
-            table += ["", *text_tables.shortened(heads, weights, rows, left=(0, 1), name=1)]
-        return "\n".join(table)
+            lines += ["", *text_tables.shortened(heads, weights, rows, left=(0, 1), name=1)]
+        return "\n".join(lines)
 
-    def _head(self, dtype: str, loss_scale: float) -> str:
+    def _head(self, dtype: str, loss_scale: float) -> list[str]:
         window, unknown = self.window(dtype), self.rows_with_unknown_zeros()
         # Nothing is known about values that became zero on the way.
         about = "of the values that are left, " if unknown else ""
@@ -199,23 +198,20 @@ class Report(Result):
             f"{self.step} steps counted; {about}no gradient loses more than {100 * TOLERANCE:g} % "
             f"at: {window}"
         )
-        if not window.is_empty:
-            above_low, below_high = window.margins(loss_scale)
-            ends = zip(("low", "high"), window, (above_low, 0 - below_high))
-            ratios = [
-                f"2^{exponent:g} times the {name} end"
-                for name, end, exponent in ends
-                if abs(end) < EVERYWHERE.high
-            ]
-            if ratios:
-                head += f" (the loss scale is {' and '.join(ratios)})"
+        above_low, below_high = window.margins(loss_scale)
+        ratios = [
+            f"2^{exponent:g} times the {name} end"
+            for name, end, exponent in zip(("low", "high"), window, (above_low, 0 - below_high))
+            if abs(end) < EVERYWHERE.high and not window.is_empty
+        ]
+        head += f" (the loss scale is {' and '.join(ratios)})" if ratios else ""
         lines = text_tables.wrapped(head)
         if unknown:
             lines += text_tables.wrapped(
                 f"The zeros of {len(unknown)} gradients may be values that were too small for "
                 f"{unknown[0].dtype}, such as those of {unknown[0].path}: ask check."
             )
-        return "\n".join(lines)
+        return lines
 
     def to_text(self, rows: int | None = text_tables.MOST) -> str:
         """Returns what `print` shows, for float16: a headline, and the worst rows.
@@ -284,7 +280,7 @@ class Report(Result):
         self,
         dtype: str = "float16",
         *,
-        kind: str = GRADIENT,
+        kind: str = "gradient",
         loss_scale: float | None = None,
         ax: Any = None,
     ) -> Any:

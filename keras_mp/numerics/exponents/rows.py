@@ -20,14 +20,8 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 RowKey = tuple[str, str]
 
 COMPUTED = ("gradient", "input", "output", "output gradient")
-
-GRADIENT, INPUT, OUTPUT, OUTPUT_GRADIENT = COMPUTED
-
-WEIGHT, UPDATE = _KEPT = ("weight", "update")
-
-KINDS = (*COMPUTED, *_KEPT)
-
-SCALED = (GRADIENT, OUTPUT_GRADIENT)
+KINDS = (*COMPUTED, "weight", "update")
+SCALED = ("gradient", "output gradient")
 
 # Which share of a gradient may become zero: a few values of a large one are always next to zero.
 TOLERANCE = 0.001
@@ -131,7 +125,7 @@ class Row(NamedTuple):
     @property
     def hides_updates(self) -> bool:
         """Whether it has updates that are unknown, since the weights did not take them."""
-        is_rounded = self.kind == UPDATE and self.dtype in LOW_PRECISION_NAMES
+        is_rounded = self.kind == "update" and self.dtype in LOW_PRECISION_NAMES
         return is_rounded and self.histogram.zeros > 0
 
     def window(self, dtype: str, tolerance: float | None = None) -> Window:
@@ -152,7 +146,7 @@ class Row(NamedTuple):
             A `Window`.
         """
         if tolerance is None:
-            tolerance = UPDATE_TOLERANCE if self.kind == UPDATE else 0.0
+            tolerance = UPDATE_TOLERANCE if self.kind == "update" else 0.0
         window = self.histogram.window(borders_of(self.kind, dtype), tolerance)
         if self.dtype == dtype and np.isfinite(self.overflowed_at):
             window &= Window(EVERYWHERE.low, int(np.ceil(np.log2(self.overflowed_at))) - 1)
@@ -200,7 +194,7 @@ def borders_of(kind: str, dtype: str) -> Format:
         ValueError: there is no such dtype.
     """
     borders = format_of(dtype)
-    return UPDATES[dtype] if kind == UPDATE else borders
+    return UPDATES[dtype] if kind == "update" else borders
 
 
 def ranked(row: Row, dtype: str, loss_scale: float, noise: set[RowKey]) -> text_tables.RankedRow:
@@ -213,7 +207,7 @@ def ranked(row: Row, dtype: str, loss_scale: float, noise: set[RowKey]) -> text_
         noise: set of (kind, path). See `Report.noise`.
     """
     # The tolerance is that of the headline, which would contradict the table otherwise.
-    tolerance = UPDATE_TOLERANCE if row.kind == UPDATE else TOLERANCE
+    tolerance = UPDATE_TOLERANCE if row.kind == "update" else TOLERANCE
     histogram, window = row.histogram, row.window(dtype, tolerance)
     fate, exponents = row.fate(dtype, loss_scale), histogram.exponents
     bad = histogram.infinities + histogram.nans

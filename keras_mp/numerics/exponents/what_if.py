@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,15 +19,7 @@ from keras_mp.numerics.comparison.training_loss import scale_in_training
 from keras_mp.numerics.distances import relative
 from keras_mp.numerics.exponents.histogram import Histogram, exponent_of
 from keras_mp.numerics.exponents.reports import Report
-from keras_mp.numerics.exponents.rows import (
-    GRADIENT,
-    OUTPUT,
-    OUTPUT_GRADIENT,
-    TOLERANCE,
-    Row,
-    RowKey,
-    percent,
-)
+from keras_mp.numerics.exponents.rows import TOLERANCE, Row, RowKey, percent
 from keras_mp.numerics.results import Result
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import text_tables
@@ -77,20 +70,15 @@ class Lost(NamedTuple):
             scale: float. The loss scale that `values` are multiplied by.
         """
         is_finite, counts = np.isfinite(values), np.isfinite(expected) & (expected != 0)
-        subnormal = counts & (values != 0) & (np.abs(values) < _SMALLEST_NORMAL.get(dtype, 0.0))
+        is_small = (values != 0) & (np.abs(values) < _SMALLEST_NORMAL.get(dtype, 0.0))
+        is_lost = ~is_finite & np.isfinite(expected)
+        found = (counts, counts & (values == 0), counts & is_small, is_lost)
         error = float("inf")
         if is_finite.all():
             with np.errstate(over="ignore", invalid="ignore"):
-                difference = np.linalg.norm(values / scale - expected)
                 norm = np.linalg.norm(expected)
-            error = float(difference / norm) if norm else 0.0
-        return cls(
-            int(counts.sum()),
-            int((counts & (values == 0)).sum()),
-            int(subnormal.sum()),
-            int((~is_finite & np.isfinite(expected)).sum()),
-            error,
-        )
+                error = float(np.linalg.norm(values / scale - expected) / norm) if norm else 0.0
+        return cls(*(int(each.sum()) for each in found), error=error)
 
     @property
     def share(self) -> float:
@@ -182,27 +170,16 @@ class WhatIf(Result):
             found: one for each batch.
         """
         first = found[0]
-        lost = {
-            scale: {
-                row: max((each[scale][row] for each in found if row in each[scale]), key=_harm)
-                for row in dict.fromkeys(row for each in found for row in each[scale])
-            }
-            for scale in first.lost
-        }
-        consumers: dict[str, set[str]] = {}
-        for path, takers in (pair for each in found for pair in each.consumers.items()):
-            consumers.setdefault(path, set()).update(takers)
-        amplification = {
-            path: max(each.amplification.get(path, 0.0) for each in found)
-            for path in first.amplification
-        }
         return dataclasses.replace(
             first,
             reference=functools.reduce(operator.add, (each.reference for each in found)),
-            lost=lost,
-            consumers=consumers,
+            lost={
+                scale: _combined([each[scale] for each in found], lambda of: max(of, key=_harm))
+                for scale in first.lost
+            },
+            consumers=_combined([each.consumers for each in found], lambda of: set().union(*of)),
             noise=set.intersection(*(each.noise for each in found)),
-            amplification=amplification,
+            amplification=_combined([each.amplification for each in found], max),
             largest_input=max(each.largest_input for each in found),
         )
 
@@ -217,7 +194,7 @@ class WhatIf(Result):
             tolerance: float, from 0 to 1. Which share of a gradient may be zero. Defaults to 0.
         """
         rows = self[scale].items()
-        return {row: lost for row, lost in rows if row[0] != OUTPUT and lost.exceeds(tolerance)}
+        return {row: lost for row, lost in rows if row[0] != "output" and lost.exceeds(tolerance)}
 
     def to_text(self, rows: int | None = text_tables.MOST) -> str:
         """Returns what `print` shows: a headline, and the rows that lose most, by scales.
@@ -231,47 +208,35 @@ class WhatIf(Result):
         """
         losses = {scale: self.losses(scale, TOLERANCE).keys() - self.noise for scale in self.scales}
         good = ", ".join(f"2^{exponent_of(scale)}" for scale in self.scales if not losses[scale])
-        tolerated = f"more than {100 * TOLERANCE:g} %"
-        head = f"{self.dtype}: "
-        if self.dtype not in self.computed_in.values():
-            head += "nothing is computed in it, and "
-        head += (
-            f"no gradient loses {tolerated} at {good}"
+        is_used, tolerated = self.dtype in self.computed_in.values(), f"{100 * TOLERANCE:g} %"
+        head = f"{self.dtype}: {'' if is_used else 'nothing is computed in it, and '}" + (
+            f"no gradient loses more than {tolerated} at {good}"
             if good
-            else f"at each of the scales a gradient loses {tolerated}"
+            else f"at each of the scales a gradient loses more than {tolerated}"
         )
-        if rows is not None:
-            head += ". Shares that become zero, in %:"
-        kinds = [GRADIENT]
-        if any(kind == OUTPUT_GRADIENT for of in losses.values() for kind, _ in of):
-            kinds.append(OUTPUT_GRADIENT)
-        outputs = (lost for row, lost in self[self.scales[0]].items() if row[0] == OUTPUT)
-        if any(lost.exceeds(TOLERANCE) for lost in outputs):
-            kinds.append(OUTPUT)
-        return "\n".join(
-            [*text_tables.wrapped(head), "\n\n".join(self._table(kind, rows) for kind in kinds)]
-        )
+        head += "" if rows is None else ". Shares that become zero, in %:"
+        lossy = {kind for of in losses.values() for kind, _ in of}
+        first = self[self.scales[0]].items()
+        lossy |= {row[0] for row, lost in first if row[0] == "output" and lost.exceeds(TOLERANCE)}
+        kinds = ("gradient", *(kind for kind in ("output gradient", "output") if kind in lossy))
+        tables = "\n\n".join(self._table(kind, rows) for kind in kinds)
+        return "\n".join([*text_tables.wrapped(head), tables])
 
     def _table(self, kind: str, rows: int | None) -> str:
         """Returns a table of rows of a kind by scales; outputs do not depend on the scale."""
-        scales = self.scales[:1] if kind == OUTPUT else self.scales
+        scales = self.scales[:1] if kind == "output" else self.scales
         if rows is not None and len(scales) > _MOST_SCALES:
             places = np.linspace(0, len(scales) - 1, _MOST_SCALES)
             scales = [scales[round(place)] for place in places]
         ranked = []
-        for row in self[scales[0]]:
-            if row[0] == kind:
-                is_noise = row in self.noise
-                name = f"{row[1]} (noise)" if is_noise else row[1]
-                lost = [self[scale][row] for scale in scales]
-                alike = is_noise, *(each.exceeds(TOLERANCE) for each in lost)
-                cells = (name, *map(_cell, lost))
-                if rows is not None:
-                    cells = tuple(cell.removesuffix(" %") for cell in cells)
-                # No scale helps a row whose smallest loss is large.
-                shares = [1.0 if each.infinite else each.share for each in lost]
-                rank = float(not is_noise), min(shares), sum(shares)
-                ranked.append(text_tables.RankedRow(cells, rank, alike))
+        for row in (row for row in self[scales[0]] if row[0] == kind):
+            is_noise, lost = row in self.noise, [self[scale][row] for scale in scales]
+            cells = row[1] + " (noise)" * is_noise, *(_cell(each, rows is None) for each in lost)
+            # No scale helps a row whose smallest loss is large.
+            shares = [1.0 if each.infinite else each.share for each in lost]
+            rank = float(not is_noise), min(shares), sum(shares)
+            alike = is_noise, *(each.exceeds(TOLERANCE) for each in lost)
+            ranked.append(text_tables.RankedRow(cells, rank, alike))
         header = (f"{kind}, {self.dtype}", *(f"2^{exponent_of(scale)}" for scale in scales))
         return "\n".join(text_tables.shortened(header, ranked, rows))
 
@@ -280,19 +245,23 @@ class WhatIf(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the runs, each with a list of rows, as JSON has them."""
-        return {
-            "dtype": self.dtype,
-            "runs": [
-                {
-                    "scale": scale,
-                    "rows": [
-                        {"kind": kind, "path": path, **lost._asdict()}
-                        for (kind, path), lost in rows.items()
-                    ],
-                }
-                for scale, rows in self.lost.items()
-            ],
-        }
+        runs = [
+            {
+                "scale": scale,
+                "rows": [
+                    {"kind": kind, "path": path, **lost._asdict()}
+                    for (kind, path), lost in rows.items()
+                ],
+            }
+            for scale, rows in self.lost.items()
+        ]
+        return {"dtype": self.dtype, "runs": runs}
+
+
+def _combined(found: Sequence[Mapping[Any, Any]], combine: Callable[[Any], Any]) -> dict[Any, Any]:
+    """Combines the values that batches have for each key."""
+    keys = dict.fromkeys(itertools.chain(*found))
+    return {key: combine([each[key] for each in found if key in each]) for key in keys}
 
 
 def _harm(lost: Lost) -> tuple[bool, float, float]:
@@ -300,10 +269,9 @@ def _harm(lost: Lost) -> tuple[bool, float, float]:
     return bool(lost.infinite), lost.share, lost.error
 
 
-def _cell(lost: Lost) -> str:
-    if lost.infinite:
-        return "inf/nan"
-    return percent(lost.zero, lost.values) or "."
+def _cell(lost: Lost, has_unit: bool) -> str:
+    share = percent(lost.zero, lost.values) or "."
+    return "inf/nan" if lost.infinite else share if has_unit else share.removesuffix(" %")
 
 
 def what_if(narrow: Runner, wide: Runner, dtype: str, scales: Sequence[float]) -> WhatIf:
@@ -340,11 +308,11 @@ def what_if(narrow: Runner, wide: Runner, dtype: str, scales: Sequence[float]) -
     noise = {
         row
         for row, (values, _) in expected.items()
-        if row[0] != OUTPUT and row in moved and is_noise(values, moved[row][0])
+        if row[0] != "output" and row in moved and is_noise(values, moved[row][0])
     }
     lost = {
         scale: {
-            row: Lost.of(*values[row], of_float32, 1.0 if row[0] == OUTPUT else scale)
+            row: Lost.of(*values[row], of_float32, 1.0 if row[0] == "output" else scale)
             for row, (of_float32, _) in expected.items()
             if row in values
         }
@@ -368,10 +336,8 @@ def what_if(narrow: Runner, wide: Runner, dtype: str, scales: Sequence[float]) -
 
 def _largest_weights(model: tf.keras.Model) -> dict[str, float]:
     """Returns the largest weight of each layer with a policy of its own."""
-    of = {
-        path: [_largest(weight) for weight in layer.trainable_weights]
-        for path, layer in units_by_path(model).items()
-    }
+    units = units_by_path(model)
+    of = {path: [*map(_largest, layer.trainable_weights)] for path, layer in units.items()}
     return {path: max(found) for path, found in of.items() if found}
 
 
@@ -381,8 +347,7 @@ def _largest(values: tf.Tensor | tf.Variable) -> float:
 
 def _units(model: tf.keras.Model) -> dict[str, str]:
     """Returns the layers without a policy of their own, each with the layer that has it."""
-    units = units_by_path(model)
-    paths = layers_by_path(model)
+    units, paths = units_by_path(model), layers_by_path(model)
     return {path: unit for unit in units for path in paths if path.startswith(f"{unit}/")}
 
 
@@ -392,15 +357,15 @@ def _values(run: Run) -> _Values:
     dtypes: dict[RowKey, str] = {}
     names = {id(weight): name for name, weight in named_weights(run.model).items()}
     for path, (variable, layer) in variables_by_path(run.model).items():
-        tensors[GRADIENT, path] = [run.weights.get(names[id(variable)])]
-        dtypes[GRADIENT, path] = layer.compute_dtype
+        tensors["gradient", path] = [run.weights.get(names[id(variable)])]
+        dtypes["gradient", path] = layer.compute_dtype
     calls = [call for call in run.calls if _is_of_layer(call) and call.outputs]
-    for kind in (OUTPUT, OUTPUT_GRADIENT):
-        for call in calls:
-            row = kind, call.path
-            dtypes.setdefault(row, call.outputs[0].dtype.name)
-            found = call.outputs if kind == OUTPUT else run.gradients[call.position]
-            tensors.setdefault(row, []).extend(found)
+    for row, call in (
+        ((kind, call.path), call) for kind in ("output", "output gradient") for call in calls
+    ):
+        dtypes.setdefault(row, call.outputs[0].dtype.name)
+        found = call.outputs if row[0] == "output" else run.gradients[call.position]
+        tensors.setdefault(row, []).extend(found)
     values = {}
     for row, found in tensors.items():
         arrays = [array(each).ravel() for each in found if each is not None]
@@ -416,7 +381,7 @@ def _amplification(
     distances = {
         path: relative(moved[kind, path][0], values)
         for (kind, path), (values, _) in expected.items()
-        if kind == OUTPUT and (kind, path) in moved
+        if kind == "output" and (kind, path) in moved
     }
     taken = dict.fromkeys(distances, 0.0)
     for path, takers in consumers.items():

@@ -20,7 +20,7 @@ from keras_mp.numerics.graphs import work as works
 from keras_mp.numerics.graphs.census_text import sums
 from keras_mp.numerics.graphs.sending import Sending
 from keras_mp.numerics.graphs.walk import CALLS, Node, Walk
-from keras_mp.numerics.results import Result
+from keras_mp.numerics.results import Result, plain
 from keras_mp.op_autocast import cast_policy, lower_precision
 from keras_mp.support import op_table, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -168,15 +168,9 @@ class Census(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns an object with "name", "device", "traced", "optimized" and "sending"."""
-        graphs_of = {"traced": self.traced, "optimized": self.optimized}
         listed = {
-            name: graph
-            and {
-                "work": graph.work(),
-                "operations": [each._asdict() for each in graph.operations],
-                "casts": [each._asdict() for each in graph.casts],
-            }
-            for name, graph in graphs_of.items()
+            name: graph and {"work": graph.work(), **plain(graph)}
+            for name, graph in (("traced", self.traced), ("optimized", self.optimized))
         }
         sent = self.sending and {**self.sending._asdict(), "is_bound": self.sending.is_bound}
         return {"name": self.name, "device": self.device, **listed, "sending": sent}
@@ -246,7 +240,20 @@ def census(
             concrete = traces.function_of(function, *args, **kwargs)
             name = getattr(function, "__name__", None) or concrete.name.decode()  # pyright: ignore
         progress.begin("reading the graph")
-        return _census(concrete, name, model, scopes, device)
+        meta = rewrites.of_function(concrete, shapes=True)
+        reader = _Reader(concrete.graph, model, scopes)  # pyright: ignore
+        walk = Walk(meta.graph_def)
+        traced = reader.read(walk.nodes)
+        if rewrites.is_compiled(concrete) or getattr(model, "jit_compile", False) is True:
+            return Census(name, traced, None, device)
+        reader.rewritten_to = passes.enabled_dtype()
+        try:
+            graph = rewrites.optimized(meta, reader.rewritten_to, device)
+        except tf.errors.UnimplementedError:  # of a dtype that a pass of it does not know
+            return Census(name, traced, None, device)
+        nodes = Walk(graph, walk).nodes
+        sent = sending.of(nodes, device, model)
+        return Census(name, traced, reader.read(nodes), device, sent)
 
 
 def _step_of(
@@ -260,30 +267,6 @@ def _step_of(
         if not batches.is_misfit(batch, error):
             raise
         raise batches.misfit(traces.name_of_step(model), batch, error) from error
-
-
-def _census(
-    concrete: tf.types.experimental.ConcreteFunction,
-    name: str,
-    model: tf.keras.Model | None,
-    scopes: dict[str, str],
-    device: str | None,
-) -> Census:
-    meta = rewrites.of_function(concrete, shapes=True)
-    reader = _Reader(concrete.graph, model, scopes)  # pyright: ignore
-    walk = Walk(meta.graph_def)
-    traced = reader.read(walk.nodes)
-    if rewrites.is_compiled(concrete) or getattr(model, "jit_compile", False) is True:
-        return Census(name, traced, None, device)
-    rewritten_to = passes.enabled_dtype()
-    try:
-        graph = rewrites.optimized(meta, rewritten_to, device)
-    except tf.errors.UnimplementedError:  # of a dtype that a pass of it does not know
-        return Census(name, traced, None, device)
-    reader.rewritten_to = rewritten_to
-    nodes = Walk(graph, walk).nodes
-    sent = sending.of(nodes, device, model)
-    return Census(name, traced, reader.read(nodes), device, sent)
 
 
 class _Reader:
@@ -312,15 +295,13 @@ class _Reader:
         for node in nodes:
             for source in node.sources:
                 takers[source].append(node.path)
-        operations, casts = [], []
-        for node in nodes:
-            if node.proto.op == "Cast":
-                if len(node.dtypes) == 2:
-                    source = by_path.get(node.sources[0])
-                    casts.append(self._cast(node, source, takers[node.path]))
-            elif node.dtypes and node.proto.op not in _NO_COMPUTATIONS:
-                operations.append(self._operation(node))
-        return Graph(tuple(operations), tuple(casts))
+        casts = [
+            self._cast(node, by_path.get(node.sources[0]), takers[node.path])
+            for node in nodes
+            if node.proto.op == "Cast" and len(node.dtypes) == 2
+        ]
+        computing = (n for n in nodes if n.dtypes and n.proto.op not in _NO_COMPUTATIONS)
+        return Graph(tuple(map(self._operation, computing)), tuple(casts))
 
     def _owner(self, path: str) -> str:
         """Returns the name of an operation whose layer is that of another one."""
@@ -340,24 +321,16 @@ class _Reader:
         return is_made_again or id(self._layers.layer(path)) in self._last
 
     def _operation(self, node: Node) -> Operation:
-        work = node.work
         dtype = node.dtypes.get("T") or next(iter(node.dtypes.values()))
         why = self._why(node, dtype)
         if self.rewritten_to is None:
             self._before[node.path] = dtype
-        return Operation(
-            node.proto.name,
-            node.proto.op,
-            dtype,
-            self._layers.name(self._owner(node.path)),
-            self._line(node.path),
-            why,
-            node.turns,
-            work.kind if work else "",
-            work.count * node.turns if work else 0,
-            node.is_least,
-            works.multiplied_sizes(node.proto, node.inputs, node.outputs),
-        )
+        what = node.proto.name, node.proto.op, dtype
+        where = self._layers.name(self._owner(node.path)), self._line(node.path), why
+        kind, count = node.work or ("", 0)
+        sizes = works.multiplied_sizes(node.proto, node.inputs, node.outputs)
+        turns = node.turns
+        return Operation(*what, *where, turns, kind, count * turns, node.is_least, sizes)
 
     def _why(self, node: Node, dtype: str) -> str:
         if self.rewritten_to == dtype and self._before.get(node.path, dtype) != dtype:
@@ -367,43 +340,35 @@ class _Reader:
             is_decided = row.policy in (cast_policy.DENY, cast_policy.PROMOTE)
             if is_decided or dtype in LOW_PRECISION_NAMES:
                 return f"autocast: {row.why}"
-        layer, made = self._layers.layer(self._owner(node.path)), self._made.get(node.path)
+        layer = self._layers.layer(self._owner(node.path))
         if layer is None:
-            is_users = made is not None and origins.maker_of(made) == "user"
-            return (
-                "loss, metrics or optimizer" if self._is_model and not is_users else "the program"
-            )
+            is_steps = self._is_model and self._maker(node.path) != "user"
+            return "loss, metrics or optimizer" if is_steps else "the program"
         policy = layer.dtype_policy.name
         if dtype == "float32" and self._is_returned(node.path):
             return _RETURNED
         if dtype == layer.compute_dtype:
             return f"policy {policy}"
-        if made is not None and origins.maker_of(made) == "user":
+        if self._maker(node.path) == "user":
             return f"the layer's code, against its policy {policy}"
         return f"{type(layer).__name__} computes so under {policy}"
 
     def _cast(self, node: Node, source: Node | None, takers: Sequence[str]) -> Cast:
-        name, own = node.path, self._layers.name(node.path)
+        own = self._layers.name(node.path)
         after = "" if source is None else self._layers.name(source.path)
         before = next(filter(None, map(self._layers.name, takers)), "")
-        source_dtype, dtype = node.dtypes["SrcT"], node.dtypes["DstT"]
-        size = tf.as_dtype(source_dtype).size + tf.as_dtype(dtype).size
-        shape = node.outputs[0] if node.outputs else None
-        return Cast(
-            node.proto.name,
-            source_dtype,
-            dtype,
-            after or own,
-            before or own,
-            self._line(name),
-            self._why_cast(name, source, after, before, takers if dtype == "float32" else ()),
-            size * math.prod(length or 0 for length in shape or ()) * node.turns,
-        )
+        dtypes = node.dtypes["SrcT"], node.dtypes["DstT"]
+        wide = takers if dtypes[1] == "float32" else ()
+        why = self._why_cast(node.path, source, after, before, wide)
+        about = after or own, before or own, self._line(node.path), why
+        shape = (node.outputs[0] if node.outputs else None) or ()
+        numbers = math.prod(length or 0 for length in shape) * node.turns
+        moved = numbers * sum(tf.as_dtype(each).size for each in dtypes)
+        return Cast(node.proto.name, *dtypes, *about, moved)
 
     def _why_cast(
         self, name: str, source: Node | None, after: str, before: str, takers: Sequence[str]
     ) -> str:
-        made = self._made.get(name)
         if name.endswith("AutoMixedPrecision"):
             return "the graph rewrite"
         if _is_autocast(name):
@@ -412,7 +377,7 @@ class _Reader:
             return "backward pass of a cast"
         if source is not None and source.proto.op == "ReadVariableOp":
             return "a variable, cast to the policy of its layer"
-        maker = None if made is None else origins.maker_of(made)
+        maker = self._maker(name)
         if maker == "user":
             return "the program's own cast"
         if any(map(self._is_returned, takers)):
@@ -422,6 +387,10 @@ class _Reader:
         if not self._layers.name(name) and not before:
             return "loss, metrics or optimizer" if self._is_model else "the program's own cast"
         return "a layer's input, cast to its policy" if after != before else "inside of a layer"
+
+    def _maker(self, name: str) -> str | None:
+        made = self._made.get(name)
+        return None if made is None else origins.maker_of(made)
 
     def _line(self, name: str) -> Line | None:
         made = self._made.get(name)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from keras_mp.numerics.graphs import sending, tensor_cores
 from keras_mp.numerics.graphs import work as works
@@ -12,7 +12,7 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 if TYPE_CHECKING:
     from keras_mp.numerics.graphs.census import Cast, Census, Graph, Operation
 
-NO_LAYER = "outside of layers"
+_NO_LAYER = "outside of layers"
 
 _Item = TypeVar("_Item", "Operation", "Cast")
 
@@ -43,44 +43,29 @@ def lines(census: "Census", most: int | None) -> Iterator[str]:
             rows += list(_rows(title, graph))
     yield from text_tables.aligned(rows)
     yield ""
+    total = sum(census.runs.work().values())
     products = [each for each in census.runs.operations if each.work]
     rows = [
-        (f"{each.amount / sum(census.runs.work().values()):.1%}", dtype, each.name, why)
-        for each in grouped(products, _layer, _about, "work", most)
-        for dtype, why in [each.about]
+        (f"{amount / total:.1%}", dtype, name, why)
+        for name, (dtype, why), amount, _ in _grouped(products, _layer, _about, "work", most)
     ]
     yield from _table(("work", "dtype", "layer", "why"), rows, most)
     rows = [
-        (_bytes(each.amount), str(each.count), source, to, each.name, why)
-        for each in grouped(census.runs.casts, between, _about_cast, "bytes", most)
-        for source, to, why in [each.about]
+        (_bytes(amount), str(count), source, to, name, why)
+        for name, (source, to, why), amount, count in _grouped(
+            census.runs.casts, _between, _about_cast, "bytes", most
+        )
     ]
     yield from _table(("bytes cast", "casts", "from", "to", "between", "why"), rows, most)
 
 
-class Grouped(NamedTuple):
-    """Operations or casts of equal layers.
-
-    Attributes:
-        name: str. A name for all of the layers.
-        about: str. What else they have in common.
-        amount: int. What is added up of them.
-        count: int. How many they are.
-    """
-
-    name: str
-    about: tuple[str, ...]
-    amount: int
-    count: int
-
-
-def grouped(
+def _grouped(
     items: Iterable[_Item],
     name: Callable[[_Item], str],
     about: Callable[[_Item], tuple[str, ...]],
     amount: str,
     most: int | None,
-) -> list[Grouped]:
+) -> list[tuple[str, tuple[str, ...], int, int]]:
     """Adds up operations or casts of equal layers; the largest sum first.
 
     Args:
@@ -89,16 +74,17 @@ def grouped(
         about: called with each; returns what else those have in common that are added up.
         amount: str. The attribute that is added up.
         most: int; None to leave layers of different numbers apart.
+
+    Returns:
+        list of a name for all of the layers, what they have in common, the sum, and their number.
     """
-    kinds = text_tables.merged(items, name, about)
-    if most is None:
-        each_alone = text_tables.merged(items, lambda _: "", lambda each: (name(each), about(each)))
-        kinds = [(name(group[0]), group) for _, group in each_alone]
-    sums_of = [
-        Grouped(title, about(group[0]), sum(getattr(each, amount) for each in group), len(group))
-        for title, group in kinds
+    is_apart = most is None
+    groups = text_tables.merged(items, name, lambda each: (about(each), is_apart and name(each)))
+    found = [
+        (title, about(group[0]), sum(getattr(each, amount) for each in group), len(group))
+        for title, group in groups
     ]
-    return sorted(sums_of, key=lambda each: each.amount, reverse=True)
+    return sorted(found, key=lambda each: each[2], reverse=True)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], most: int | None) -> Iterator[str]:
@@ -119,32 +105,32 @@ def _sentences(census: "Census") -> Iterator[str]:
         part = f"{_percent(count / total)} in {dtype}"
         if parts or dtype not in LOW_PRECISION_NAMES:
             products = [e for e in graph.operations if e.dtype == dtype and e.work]
-            layers = grouped(products, _layer, lambda _: (), "work", text_tables.MOST)
+            layers = [each for each, *_ in _grouped(products, _layer, lambda _: (), "work", 0)]
             whys = sums((each.why, each.work) for each in products)
-            part += f" ({next(iter(whys))}: {', '.join(each.name for each in layers[:3])})"
+            part += f" ({next(iter(whys))}: {', '.join(layers[:3])})"
         parts.append(part)
     if parts:
         yield f"Of the multiplications, {'; '.join(parts)}."
     if graph.casts:
         moved = sum(each.bytes for each in graph.casts)
-        places = text_tables.merged(graph.casts, between)
+        places = text_tables.merged(graph.casts, _between)
         where, casts = max(places, key=lambda place: len(place[1]))
+        after, _, before = where.partition(" > ")
+        place = f"between {after} and {before}" if before else f"in {after}"
         yield (
             f"{len(graph.casts)} cast{'s' * (len(graph.casts) > 1)} move {_bytes(moved)} a call, "
-            f"{len(casts)} of them {place(where)}."
+            f"{len(casts)} of them {place}."
         )
-    turning = dict.fromkeys(each.layer or NO_LAYER for each in graph.operations if each.is_least)
-    if turning:
+    if turning := [each for each in graph.operations if each.is_least]:
         yield (
             "The number of iterations of some loops is unknown. They are counted once: "
             f"{_some(turning)}."
         )
     unknown = [each for each in graph.operations if works.is_counted(each.op) and not each.kind]
     if unknown:
-        places = dict.fromkeys(each.layer or NO_LAYER for each in unknown)
         yield (
             f"The shapes of {len(unknown)} product{'s' * (len(unknown) > 1)} are not known, so "
-            f"they are not counted: {_some(places)}."
+            f"they are not counted: {_some(unknown)}."
         )
     if census.device is not None:
         yield from tensor_cores.sentences(graph, census.device)
@@ -154,9 +140,10 @@ def _sentences(census: "Census") -> Iterator[str]:
         yield "It is shown as it was traced: XLA compiles it, or grappler fails on it."
 
 
-def _some(names: Iterable[str]) -> str:
-    shown = list(names)
-    return ", ".join([*shown[:3], *([f"{len(shown) - 3} more"] if len(shown) > 3 else [])])
+def _some(operations: Iterable["Operation"]) -> str:
+    """Returns the names of their layers, at most three."""
+    names = [*dict.fromkeys(map(_layer, operations))]
+    return ", ".join([*names[:3], *([f"{len(names) - 3} more"] if len(names) > 3 else [])])
 
 
 def _rows(title: str, graph: "Graph") -> Iterator[tuple[str, ...]]:
@@ -176,23 +163,17 @@ def _rows(title: str, graph: "Graph") -> Iterator[tuple[str, ...]]:
 
 
 def _layer(operation: "Operation") -> str:
-    return operation.layer or NO_LAYER
+    return operation.layer or _NO_LAYER
 
 
 def _about(operation: "Operation") -> tuple[str, ...]:
     return operation.dtype, operation.why + " (a loop, counted once)" * operation.is_least
 
 
-def between(cast: "Cast") -> str:
+def _between(cast: "Cast") -> str:
     """Returns the names of the layers that a cast is between, or of the one that it is in."""
-    after, before = cast.after or NO_LAYER, cast.before or NO_LAYER
+    after, before = cast.after or _NO_LAYER, cast.before or _NO_LAYER
     return after if after == before else f"{after} > {before}"
-
-
-def place(where: str) -> str:
-    """Returns in words what `between` names."""
-    after, _, before = where.partition(" > ")
-    return f"between {after} and {before}" if before else f"in {after}"
 
 
 def _about_cast(cast: "Cast") -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import tensorflow as tf
 
-from keras_mp.grappler import optimize
 from keras_mp.hardware import devices
 from keras_mp.numerics.graphs import tensor_cores
 from keras_mp.numerics.graphs.walk import Node
@@ -81,7 +80,8 @@ def of(nodes: Sequence[Node], device: str | None, model: tf.keras.Model | None) 
         device: str. A GPU, such as "GPU 7.0"; None for those of this machine.
         model: the model whose step it is, or None.
     """
-    capability = _capability(device)
+    found = [gpu.capability or (0, 0) for gpu in devices.gpus()] if device is None else []
+    capability = min(found, default=None) if device is None else tensor_cores.capability(device)
     if capability is None:
         return None
     products, moved = next((of for at, of in _GPUS.items() if capability >= at), _OLDEST)
@@ -148,13 +148,6 @@ def code_of_update(model: Any) -> str | None:
         return None
     wrapper = type(optimizer) if isinstance(optimizer, OptimizerWrapper) else OptimizerWrapper
     return f"keras_mp.{wrapper.__name__}(optimizer, jit_compile=True)"
-
-
-def _capability(device: str | None) -> tuple[int, int] | None:
-    if device is None:
-        return min((gpu.capability or (0, 0) for gpu in devices.gpus()), default=None)
-    major, minor = optimize.compute_capability(device).split(".")
-    return int(major), int(minor)
 
 
 def _known(shape: Shape) -> TypeGuard[tuple[int, ...]]:

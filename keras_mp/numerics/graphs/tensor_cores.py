@@ -32,12 +32,13 @@ def take(dtype: str, device: str | None) -> bool:
         return False
     if device is None:
         return hardware.has_tensor_cores(dtype)
-    return _is_at_least(device, devices.COMPUTE_CAPABILITY[dtype])
+    return capability(device) >= devices.COMPUTE_CAPABILITY[dtype]
 
 
-def _is_at_least(device: str, capability: tuple[int, int]) -> bool:
+def capability(device: str) -> tuple[int, int]:
+    """Returns the compute capability of a GPU, such as "GPU 7.0", as two numbers."""
     major, minor = optimize.compute_capability(device).split(".")
-    return (int(major), int(minor)) >= capability
+    return int(major), int(minor)
 
 
 def are_odd(sizes: Iterable[int | None]) -> bool:
@@ -64,7 +65,7 @@ def sentences(graph: "Graph", device: str) -> Iterator[str]:
     share = sum(each.work for each in taken) / total
     yield f"The tensor cores of a {device} take {share:.0%} of the multiplications."
     in_float32 = sum(each.work for each in products if each.dtype == "float32") / total
-    if in_float32 and _is_at_least(device, _TENSOR_FLOAT_32) and _has_tensor_float_32():
+    if in_float32 and capability(device) >= _TENSOR_FLOAT_32 and _has_tensor_float_32():
         yield (
             f"They also take the {in_float32:.0%} in float32, as TensorFloat-32, with as many "
             "digits as float16 (tf.config.experimental.enable_tensor_float_32_execution(False) "

@@ -4,17 +4,16 @@ The graph is read as protos, which is what grappler takes and returns, so that b
 the same way. This module needs TensorFlow only.
 """
 
+import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp.grappler import report as rewrites
-from keras_mp.numerics.graphs import loops
 from keras_mp.numerics.graphs import work as works
-from keras_mp.numerics.graphs.loops import Value
 from keras_mp.numerics.graphs.work import NodeDef, Shape, Work
 from keras_mp.support import op_table
 from keras_mp.tensorflow_api import operations
@@ -29,6 +28,9 @@ _BRANCHES = op_table.ops("conditions")
 CALLS = op_table.ops("calls")
 # Grappler puts this into names where it puts functions in the place of their calls.
 _INLINED = re.compile(r"/_\d+(?=/)|(?:^|(?<=/))Func/")
+
+# The value of a tensor, or None where it is not known.
+_Value = np.ndarray | int | None
 
 
 class Node(NamedTuple):
@@ -93,6 +95,7 @@ class Walk:
         self.nodes = nodes if before is None else _without_branches(nodes, before.branches)
 
 
+@dataclasses.dataclass
 class _Body:
     """The nodes of a graph, or of a function in it.
 
@@ -107,29 +110,23 @@ class _Body:
         is_compiled: bool. As in Node.
     """
 
-    def __init__(
-        self,
-        walk: Walk,
-        protos: Sequence[NodeDef],
-        shapes: Mapping[str, Shape],
-        values: Mapping[str, Value],
-        prefix: str = "",
-        turns: int = 1,
-        is_least: bool = False,
-        is_compiled: bool = False,
-    ) -> None:
-        self.prefix = prefix
-        self._walk, self._protos, self._turns, self._is_least = walk, protos, turns, is_least
-        self._is_compiled = is_compiled
-        self._by_name = {proto.name: proto for proto in protos}
-        self._shapes: dict[str, tuple[Shape, ...]] = {
-            name: (shape,) for name, shape in shapes.items()
-        }
-        self._values = {(name, 0): value for name, value in values.items()}
+    walk: Walk
+    protos: Sequence[NodeDef]
+    shapes: Mapping[str, Shape]
+    values: Mapping[str, _Value]
+    prefix: str = ""
+    turns: int = 1
+    is_least: bool = False
+    is_compiled: bool = False
+
+    def __post_init__(self) -> None:
+        self._by_name = {proto.name: proto for proto in self.protos}
+        self._shapes: dict[str, tuple[Shape, ...]] = {n: (s,) for n, s in self.shapes.items()}
+        self._values = {(name, 0): value for name, value in self.values.items()}
 
     def nodes(self) -> Iterator[Node]:
         """Yields them, and those of what they call."""
-        for proto in self._protos:
+        for proto in self.protos:
             turns, is_least = self._turns_of(proto)
             if not turns:
                 continue
@@ -146,14 +143,14 @@ class _Body:
                 tuple(self._path(self._node_of(source)) for source in sources),
                 turns,
                 is_least,
-                self._is_compiled,
+                self.is_compiled,
             )
             yield from self._called(proto)
 
     def _called(self, proto: NodeDef) -> Iterator[Node]:
         functions = {name: each.func.name for name, each in proto.attr.items() if each.func.name}
         if proto.op in _LOOPS:
-            times = self._walk.loops[self._path(proto.name)] = self._times(proto)
+            times = self.walk.loops[self._path(proto.name)] = self._times(proto)
             yield from self._inside(proto, functions["body"], "body/", times).nodes()
         elif proto.op in CALLS:
             yield from self._inside(proto, functions["f"]).nodes()
@@ -164,7 +161,7 @@ class _Body:
             else:
                 named = {"then": functions["then_branch"], "else": functions["else_branch"]}
             bodies = [self._inside(proto, each, f"{name}/") for name, each in named.items()]
-            self._walk.branches.append(tuple(body.prefix for body in bodies))
+            self.walk.branches.append(tuple(body.prefix for body in bodies))
             yield from max((list(body.nodes()) for body in bodies), key=_amount)
 
     def _inside(
@@ -178,12 +175,12 @@ class _Body:
             prefix: str. What grappler puts before the names of its nodes, beside that of the node.
             times: int. How often the node calls it; None if that is not known.
         """
-        function = self._walk.library.get(name)
+        function = self.walk.library.get(name)
         arguments = [] if function is None else [arg.name for arg in function.signature.input_arg]
         sources = _data(proto)[1 if proto.op in _BRANCHES else 0 :]
         turns, is_least = self._turns_of(proto)
         return _Body(
-            self._walk,
+            self.walk,
             () if function is None else function.node_def,
             dict(zip(arguments, map(self._shape_at, sources))),
             # In a loop they change with each turn.
@@ -191,31 +188,79 @@ class _Body:
             f"{self._path(proto.name)}/{prefix}",
             turns * (1 if times is None else times),
             is_least or times is None,
-            self._is_compiled
+            self.is_compiled
             or ("_XlaMustCompile" in proto.attr and proto.attr["_XlaMustCompile"].b),
         )
 
     def _turns_of(self, proto: NodeDef) -> tuple[int, bool]:
         """Returns how often a node runs, and whether that is only known to be the least."""
-        turns, is_least, path = self._turns, self._is_least, self._path(proto.name)
-        for loop, times in self._walk.loops_before.items():
+        turns, is_least, path = self.turns, self.is_least, self._path(proto.name)
+        for loop, times in self.walk.loops_before.items():
             # Where grappler takes a loop apart, the names of its nodes stay.
             is_inside = path.startswith((f"{loop}/body/", f"{loop}/cond/"))
-            if is_inside and loop not in self._walk.loops:
+            if is_inside and loop not in self.walk.loops:
                 turns, is_least = turns * (1 if times is None else times), is_least or times is None
         return turns, is_least
 
     def _times(self, loop: NodeDef) -> int | None:
+        """Returns how often a loop turns, if that is known, or else at most, or else None."""
+        inputs = [self._value_at(source) for source in _data(loop)]
+        counts = [max(0, int(count)) for count in self._limits(loop, inputs)]
+        most = inputs[1]  # -1 if the program gave none
+        if most is not None and most >= 0:
+            counts.append(int(most))
+        return min(counts, default=None)
+
+    def _limits(self, loop: NodeDef, inputs: Sequence[_Value]) -> Iterator[np.ndarray]:
+        """Yields how often a loop turns that goes on while what counts up is below a limit."""
         condition, body = (
-            self._walk.library[loop.attr[each].func.name] for each in ("cond", "body")
+            self.walk.library[loop.attr[each].func.name] for each in ("cond", "body")
         )
-        return loops.turns(condition, body, [self._value_at(source) for source in _data(loop)])
+        names = [arg.name for arg in condition.signature.input_arg]
+        before = _Body(self.walk, condition.node_def, {}, dict(zip(names, inputs)))
+        for test in before._all_of(condition.ret[condition.signature.output_arg[0].name]):
+            counter = before._node_of(test.input[0])
+            if test.op != "Less" or counter not in names:
+                continue
+            index = names.index(counter)
+            begin, end = inputs[index], before._value_at(test.input[1])
+            step = self._step(body, index, inputs)
+            if begin is None or end is None or step is None:
+                continue
+            if np.ndim(end) == np.ndim(step) == 0 and step > 0:
+                yield np.ceil((end - begin) / step)
+
+    def _all_of(self, source: str) -> Iterator[NodeDef]:
+        """Yields the nodes that have to be true, all of them, for a condition to be."""
+        node = self._by_name.get(self._node_of(source))
+        if node is not None and node.op in ("Identity", "LogicalAnd"):
+            for each in _data(node):
+                yield from self._all_of(each)
+        elif node is not None and len(node.input) > 1:
+            yield node
+
+    def _step(self, body: Any, index: int, inputs: Sequence[_Value]) -> _Value:
+        """Returns what a turn adds to a value of a loop, or None if that is not known."""
+        names = [arg.name for arg in body.signature.input_arg]
+        results = [body.ret[arg.name] for arg in body.signature.output_arg]
+        # `tf.range` hands its step around, unchanged.
+        same = {n: value for n, result, value in zip(names, results, inputs) if n == result}
+        after = _Body(self.walk, body.node_def, {}, same)
+        node = after._by_name.get(after._node_of(results[index]))
+        while node is not None and node.op == "Identity":
+            node = after._by_name.get(after._node_of(node.input[0]))
+        if node is None or node.op not in ("Add", "AddV2"):
+            return None
+        added = {after._node_of(source): source for source in node.input[:2]}
+        if added.pop(names[index], None) is None:
+            return None
+        return after._value_at(*added.values()) if added else None
 
     def _path(self, name: str) -> str:
         return _INLINED.sub("", self.prefix + name)
 
     def _before(self, proto: NodeDef) -> Node | None:
-        found = self._walk.nodes_before.get(self._path(proto.name))
+        found = self.walk.nodes_before.get(self._path(proto.name))
         return found if found is not None and found.proto.op == proto.op else None
 
     def _node_of(self, source: str) -> str:
@@ -248,7 +293,7 @@ class _Body:
             return (self._shape_at(proto.input[0]),) * 2
         return ()
 
-    def _value_at(self, source: str) -> Value:
+    def _value_at(self, source: str) -> _Value:
         """Returns the value of an input, if it is known and may tell how often a loop turns."""
         output = _parse(source, self._by_name)
         if output not in self._values:
@@ -256,21 +301,40 @@ class _Body:
             self._values[output] = self._find_value(*output)
         return self._values[output]
 
-    def _find_value(self, name: str, index: int) -> Value:
+    def _find_value(self, name: str, index: int) -> _Value:
         if name not in self._by_name:
             return None
         proto = self._by_name[name]
         if proto.op in _LOOPS:  # Its first result counts its turns.
             return self._times(proto) if index == 0 else None
-        if proto.op in CALLS and (function := self._walk.library.get(proto.attr["f"].func.name)):
+        if proto.op in CALLS and (function := self.walk.library.get(proto.attr["f"].func.name)):
             result = function.signature.output_arg[index].name
             return self._inside(proto, function.signature.name)._value_at(function.ret[result])
         if proto.op == "Shape":
             shape = self._shape_at(proto.input[0])
             return None if shape is None else np.array(shape)
-        if not loops.is_folded(proto):
+        if proto.op == "Const":
+            return tf.make_ndarray(proto.attr["value"].tensor)
+        if proto.op not in _FOLDED:
             return None
-        return loops.folded(proto, *map(self._value_at, _data(proto)))
+        values = [self._value_at(source) for source in _data(proto)]
+        return None if any(each is None for each in values) else _FOLDED[proto.op](proto, *values)
+
+
+def _element(proto: NodeDef, values: np.ndarray, begin: np.ndarray, *_: _Value) -> _Value:
+    return values[int(begin[0])] if proto.attr["shrink_axis_mask"].i == 1 else None
+
+
+# What the limit of a loop may depend on, as in the recurrent layers of both Kerases.
+_FOLDED: dict[str, Callable[..., Any]] = {
+    "Identity": lambda proto, value: value,
+    "Cast": lambda proto, value: value,
+    "StridedSlice": _element,
+    "Range": lambda proto, start, limit, delta: np.arange(start, limit, delta),
+    "Max": lambda proto, value, axes: np.max(value, axis=tuple(np.ravel(axes))),
+    "Maximum": lambda proto, a, b: np.maximum(a, b),
+    "Minimum": lambda proto, a, b: np.minimum(a, b),
+}
 
 
 def _without_branches(nodes: list[Node], branches: Sequence[tuple[str, ...]]) -> list[Node]:

@@ -374,7 +374,7 @@ def test_sparse_gradients_and_loops():
     assert report["output", "rnn/cell"].histogram.total >= 5 * 2
     assert "output gradient" not in {row.kind for row in report.rows}
     cells = ExponentHistograms(model, optimizer=optimizer)
-    assert ("output", "rnn/cell") not in cells._counts.places
+    assert ("output", "rnn/cell") not in cells.places
 
 
 def test_each_replica_counts_its_own():
