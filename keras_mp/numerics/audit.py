@@ -14,8 +14,7 @@ from keras_mp.models.layer_paths import layers_by_path, variables_inside
 from keras_mp.numerics import batches, hazards, own_thread, watching
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.graphs import traces
-from keras_mp.numerics.hazards.observed import Hazard, Observed
-from keras_mp.numerics.hazards.traced_step import TracedStep
+from keras_mp.numerics.hazards.traced_step import Hazard, Observed, TracedStep
 from keras_mp.numerics.results import Finding
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES

@@ -1,6 +1,9 @@
-"""What is said of each cause of a wrong number, and its cure: the words of all tools."""
+"""The cause of a wrong number: where it is, what is said of it, and its cure, for all tools."""
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
 
 # Inputs of a batch, and weights, that make an overflow their own: networks begin with numbers of
 # about 1, and few that train have weights of more than 10.
@@ -64,3 +67,27 @@ def of_overflow(dtype: str, largest_weight: float, largest_input: float) -> tupl
     if largest_input >= LARGE_INPUTS:
         return f" The inputs of the batch reach {largest_input:.3g}.", CURES["inputs"] + later
     return "", cure
+
+
+def begun(
+    inputs: Sequence[Sequence[int]],
+    is_bad: np.ndarray,
+    matters: np.ndarray,
+    begins: np.ndarray | None = None,
+) -> list[int]:
+    """Returns the operations where numbers begin to be not finite, and reach what matters.
+
+    Args:
+        inputs: of each operation, the places of those before it whose results it takes.
+        is_bad: array of bool: whose results are not finite.
+        matters: array of bool: whose results must be finite.
+        begins: array of bool: which have finite inputs. Defaults to what `is_bad` says of them.
+    """
+    reaches, found = is_bad & matters, []
+    for i in reversed(np.flatnonzero(is_bad)):
+        bad = [j for j in inputs[i] if is_bad[j]]
+        if reaches[i]:
+            reaches[bad] = True
+            if not bad if begins is None else begins[i]:
+                found.append(int(i))
+    return found[::-1]

@@ -21,7 +21,7 @@ from keras_mp.numerics.batches import Batch, Batches, Structure
 from keras_mp.numerics.comparison.compare import compare, compare_records, record, runners
 from keras_mp.numerics.comparison.compare_function import compare_function
 from keras_mp.numerics.comparison.compared import Comparison
-from keras_mp.numerics.comparison.layer_distances import MANY_ZEROS
+from keras_mp.numerics.comparison.differences import MANY_ZEROS
 from keras_mp.numerics.comparison.own_share import UNSCALED
 from keras_mp.numerics.comparison.records import Record
 from keras_mp.numerics.comparison.runs import LOSS

@@ -11,7 +11,7 @@ from keras_mp.conversion import convert
 from keras_mp.models.layer_paths import variables_by_path
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.comparison.layer_calls import RandomNumbers
+from keras_mp.numerics.comparison.calls import RandomNumbers
 from keras_mp.numerics.comparison.noise import is_noise, jitter
 from keras_mp.numerics.comparison.runs import (
     Run,
@@ -122,7 +122,7 @@ class Search:
             )
             self._references.append(reference)
             self._errors[frozenset(candidates), i] = self._apart(narrow, reference)
-            for path, error in self._own_errors(candidates, narrow, wide, numbers).items():
+            for path, error in self._own_errors(candidates, narrow, wide).items():
                 own[path] = max(own[path], error)
         return own
 
@@ -221,9 +221,7 @@ class Search:
         loss = relative(np.array([run.loss]), np.array([reference.loss]))
         return Errors(max(outputs, default=0.0), loss, error, path)
 
-    def _own_errors(
-        self, candidates: Sequence[str], narrow: Run, wide: Run, numbers: RandomNumbers
-    ) -> dict[str, float]:
+    def _own_errors(self, candidates: Sequence[str], narrow: Run, wide: Run) -> dict[str, float]:
         """Runs each layer in both dtypes, on the inputs that it had in float32."""
         paths = {id(self._units[path]): path for path in candidates}
         errors: dict[str, float] = {}
@@ -231,12 +229,12 @@ class Search:
             path = paths.get(id(exact_call.layer))
             if path is None:
                 continue
-            upstream = wide.gradients[exact_call.position]
-            exact = replay(exact_call, exact_call.layer, upstream, numbers=numbers)
+            upstream = exact_call.gradients
+            exact = replay(exact_call, exact_call.layer, upstream)
             # The scale that suits this layer alone.
             scale = _scale_for([*upstream, *exact.gradients.values()])
             scaled = [None if each is None else each * scale for each in upstream]
-            one = replay(exact_call, call.layer, scaled, numbers=numbers)
+            one = replay(exact_call, call.layer, scaled)
             gradients = [one.gradients[each] for each in exact.gradients if each in one.gradients]
             forward = relative(_joined(one.outputs), _joined(exact.outputs))
             backward = relative(_joined(gradients) / scale, _joined(exact.gradients.values()))

@@ -1,9 +1,9 @@
 """The observer of layers: what each returns and which of them is running, while a step is made.
 
 Meanwhile a layer that is observed has a function around its `call`, an attribute of the instance
-that all observers share. What layers return is shown in the thread that observes, which may be
-that of a replica; which layer is running is known in each thread. It works in eager and while a
-graph is made.
+that all observers share. Calls are shown in the thread that observes, which may be that of a
+replica; which layer is running is known in each thread. It works in eager and while a graph is
+made.
 """
 
 import contextlib
@@ -28,15 +28,13 @@ _T = TypeVar("_T")
 
 
 class _ThreadState(threading.local):
-    """The watchers of a thread, and the layers that it is calling.
+    """The layers that a thread is calling.
 
     Attributes:
-        watchers: tuple of pairs of paths by the ids of layers, and watchers.
-        running: tuple of the ids of the layers whose calls are going on.
+        running: tuple of the ids of the layers whose calls are going on, where they are named.
         raised_in: the innermost layer whose call has raised an error, or None.
     """
 
-    watchers: tuple[tuple[dict[int, str], Watcher], ...] = ()
     running: tuple[int, ...] = ()
     raised_in: Any = None
 
@@ -47,8 +45,25 @@ _namings: dict[int, dict[int, str]] = {}
 
 
 @contextlib.contextmanager
-def watching_outputs(layers: Mapping[str, Any], watcher: Watcher) -> Iterator[None]:
-    """Shows a watcher what layers return to this thread.
+def watching_calls(
+    layers: Iterable[tuple[str, Any]], wrap: Callable[[str, Any, Callable[..., Any]], Any]
+) -> Iterator[None]:
+    """Wraps the calls of layers in this thread.
+
+    Args:
+        layers: pairs of paths and layers, or of other objects with a method `call`.
+        wrap: called with a path, the layer and its `call`; returns what is called in its place.
+    """
+    with contextlib.ExitStack() as stack:
+        for path, layer in layers:
+            stack.enter_context(wrapped.here(layer, "call", functools.partial(wrap, path, layer)))
+        yield
+
+
+def watching_outputs(
+    layers: Mapping[str, Any], watcher: Watcher
+) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager that shows a watcher what layers return to this thread.
 
     Args:
         layers: dict of paths and layers.
@@ -57,12 +72,21 @@ def watching_outputs(layers: Mapping[str, Any], watcher: Watcher) -> Iterator[No
             tensor's place. Not called while Keras only asks for shapes.
     """
     _thread.raised_in = None
-    watchers = (*_thread.watchers, ({id(layer): path for path, layer in layers.items()}, watcher))
-    with (
-        attributes.replaced(_thread, "watchers", watchers),
-        _observed_calls(layers.values()),
-    ):
-        yield
+
+    def wrap(path: str, layer: Any, call: Callable[..., _T]) -> Callable[..., _T]:
+        # AutoGraph converts this one, and so what it calls, which a user may have written.
+        @functools.wraps(call)
+        def shown(*args: Any, **kwargs: Any) -> _T:
+            try:
+                result = raw_inputs.rounded(layer, call(*args, **kwargs))
+            except Exception:
+                _thread.raised_in = _thread.raised_in or layer
+                raise
+            return _shown(path, watcher, result, (args, kwargs))
+
+        return shown
+
+    return watching_calls(layers.items(), wrap)
 
 
 @contextlib.contextmanager
@@ -82,14 +106,13 @@ def naming(models: Iterable[tf.keras.Model]) -> Iterator[None]:
     paths = {id(layer): path for path, layer in reversed(named)}
     _namings[id(paths)] = paths
     try:
-        with (
-            _observed_calls(layer for _, layer in named),
-            wrapped.everywhere(
-                gradients.record_operation.owner,
-                gradients.record_operation.attribute,
-                _with_layer_in_backward_pass,
-            ),
-        ):
+        with contextlib.ExitStack() as stack:
+            for _, layer in named:
+                wrap = functools.partial(_running, layer)
+                stack.enter_context(wrapped.everywhere(layer, "call", wrap))
+            hook = gradients.record_operation
+            wrap = _with_layer_in_backward_pass
+            stack.enter_context(wrapped.everywhere(hook.owner, hook.attribute, wrap))
             yield
     finally:
         del _namings[id(paths)]
@@ -111,15 +134,6 @@ def take_layer_that_raised() -> Any:
     return layer
 
 
-@contextlib.contextmanager
-def _observed_calls(layers: Iterable[Any]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            wrap = functools.partial(_observed, layer)
-            stack.enter_context(wrapped.everywhere(layer, "call", wrap))
-        yield
-
-
 def watching_gradients(
     optimizer: tf.keras.optimizers.Optimizer,
 ) -> contextlib.AbstractContextManager[None]:
@@ -128,22 +142,16 @@ def watching_gradients(
     Args:
         optimizer: An optimizer of `tf.keras` that scales no loss.
     """
-    return wrapped.everywhere(optimizer, "apply_gradients", _shown)
+    return wrapped.everywhere(optimizer, "apply_gradients", _told)
 
 
-def _observed(layer: Any, call: Callable[..., _T]) -> Callable[..., _T]:
-    # AutoGraph converts this one, and so what it calls, which a user may have written.
+def _running(layer: Any, call: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(call)
-    def observed(*args: Any, **kwargs: Any) -> _T:
+    def running(*args: Any, **kwargs: Any) -> _T:
         with attributes.replaced(_thread, "running", (*_thread.running, id(layer))):
-            try:
-                result = raw_inputs.rounded(layer, call(*args, **kwargs))
-            except Exception:
-                _thread.raised_in = _thread.raised_in or layer
-                raise
-        return _shown_outputs(id(layer), result, (args, kwargs))
+            return raw_inputs.rounded(layer, call(*args, **kwargs))
 
-    return observed
+    return running
 
 
 def _with_layer_in_backward_pass(record_operation: Callable[..., _T]) -> Callable[..., _T]:
@@ -172,17 +180,14 @@ def _with_layer_in_backward_pass(record_operation: Callable[..., _T]) -> Callabl
 
 
 @do_not_convert
-def _shown_outputs(layer: int, outputs: _T, arguments: tuple[Any, ...]) -> _T:
-    watchers = [(paths[layer], watcher) for paths, watcher in _thread.watchers if layer in paths]
-    if not watchers or keras_api.is_symbolic():
+def _shown(path: str, watcher: Watcher, outputs: _T, arguments: tuple[Any, ...]) -> _T:
+    if keras_api.is_symbolic():
         return outputs
 
     def shown(value: Any) -> Any:
         if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
             return value
-        result = value
-        for path, watcher in watchers:
-            result = watcher(path, result, tf.nest.flatten(arguments))
+        result = watcher(path, value, tf.nest.flatten(arguments))
         if result is value:
             return value
         raw_inputs.copy_note(value, result)
@@ -191,11 +196,11 @@ def _shown_outputs(layer: int, outputs: _T, arguments: tuple[Any, ...]) -> _T:
     return tf.nest.map_structure(shown, outputs)
 
 
-def _shown(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:
+def _told(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(apply_gradients)
-    def shown(grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> _T:
+    def told(grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> _T:
         pairs = list(grads_and_vars)
         observers.tell(observers.Observer.gradients, pairs, None, None)
         return apply_gradients(pairs, *args, **kwargs)
 
-    return shown
+    return told

@@ -10,7 +10,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.__main__ import main
 from keras_mp.numerics import check, record
-from keras_mp.numerics.comparison.layer_distances import cure_in
+from keras_mp.numerics.comparison.differences import cure_in
 from keras_mp.numerics.comparison.records import LayerRecord
 from tests.common import IS_KERAS_3, once
 

@@ -17,18 +17,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.conversion import compute_dtypes, convert
+from keras_mp.conversion import convert
 from keras_mp.numerics import batches, own_thread
 from keras_mp.numerics.batches import Batch, Structure
 from keras_mp.numerics.comparison import own_share, records
+from keras_mp.numerics.comparison.calls import RandomNumbers
 from keras_mp.numerics.comparison.compared import Comparison
-from keras_mp.numerics.comparison.layer_calls import RandomNumbers
-from keras_mp.numerics.comparison.layer_distances import compare_layers
+from keras_mp.numerics.comparison.differences import compare_layers, cure_in
 from keras_mp.numerics.comparison.records import LayerRecord, Record
 from keras_mp.numerics.comparison.runs import Runner, check_finite, check_same_calls
 from keras_mp.numerics.comparison.training_loss import GivenLoss, loss_of
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
-from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
 
 
@@ -100,15 +99,10 @@ def compare(narrow: Runner, wide: Runner) -> Comparison:
         references = records.explained_layers(wide, other, UNIT_ROUNDOFF[run.dtype])
         layers, first = compare_layers(list(zip(records.layers_of(run), references)))
         progress.begin("each layer by itself")
-        layers, own = own_share.judge(layers, run, other, narrow.numbers)
-    return Comparison(
-        name=_describe(narrow.model),
-        reference=_describe(wide.model),
-        layers=layers,
-        findings=own or ([first.finding(narrow.model)] if first else []),
-        losses=(run.loss, other.loss),
-        loss_scale=run.loss_scale,
-    )
+        layers, own = own_share.judge(layers, run, other)
+    findings = own or ([first.finding(cure_in(narrow.model, first.layer))] if first else [])
+    losses = run.loss, other.loss
+    return Comparison(narrow.name, wide.name, layers, findings, losses, run.loss_scale)
 
 
 def record(
@@ -164,7 +158,7 @@ def record(
         run = runner.run_as_trained()
         check_finite(run, batch, needs_loss=False)
         layers = records.explained_layers(runner, run, UNIT_ROUNDOFF[run.dtype])
-    return Record(_describe(model), layers, run.loss, run.loss_scale)
+    return Record(runner.name, layers, run.loss, run.loss_scale)
 
 
 def compare_records(run: Record, reference: Record) -> Comparison:
@@ -200,14 +194,9 @@ def compare_records(run: Record, reference: Record) -> Comparison:
             f"{[layer.path for layer in reference.layers[:5]]}. "
             f"Received: {[layer.path for layer in run.layers[:5]]}"
         )
-    return Comparison(
-        name=run.name,
-        reference=reference.name,
-        layers=layers,
-        findings=[first.finding()] if first else [],
-        losses=(run.loss, reference.loss),
-        loss_scale=run.loss_scale,
-    )
+    findings = [first.finding(cure_in(None, first.layer))] if first else []
+    losses = run.loss, reference.loss
+    return Comparison(run.name, reference.name, layers, findings, losses, run.loss_scale)
 
 
 def _pairs(run: Record, reference: Record) -> list[tuple[LayerRecord, LayerRecord]]:
@@ -215,12 +204,3 @@ def _pairs(run: Record, reference: Record) -> list[tuple[LayerRecord, LayerRecor
         return list(zip(run.layers, reference.layers))
     others = {layer.path: layer for layer in reference.layers}
     return [(each, others[each.path]) for each in run.layers if each.path in others]
-
-
-def _describe(model: tf.keras.Model) -> str:
-    # A model that was loaded may have another policy than its layers.
-    # The model that a Sequential of Keras 3 makes when it is first called has the global policy.
-    dtypes = compute_dtypes(model) & {*LOW_PRECISION_NAMES}
-    has_its_own = not dtypes or model.compute_dtype in dtypes
-    name = model.dtype_policy.name if has_its_own else " and ".join(sorted(dtypes))
-    return f"{model.name} in {name}"

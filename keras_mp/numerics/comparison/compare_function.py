@@ -8,6 +8,7 @@ stable algorithm is not further off than that.
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -17,21 +18,21 @@ import tensorflow as tf
 from keras_mp.numerics import own_thread
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.comparison import records, runs
-from keras_mp.numerics.comparison.compared import Comparison
-from keras_mp.numerics.comparison.explanations import Explanation, explain, matches
-from keras_mp.numerics.comparison.layer_calls import (
-    LayerCall,
+from keras_mp.numerics.comparison.calls import (
+    Call,
+    KeptOperations,
     RandomNumbers,
     Variables,
     Watch,
     floating,
+    kept,
 )
-from keras_mp.numerics.comparison.layer_distances import TooFar, compare_layers, difference
+from keras_mp.numerics.comparison.compared import Comparison
+from keras_mp.numerics.comparison.differences import TooFar, compare_layers, explain, matches
 from keras_mp.numerics.comparison.records import LayerRecord
 from keras_mp.numerics.comparison.runs import Run, Runner
 from keras_mp.numerics.comparison.training_loss import signed_mean
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
-from keras_mp.numerics.operations.kept import KeptOperation, KeptOperations, kept
 from keras_mp.numerics.results import Finding
 from keras_mp.op_autocast.context_manager import autocast
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
@@ -39,6 +40,9 @@ from keras_mp.support import op_callbacks
 from keras_mp.support.dtypes import LOW_PRECISION
 
 _LOSS_SCALES = {"float16": INITIAL_LOSS_SCALE, "bfloat16": 1.0}
+
+# The kind of what a function returns.
+_RESULT = "result"
 
 _Value = TypeVar("_Value")
 
@@ -135,14 +139,9 @@ def compare_function(
         layer.unit = unit
     pairs = _pairs(run, exact, layers, references)
     rows, first = compare_layers(pairs)
-    return Comparison(
-        name=f"{narrow.name} in {dtype}",
-        reference=f"{wide.name} in float32",
-        layers=rows,
-        findings=[_explained(first, run, exact, dtype)] if first else [],
-        losses=(run.loss, exact.loss),
-        loss_scale=run.loss_scale,
-    )
+    findings = [_finding(first, run, exact, dtype)] if first else []
+    names = f"{narrow.name} in {dtype}", f"{wide.name} in float32"
+    return Comparison(*names, rows, findings, (run.loss, exact.loss), run.loss_scale)
 
 
 class _FunctionRunner(Runner):
@@ -165,9 +164,13 @@ class _FunctionRunner(Runner):
         under: _Context = contextlib.nullcontext,
     ) -> None:
         super().__init__(held, Batch(args), numbers=numbers)
-        self.name: str = getattr(function, "__name__", type(function).__name__)
         self._function, self._under = function, under
         self._kept = KeptOperations()
+
+    @property
+    def name(self) -> str:
+        """What is run."""
+        return getattr(self._function, "__name__", type(self._function).__name__)
 
     def _run(self, batch: Batch, loss_scale: float, watch: Watch) -> Run:
         with kept() as self._kept:
@@ -183,13 +186,13 @@ class _FunctionRunner(Runner):
                 f"Expected {self.name} to return floating-point tensors. Received none"
             )
         recorded = list(self._kept.operations)
-        named = _numbered((f"{each.scope}/{each.type}".strip("/") for each in recorded), recorded)
+        named = _numbered((each.path for each in recorded), recorded)
         watch.calls += [
-            LayerCall((i,), name, each.type, each, each.inputs, outputs=floating(each.outputs)[:1])
-            for i, (name, each) in enumerate(named.items())
+            dataclasses.replace(each, path=name, outputs=floating(each.outputs)[:1])
+            for name, each in named.items()
         ]
         watch.calls += [
-            LayerCall((len(recorded) + i,), f"result {i}", "result", None, (), outputs=[value])
+            Call((len(recorded) + i,), f"{_RESULT} {i}", _RESULT, None, (), outputs=[value])
             for i, value in enumerate(returned)
         ]
         is_loss = len(returned) == 1 and returned[0].shape.rank == 0
@@ -274,34 +277,25 @@ def _pairs(
     run: Run, exact: Run, layers: Sequence[LayerRecord], references: Sequence[LayerRecord]
 ) -> list[tuple[LayerRecord, LayerRecord]]:
     """Pairs the operations of two runs, and results, variables and arguments by name."""
-    narrow, wide = (_operations(each) for each in (run, exact))
+    narrow, wide = ([call for call in each.calls if call.kind != _RESULT] for each in (run, exact))
     pairs = [(layers[i], references[j]) for i, j in matches(narrow, wide)]
     others = {layer.path: layer for layer in references[len(wide) :]}
     rest = layers[len(narrow) :]
     return pairs + [(each, others[each.path]) for each in rest if each.path in others]
 
 
-def _operations(run: Run) -> list[KeptOperation]:
-    return [call.layer for call in run.calls if call.layer is not None]
-
-
-def _explained(first: TooFar, run: Run, exact: Run, dtype: str) -> Finding:
+def _finding(first: TooFar, run: Run, exact: Run, dtype: str) -> Finding:
     """Returns a finding with an explanation and the line of its operation."""
-    layer, other, side, _, distance = first
+    layer, other, side, *_ = first
     is_forward = side == "forward"
-    kept = (each.layer for each in run.calls if each.layer and each.path == layer.path)
-    line = next((each.line for each in kept), None)
+    line = next((each.line for each in run.calls if each.path == layer.path), None)
     both = (run, layer.path), (exact, other.path)
     narrow, wide = (_until(each, path if is_forward else None) for each, path in both)
-    reason = explain(narrow, wide, side, dtype)
-    if reason is None:
-        what = "what it returns" if is_forward else "its gradient"
-        what += f" in {dtype} is further off than rounding explains"
-        reason = Explanation(what, line)
-    elif not is_forward or not reason.line:
-        reason = reason._replace(line=line)
-    in_float32 = "run it in float32: with keras_mp.autocast(enabled=False):"
-    return difference(layer, side, reason, distance, in_float32)
+    what = "what it returns" if is_forward else "its gradient"
+    unknown = f"{what} in {dtype} is further off than rounding explains", None
+    what, found = explain(narrow, wide, side, dtype) or unknown
+    first = first._replace(what=what, line=(found if is_forward else None) or line)
+    return first.finding("run it in float32: with keras_mp.autocast(enabled=False):")
 
 
 def _until(run: Run, path: str | None) -> KeptOperations:

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics.comparison.layer_calls import Called, Variables, map_floating, shape_of
+from keras_mp.numerics.comparison.calls import Called, Variables, map_floating, shape_of
 from keras_mp.numerics.distances import relative
 
 # How far a run with noise moves each number at most, in unit roundoffs: twice as far as rounding

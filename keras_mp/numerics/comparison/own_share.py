@@ -9,13 +9,13 @@ import tensorflow as tf
 
 from keras_mp.numerics.causes import CURES
 from keras_mp.numerics.comparison import runs
+from keras_mp.numerics.comparison.calls import Call, Called, kept
 from keras_mp.numerics.comparison.compared import ComparedLayer
-from keras_mp.numerics.comparison.explanations import Explanation, explain
-from keras_mp.numerics.comparison.layer_calls import Called, LayerCall, RandomNumbers
-from keras_mp.numerics.comparison.layer_distances import (
+from keras_mp.numerics.comparison.differences import (
+    TooFar,
     cure_in,
-    difference,
     distances,
+    explain,
     largest_gradients,
 )
 from keras_mp.numerics.comparison.noise import NOISE, NOISY_RUNS, Noise
@@ -23,8 +23,8 @@ from keras_mp.numerics.comparison.records import SIDES, LayerRecord
 from keras_mp.numerics.comparison.records import explain as explain_by_noise
 from keras_mp.numerics.comparison.runs import Replay, Run
 from keras_mp.numerics.distances import LIMIT, Distance, relative, rms
-from keras_mp.numerics.operations.kept import kept
 from keras_mp.numerics.results import Finding
+from keras_mp.support.messages import Line
 
 # A layer amplifies rounding if its outputs move so many times as far as its inputs, and if on this
 # batch the outputs of the two runs are so many times further apart than the inputs.
@@ -49,26 +49,8 @@ class _Own(NamedTuple):
     amplification: float = 0.0
 
 
-class _Culprit(NamedTuple):
-    """A call that loses more than rounding explains.
-
-    Attributes:
-        call: in 16 bits.
-        wide: the same in float32.
-        side: "forward" or "backward".
-        distance: Distance.
-        text: what it does, where that is known already.
-    """
-
-    call: LayerCall
-    wide: LayerCall
-    side: str
-    distance: Distance
-    text: str | None = None
-
-
 def judge(
-    rows: Sequence[ComparedLayer], run: Run, other: Run, numbers: RandomNumbers
+    rows: Sequence[ComparedLayer], run: Run, other: Run
 ) -> tuple[list[ComparedLayer], list[Finding]]:
     """Runs each layer again, and says which of them lose more than rounding explains.
 
@@ -76,46 +58,43 @@ def judge(
         rows: of each call of the run, as far as it is known.
         run: Run in 16 bits.
         other: Run in float32.
-        numbers: RandomNumbers that both drew.
 
     Returns:
         The rows, with each layer's own distances; and the findings, the forward pass first. Of
         nested layers, the innermost is named. A layer whose inputs are not finite is not blamed.
     """
-    unscaled = [] if run.loss_scale == 1 else _unscaled(rows, run, other, numbers)
+    unscaled = [] if run.loss_scale == 1 else _unscaled(rows, run, other)
     judged: list[ComparedLayer] = []
-    forward: list[_Culprit] = []
-    backward: list[_Culprit] = []
+    forward: list[TooFar] = []
+    backward: list[TooFar] = []
     for row, call, wide in zip(rows, run.calls, other.calls):
-        own = _own(call, wide, run, numbers)
+        own = _own(call, wide)
         judged.append(dataclasses.replace(row, own_output=own.forward, own_gradient=own.backward))
-        if any(call.contains(culprit.call) for culprit in forward):
+        if any(call.contains(culprit.layer) for culprit in forward):
             continue
         if own.forward is not None and own.forward.units > LIMIT:
             # Max pooling turns NaN into finite numbers, which are no evidence either.
             if not forward or _off_before(call, wide) <= 1:
-                forward.append(_Culprit(call, wide, "forward", own.forward))
+                forward.append(TooFar(call, wide, "forward", own.forward))
             continue
         if not any(call.contains(each) for each in run.calls):
             text = _amplification(call, wide, row, own.amplification)
             if row.output is not None and text is not None:
-                forward.append(_Culprit(call, wide, "forward", row.output, text))
-        is_inside = any(call.contains(culprit.call) for culprit in backward)
+                forward.append(TooFar(call, wide, "forward", row.output, text))
+        is_inside = any(call.contains(culprit.layer) for culprit in backward)
         if own.backward is not None and own.backward.units > LIMIT and not is_inside:
-            backward.append(_Culprit(call, wide, "backward", own.backward))
+            backward.append(TooFar(call, wide, "backward", own.backward))
     if unscaled:
         backward.clear()  # What comes of gradients of another size is no finding of its own.
     # Gradients come in reverse order. A cell that is called for each time step is named once.
-    first: dict[tuple[str, str], _Culprit] = {}
+    first: dict[tuple[str, str], TooFar] = {}
     for culprit in (*forward, *reversed(backward)):
-        first.setdefault((culprit.call.path, culprit.side), culprit)
-    findings = [_finding(culprit, run, numbers) for culprit in first.values()]
+        first.setdefault((culprit.layer.path, culprit.side), culprit)
+    findings = [_finding(culprit, run) for culprit in first.values()]
     return judged, [*findings, *unscaled]
 
 
-def _unscaled(
-    rows: Sequence[ComparedLayer], run: Run, other: Run, numbers: RandomNumbers
-) -> list[Finding]:
+def _unscaled(rows: Sequence[ComparedLayer], run: Run, other: Run) -> list[Finding]:
     """Returns findings about calls whose gradients do not grow with the loss scale.
 
     That is tried with twice the upstream gradient, if gradients are off. Of nested calls, the
@@ -123,16 +102,16 @@ def _unscaled(
     """
     if not any(row.gradient is not None and row.gradient.units > LIMIT for row in rows):
         return []
-    found: list[LayerCall] = []
+    found: list[Call] = []
     findings = []
     for call, wide in zip(run.calls, other.calls):
-        upstream = run.gradients[call.position]
+        upstream = call.gradients
         if any(map(call.contains, found)) or not runs.are_finite([*call.inputs, *upstream]):
             continue
         doubled = [None if each is None else 2 * each for each in upstream]
         with kept() as operations:
             once, twice = (
-                runs.replay(call, wide.layer, each, numbers=numbers, dtype="float32").gradients
+                runs.replay(call, wide.layer, each, "float32").gradients
                 for each in (upstream, doubled)
             )
         growth = _growth(once, twice)
@@ -173,9 +152,9 @@ def _growth(once: Mapping[str, tf.Tensor], twice: Mapping[str, tf.Tensor]) -> _G
     return worst
 
 
-def _own(call: LayerCall, wide: LayerCall, run: Run, numbers: RandomNumbers) -> _Own:
-    upstream = run.gradients[call.position]
-    narrow = runs.replay(call, call.layer, upstream, numbers=numbers)
+def _own(call: Call, wide: Call) -> _Own:
+    upstream = call.gradients
+    narrow = runs.replay(call, call.layer, upstream)
     pairs = zip(map(runs.array, call.outputs), map(runs.array, narrow.outputs))
     is_same = all(np.array_equal(before, again, equal_nan=True) for before, again in pairs)
     if not is_same or not runs.are_finite(call.inputs):
@@ -184,10 +163,7 @@ def _own(call: LayerCall, wide: LayerCall, run: Run, numbers: RandomNumbers) -> 
         return _Own()
 
     def in_float32(noise: Noise | None = None) -> LayerRecord:
-        return _layer(
-            call,
-            runs.replay(call, wide.layer, upstream, numbers=numbers, dtype="float32", noise=noise),
-        )
+        return _layer(call, runs.replay(call, wide.layer, upstream, "float32", noise))
 
     layer, exact = _layer(call, narrow), in_float32()
     for seed in range(NOISY_RUNS):
@@ -208,14 +184,12 @@ def _own(call: LayerCall, wide: LayerCall, run: Run, numbers: RandomNumbers) -> 
     )
 
 
-def _layer(call: LayerCall, replay: Replay) -> LayerRecord:
+def _layer(call: Call, replay: Replay) -> LayerRecord:
     gradients = {name: runs.array(each) for name, each in replay.gradients.items()}
     return LayerRecord.of(call, replay.outputs, gradients)
 
 
-def _amplification(
-    call: LayerCall, wide: LayerCall, row: ComparedLayer, amplification: float
-) -> str | None:
+def _amplification(call: Call, wide: Call, row: ComparedLayer, amplification: float) -> str | None:
     """Describes how much a layer amplifies the distance of its inputs, if it does."""
     if amplification <= _AMPLIFIES or row.output is None:
         return None
@@ -228,35 +202,32 @@ def _amplification(
     )
 
 
-def _off_before(call: LayerCall, wide: LayerCall) -> float:
+def _off_before(call: Call, wide: Call) -> float:
     """Returns how far the inputs of a call are apart in the two runs."""
     pairs = zip(call.inputs, wide.inputs)
     return max((relative(runs.array(n), runs.array(w)) for n, w in pairs), default=0.0)
 
 
-def _finding(culprit: _Culprit, run: Run, numbers: RandomNumbers) -> Finding:
-    call, wide, side, distance, text = culprit
-    text = text or _of_other_weights(call.layer, wide.layer)
-    reason = Explanation(text, None) if text else _explanation(call, wide, side, run, numbers)
-    return difference(call, side, reason, distance, cure_in(run.model, call))
+def _finding(culprit: TooFar, run: Run) -> Finding:
+    call, wide = culprit.layer, culprit.other
+    what, line = culprit.what or _of_other_weights(call.layer, wide.layer), None
+    if not what:
+        what, line = _explanation(call, wide, culprit.side)
+    return culprit._replace(what=what, line=line).finding(cure_in(run.model, call))
 
 
-def _of_other_weights(layer: Called, wide: Called) -> str | None:
+def _of_other_weights(layer: Called, wide: Called) -> str:
     pairs = zip(getattr(layer, "weights", ()), getattr(wide, "weights", ()))
     found = [relative(runs.array(narrow), runs.array(other)) for narrow, other in pairs]
     if not any(found):
-        return None
+        return ""
     return f"its weights differ from those of the reference by up to {max(found):.2%}"
 
 
-def _explanation(
-    call: LayerCall, wide: LayerCall, side: str, run: Run, numbers: RandomNumbers
-) -> Explanation:
-    upstream = run.gradients[call.position]
+def _explanation(call: Call, wide: Call, side: str) -> tuple[str, Line | None]:
     with kept() as narrow:
-        runs.replay(call, call.layer, upstream, numbers=numbers)
+        runs.replay(call, call.layer, call.gradients)
     with kept() as exact:
-        runs.replay(call, wide.layer, upstream, numbers=numbers, dtype="float32")
-    return explain(narrow, exact, side, call.dtype) or Explanation(
-        f"its output in {call.dtype} is further off than rounding explains", None
-    )
+        runs.replay(call, wide.layer, call.gradients, "float32")
+    unknown = f"its output in {call.dtype} is further off than rounding explains", None
+    return explain(narrow, exact, side, call.dtype) or unknown

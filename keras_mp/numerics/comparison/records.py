@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics.comparison.layer_calls import LayerCall
+from keras_mp.numerics.comparison.calls import Call
 from keras_mp.numerics.comparison.noise import NOISY_RUNS, Noise
 from keras_mp.numerics.comparison.runs import Run, Runner, array, named_weights
 from keras_mp.numerics.distances import UNIT_ROUNDOFF, apart, kind_of_gradient
@@ -68,7 +68,7 @@ class LayerRecord:
 
     @classmethod
     def of(
-        cls, call: LayerCall, outputs: Iterable[tf.Tensor], gradients: Mapping[str, np.ndarray]
+        cls, call: Call, outputs: Iterable[tf.Tensor], gradients: Mapping[str, np.ndarray]
     ) -> "LayerRecord":
         """Makes the layer of a call, of its outputs, and of gradients by name."""
         forward = {f"output {i}": Quantity.of(array(each)) for i, each in enumerate(outputs)}
@@ -169,7 +169,7 @@ def layers_of(run: Run) -> list[LayerRecord]:
     for call in run.calls:
         gradients = {
             f"output {i}": array(gradient) / run.loss_scale
-            for i, gradient in enumerate(run.gradients[call.position])
+            for i, gradient in enumerate(call.gradients)
             if gradient is not None
         }
         for weight in getattr(call.layer, "trainable_weights", ()):

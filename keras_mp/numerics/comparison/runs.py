@@ -1,6 +1,7 @@
 """Runs a model forwards and backwards, and single calls of its layers again."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,14 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from keras_mp.conversion import compute_dtypes
 from keras_mp.layer_calls import model_outputs
 from keras_mp.models.layer_paths import native_variable, variables_inside
 from keras_mp.numerics import batches
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.comparison.layer_calls import (
+from keras_mp.numerics.comparison.calls import (
+    Call,
     Called,
-    LayerCall,
-    Position,
+    KeptOperations,
     RandomNumbers,
     Variables,
     Watch,
@@ -31,8 +33,8 @@ from keras_mp.numerics.comparison.training_loss import (
     without_metrics,
 )
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
-from keras_mp.numerics.operations.kept import KeptOperations
 from keras_mp.support import marks
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 LOSS = "loss"
 
@@ -42,10 +44,8 @@ class Run(NamedTuple):
 
     Attributes:
         model: what was run.
-        calls: list of LayerCall, in the order in which they ended; the last one is that of the
+        calls: list of Call, in the order in which they ended; the last one is that of the
             loss, unless a function of the user computes it.
-        gradients: dict, of each call's position the gradients of its outputs, multiplied by the
-            loss scale. None where an output has none.
         weights: dict, of each trainable weight its gradient, multiplied by the loss scale.
         loss: float.
         loss_scale: float.
@@ -53,8 +53,7 @@ class Run(NamedTuple):
     """
 
     model: Any
-    calls: list[LayerCall]
-    gradients: dict[Position, list[tf.Tensor | None]]
+    calls: list[Call]
     weights: dict[str, tf.Tensor]
     loss: float
     loss_scale: float
@@ -71,14 +70,15 @@ class Run(NamedTuple):
 
     def all_gradients(self) -> list[tf.Tensor]:
         """The gradients of outputs and of weights, multiplied by the loss scale."""
-        of_outputs = tf.nest.flatten(list(self.gradients.values()))
-        return [each for each in (*of_outputs, *self.weights.values()) if each is not None]
+        of_outputs = (each for call in self.calls for each in call.gradients if each is not None)
+        return [*of_outputs, *self.weights.values()]
 
     def weight_gradients(self) -> dict[str, np.ndarray]:
         """The unscaled gradients of weights as arrays, by name."""
         return {name: array(each) / self.loss_scale for name, each in self.weights.items()}
 
 
+@dataclasses.dataclass(eq=False)
 class Runner:
     """Runs a model on a batch, as often as needed, and restores the variables that this changes.
 
@@ -91,20 +91,26 @@ class Runner:
         training: bool. Whether layers are called with `training=True`.
     """
 
-    def __init__(
-        self,
-        model: tf.keras.Model | Variables,
-        batch: Batch,
-        loss: Loss = signed_mean,
-        *,
-        numbers: RandomNumbers,
-        step: Callable[..., tf.Tensor] | None = None,
-        training: bool = True,
-    ) -> None:
-        self.model: Any = model
-        self.batch, self.numbers = batch, numbers
-        self._loss, self._step, self._training = loss, step, training
+    model: Any
+    batch: Batch
+    loss: Loss = signed_mean
+    _: dataclasses.KW_ONLY
+    numbers: RandomNumbers
+    step: Callable[..., tf.Tensor] | None = None
+    training: bool = True
+
+    def __post_init__(self) -> None:
         self._first: Run | None = None
+
+    @property
+    def name(self) -> str:
+        """What is run, and in which dtype."""
+        # A model that was loaded may have another policy than its layers.
+        # The model that a Sequential of Keras 3 makes when it is first called has the global one.
+        dtypes = compute_dtypes(self.model) & {*LOW_PRECISION_NAMES}
+        has_its_own = not dtypes or self.model.compute_dtype in dtypes
+        name = self.model.dtype_policy.name if has_its_own else " and ".join(sorted(dtypes))
+        return f"{self.model.name} in {name}"
 
     def run(self, loss_scale: float = 1.0, noise: Noise | None = None) -> Run:
         """Runs the model forwards and backwards, in eager. The first run is kept, for all tools.
@@ -149,16 +155,10 @@ class Runner:
             inputs = [call.inputs for call in watch.calls]
             found: Any = tape.gradient(scaled, [outputs, inputs, list(sources.values())])
             of_outputs, of_inputs, of_sources = found
-        for call, values, gradients in zip(watch.calls, inputs, of_inputs):
-            call.trained_through = {id(v) for v, g in zip(values, gradients) if g is not None}
-        return Run(
-            self.model,
-            watch.calls,
-            {call.position: each for call, each in zip(watch.calls, of_outputs)},
-            _known(sources, of_sources),
-            float(value),
-            loss_scale,
-        )
+        for call, call.gradients, values, found in zip(watch.calls, of_outputs, inputs, of_inputs):
+            call.trained_through = {id(v) for v, g in zip(values, found) if g is not None}
+        gradients = _known(sources, of_sources)
+        return Run(self.model, watch.calls, gradients, float(value), loss_scale)
 
     def _forward(self, batch: Batch, watch: Watch, tape: tf.GradientTape) -> tf.Tensor:
         """Returns the loss, and leaves the calls that it took in `watch.calls`."""
@@ -167,19 +167,19 @@ class Runner:
         weights = named_weights(self.model).values() if self.model.built else ()
         tape.watch([native_variable(weight) for weight in weights])
         with watch.over(self.model):
-            if self._step is not None:
-                value = self._step(self.model, batch.x, batch.y)
+            if self.step is not None:
+                value = self.step(self.model, batch.x, batch.y)
             else:
-                prediction = self.model(batch.x, training=self._training)
+                prediction = self.model(batch.x, training=self.training)
                 pairs = zip(watch.calls[-1].outputs, floating(prediction))
                 wider = {id(low): wide for low, wide in pairs if low.dtype.size < wide.dtype.size}
                 for call in watch.calls:
-                    call.return_wider(wider)
-                kind = "sum of the outputs" if self._loss is signed_mean else LOSS
-                loss = functools.partial(self._loss, batch)
+                    call.is_widened |= call.return_instead(wider)
+                kind = "sum of the outputs" if self.loss is signed_mean else LOSS
+                loss = functools.partial(self.loss, batch)
                 value = watch.run(LOSS, kind, loss, loss, prediction)
         if not isinstance(value, tf.Tensor | tf.Variable) or value.shape.rank != 0:
-            name = LOSS if self._step is None else "step"
+            name = LOSS if self.step is None else "step"
             shape = f", of the shape {value.shape}" if hasattr(value, "shape") else ""
             raise ValueError(
                 f"Expected `{name}` to return the loss, a scalar tensor. "
@@ -206,21 +206,18 @@ class Replay(NamedTuple):
 
 
 def replay(
-    call: LayerCall,
+    call: Call,
     layer: Called,
     upstream: Sequence[tf.Tensor | None],
-    *,
-    numbers: RandomNumbers,
     dtype: str | None = None,
     noise: Noise | None = None,
 ) -> Replay:
-    """Makes a call once more, with the same or with another layer.
+    """Makes a call once more, with the same or with another layer, and the same random numbers.
 
     Args:
         call: what was called, with what.
         layer: what to call now.
         upstream: the gradients of its outputs.
-        numbers: RandomNumbers of the run.
         dtype: to which inputs in 16 bits are cast; None leaves them.
         noise: Noise on inputs, weights, outputs and upstream gradients.
     """
@@ -234,7 +231,7 @@ def replay(
         return marks.copy(value, moved(cast))
 
     before = call.args, call.kwargs
-    watch = Watch(numbers, noise and noise.both_ways, call.position)
+    watch = Watch(call.numbers or RandomNumbers(), noise and noise.both_ways, call.position)
     with (
         as_it_was(layer),
         noise.on_weights(layer) if noise else contextlib.nullcontext(),

@@ -12,7 +12,7 @@ from keras_mp.hooks import wrapped
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.numerics import copies
 from keras_mp.numerics.batches import Batch, Structure
-from keras_mp.numerics.comparison.layer_calls import Called, Variables, floating, shape_of
+from keras_mp.numerics.comparison.calls import Called, Variables, floating, shape_of
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 
 # Called with a batch and the predictions of the model.

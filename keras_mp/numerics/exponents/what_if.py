@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_mp.conversion import units_by_path
 from keras_mp.models.layer_paths import layers_by_path, variables_by_path
-from keras_mp.numerics.comparison.layer_calls import LayerCall, floating
+from keras_mp.numerics.comparison.calls import Call, floating
 from keras_mp.numerics.comparison.noise import RMS_OF_JITTER, is_noise, jitter
 from keras_mp.numerics.comparison.runs import Run, Runner, array, check_finite, named_weights
 from keras_mp.numerics.comparison.training_loss import scale_in_training
@@ -364,7 +364,7 @@ def _values(run: Run) -> _Values:
         ((kind, call.path), call) for kind in ("output", "output gradient") for call in calls
     ):
         dtypes.setdefault(row, call.outputs[0].dtype.name)
-        found = call.outputs if row[0] == "output" else run.gradients[call.position]
+        found = call.outputs if row[0] == "output" else call.gradients
         tensors.setdefault(row, []).extend(found)
     values = {}
     for row, found in tensors.items():
@@ -391,12 +391,12 @@ def _amplification(
     return {path: far / max(taken[path], RMS_OF_JITTER) for path, far in distances.items()}
 
 
-def _is_of_layer(call: LayerCall) -> bool:
+def _is_of_layer(call: Call) -> bool:
     is_model = isinstance(call.layer, tf.keras.Model)
     return isinstance(call.layer, tf.keras.layers.Layer) and not is_model
 
 
-def _consumers(calls: Iterable[LayerCall]) -> dict[str, set[str]]:
+def _consumers(calls: Iterable[Call]) -> dict[str, set[str]]:
     """Returns the paths of the layers that take the outputs of each layer."""
     # Where nothing is cast, a layer gets the very tensor that another layer returned, or that an
     # operation of a functional model of Keras 3 has computed from it.

@@ -15,7 +15,7 @@ from keras_mp.numerics.hazards import (
     step,
     values,
 )
-from keras_mp.numerics.hazards.observed import Hazard
+from keras_mp.numerics.hazards.traced_step import Hazard
 
 HAZARDS = (
     Hazard(values.epsilons, values.judge_epsilon),

@@ -10,8 +10,14 @@ from keras_mp.layer_calls import raw_inputs
 from keras_mp.numerics.causes import CURES
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.graphs import origins, tensor_cores, work
-from keras_mp.numerics.hazards.observed import Observed, Said
-from keras_mp.numerics.hazards.traced_step import TracedStep, shapes_of, widened
+from keras_mp.numerics.hazards.traced_step import (
+    Observed,
+    Said,
+    TracedStep,
+    before,
+    shapes_of,
+    widened,
+)
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
 # Layers with a smaller share of the model's work are not reported.
@@ -77,14 +83,7 @@ def judge_layer_in_float32(hazard: str, share: float, policy: str) -> Said | Non
 
 def _is_variable(tensor: tf.Tensor) -> bool:
     """Whether a tensor comes from a read of a variable, and nothing has cast it."""
-    return _moved(tensor).op.type == "ReadVariableOp"
-
-
-def _moved(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the tensor whose numbers another one has, which were only moved."""
-    while tensor.op.type in origins.MOVES:
-        tensor = tensor.op.inputs[0]
-    return tensor
+    return before(tensor, origins.MOVES).op.type == "ReadVariableOp"
 
 
 # 8 bits have two or three digits, bfloat16 seven.
@@ -96,7 +95,7 @@ def casts_there_and_back(step: TracedStep) -> Iterator[Observed]:
     for second in step.forward:
         if second.type != "Cast" or not second.outputs[0].dtype.is_floating:
             continue
-        between, back = _moved(second.inputs[0]), second.outputs[0].dtype
+        between, back = before(second.inputs[0], origins.MOVES), second.outputs[0].dtype
         first, there = between.op, between.dtype
         if first.type != "Cast" or first.inputs[0].dtype != back or there == back:
             continue

@@ -1,7 +1,7 @@
 """The first operation of the forward pass whose result is not finite, and its cause."""
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +11,9 @@ from keras_mp.models.layer_paths import native_variable
 from keras_mp.numerics import causes
 from keras_mp.numerics.distances import LARGEST, SMALLEST
 from keras_mp.numerics.graphs import origins
-from keras_mp.numerics.hazards.observed import Observed, Said
 from keras_mp.numerics.hazards.traced_step import (
+    Observed,
+    Said,
     TracedStep,
     count,
     health,
@@ -22,7 +23,7 @@ from keras_mp.numerics.hazards.traced_step import (
     widened,
 )
 from keras_mp.support import op_table
-from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 # Operations that may return zero, or infinity, of numbers that are neither; cheap to compute again.
 _AGAIN = op_table.ops(
@@ -36,36 +37,54 @@ _DIVISIONS = op_table.ops("divisions")
 _ON_THE_WAY = op_table.ops("casts", "identities", "reshapes")
 
 
-class _Again(NamedTuple):
-    """What an operation does in float32, on the same inputs.
+class Result(NamedTuple):
+    """What an operation of the forward pass returns first, without its graph.
 
     Attributes:
-        zeros: int. How many results are 0 in 16 bits only.
-        bad: int. How many are not finite in float32 either.
+        at: the operation.
+        type: str. Its type.
+        dtype: str. Of the result.
+        is_narrow: whether the result, or what it is made of, has 16 bits or fewer.
+        where: str. Its layer.
+        inputs: of the results that it takes, their places in the list of all.
+        constant: its first number, if it is a constant; else None.
+        is_explained: whether another finding tells why it is not finite.
     """
 
-    zeros: int = 0
-    bad: int = 0
+    at: Any
+    type: str
+    dtype: str
+    is_narrow: bool = False
+    where: str = ""
+    inputs: Sequence[int] = ()
+    constant: Any = None
+    is_explained: bool = False
 
 
 class _Cause(NamedTuple):
     """Where numbers stop being finite.
 
     Attributes:
-        origin: the operation where it began.
-        user: the first one that computes with it.
-        ended: the one whose results are NaN, or `user` if none are.
-        number: int. How many are.
-        in_words: "NaN" or "infinite".
-        so: str. What follows from it.
+        results: all of the forward pass.
+        origin: the place of the one where it began.
+        ended: that of the one whose numbers are counted: the first with NaN, if there is one.
+        number: float. How many of them are not finite.
+        are: str. What they are, and what follows from it.
+        zeros: array. How many numbers of each result are 0 in 16 bits only.
+        bad: array. How many numbers of each are not finite in float32 either.
     """
 
-    origin: tf.Operation
-    user: tf.Operation
-    ended: tf.Operation
-    number: int
-    in_words: str
-    so: str = ""
+    results: Sequence[Result]
+    origin: int
+    ended: int
+    number: float
+    are: str
+    zeros: np.ndarray
+    bad: np.ndarray
+
+    def counted(self, where: str = "") -> str:
+        """Returns words for how many numbers are not finite."""
+        return f"{self.number:,.0f} results of {self.results[self.ended].type}{where} {self.are}."
 
 
 def numbers(step: TracedStep) -> Iterator[Observed]:
@@ -75,67 +94,87 @@ def numbers(step: TracedStep) -> Iterator[Observed]:
     """
     operations = [o for o in step.forward if o.outputs and o.outputs[0].dtype.is_floating]
     # A metric of Keras 3 may return its variable, which is not of this graph.
-    results = [each for each in tf.nest.flatten(step.result) if isinstance(each, tf.Tensor)]
-    results += [step.scaling.inputs[0]] if step.scaling is not None else []
-    results = [tensor for tensor in results if tensor.dtype.is_floating]
-    if not results or not any(is_narrow(each.outputs[0].dtype) for each in operations):
+    ends = [each for each in tf.nest.flatten(step.result) if isinstance(each, tf.Tensor)]
+    ends += [step.scaling.inputs[0]] if step.scaling is not None else []
+    ends = [tensor for tensor in ends if tensor.dtype.is_floating]
+    if not ends or not any(is_narrow(each.outputs[0].dtype) for each in operations):
         return
     inputs = dict(_named_inputs(step.batch.x))
     weights = [native_variable(weight) for weight in step.model.trainable_weights]
-    again = [(each, exact) for each in operations if (exact := _exactly(each)) is not None]
-    gradients = [health(gradient) for gradient in step.backward_products]
     # Operations after the backward pass use gradients, which overflow as is planned.
     before = set(
         itertools.takewhile(lambda o: not origins.is_of_backward_pass(o.name), step.operations)
     )
+    unknown = tf.zeros([2], tf.int64)
     yield Observed(
         operations[0],
-        step=step,
-        operations=operations,
+        results=list(_results(step, operations)),
         is_before=np.array([operation in before for operation in operations]),
-        again=[operation for operation, _ in again],
         inputs=list(inputs),
-        bad=tf.stack([health(result) for result in results]),
-        counts=tf.stack([health(operation.outputs[0]) for operation in operations]),
-        of_gradients=tf.reduce_sum(gradients, 0) if gradients else tf.zeros([5], tf.float64),
-        exact=tf.stack([exact for _, exact in again]) if again else tf.zeros([0, 2], tf.int64),
+        loss=_bad(ends),
+        gradients=_bad(step.backward_products),
+        counts=tf.stack([health(operation.outputs[0]) for operation in operations])[:, 2:],
+        exact=tf.stack([_exactly(operation, unknown) for operation in operations]),
         sizes=_largest(inputs.values()),
         largest_weight=tf.reduce_max(_largest(weights)),
     )
 
 
 def judge(
-    step: TracedStep,
-    operations: list[tf.Operation],
+    results: Sequence[Result],
     is_before: np.ndarray,
-    again: list[tf.Operation],
-    inputs: list[str],
-    bad: np.ndarray,
+    inputs: Sequence[str],
+    loss: float,
+    gradients: float,
     counts: np.ndarray,
-    of_gradients: np.ndarray,
     exact: np.ndarray,
     sizes: np.ndarray,
     largest_weight: float,
 ) -> Said | None:
     """Names the first operation of the forward pass that is not finite, and its cause."""
-    is_lost = bad[:, 2:].any()
-    if not is_lost and not (counts[is_before, 4].any() and of_gradients[2:].any()):
+    nan, is_bad = counts[:, 2] > 0, counts.sum(axis=1) > 0
+    if not loss and not (nan[is_before].any() and gradients):
         return None
-    pairs = zip(counts[:, 2] + counts[:, 3], counts[:, 4])
-    found = _first(operations, {op.outputs[0].ref(): pair for op, pair in zip(operations, pairs)})
-    if found is None or found.origin in step.explained:
+    takes = [each.inputs for each in results]
+    computed = [i for i, each in enumerate(results) if each.constant is None and is_bad[i]]
+    ended = next(iter(causes.begun(takes, nan, nan) or computed), None)
+    if ended is None:
         return None
-    so = "so is the loss" if is_lost else "so are gradients, though the loss is not"
-    found = found._replace(so=so)
-    in_float32 = {each: _Again(*map(int, row)) for each, row in zip(again, exact)}
-    named = dict(zip(inputs, map(float, sizes[1:])))
+    origin = causes.begun(takes, is_bad, np.arange(len(results)) == ended)[0]
+    if results[origin].is_explained:
+        return None
+    number, what = (counts[ended, 2], "NaN") if nan[ended] else (counts[ended].sum(), "infinite")
+    so = "so is the loss" if loss else "so are gradients, though the loss is not"
+    found = _Cause(results, origin, ended, number, f"are {what}; {so}", *exact.T)
     return (
-        _constant(step, found)
-        or _large_input(found, named)
-        or _underflow(found, in_float32)
-        or _in_every_dtype(found, in_float32)
+        _constant(found, is_bad)
+        or _large_input(found, dict(zip(inputs, map(float, sizes[1:]))))
+        or _underflow(found)
+        or _in_every_dtype(found)
         or _overflow(found, float(sizes.max()), largest_weight)
     )
+
+
+def _results(step: TracedStep, operations: Sequence[tf.Operation]) -> Iterator[Result]:
+    places = {operation: i for i, operation in enumerate(operations)}
+    for operation in operations:
+        output, constant = operation.outputs[0], static_value(operation.outputs[0])
+        yield Result(
+            operation,
+            operation.type,
+            output.dtype.name,
+            any(is_narrow(each.dtype) for each in (*operation.inputs, output)),
+            step.where(operation),
+            [places[each.op] for each in operation.inputs if each.op in places],
+            None if constant is None else next(iter(np.ravel(constant)), 0.0),
+            operation in step.explained,
+        )
+
+
+def _bad(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Counts the numbers that are not finite."""
+    counts = [health(tensor)[2:] for tensor in tensors]
+    return tf.reduce_sum(counts) if counts else tf.constant(0.0)
 
 
 def _largest(values: Iterable[Any]) -> tf.Tensor:
@@ -143,61 +182,48 @@ def _largest(values: Iterable[Any]) -> tf.Tensor:
     return tf.stack([0.0, *(tf.reduce_max(tf.abs(widened(each))) for each in values)])
 
 
-def _first(
-    operations: list[tf.Operation], counts: Mapping[Hashable, tuple[int, int]]
-) -> _Cause | None:
-    """Finds the first operation that returns NaN, and its cause."""
+def _exactly(operation: tf.Operation, unknown: tf.Tensor) -> tf.Tensor:
+    """Counts what an operation in 16 bits, or one that takes such numbers, returns in float32.
 
-    def of(tensor: tf.Tensor) -> tuple[int, int]:
-        return counts.get(tensor.ref(), (0, 0))
+    Args:
+        operation: of the forward pass.
+        unknown: what is returned of one that is not computed again.
 
-    # By operation, where an infinity began, and what computed with it first, if it is a constant.
-    infinite: dict[tf.Operation, tuple[tf.Operation, tf.Operation]] = {}
-    first = None
-    for operation in operations:
-        i, n = of(operation.outputs[0])
-        if not i and not n:
-            continue
-        begun = next((infinite[t.op] for t in operation.inputs if t.op in infinite), None)
-        origin, user = begun or (operation, operation)
-        if static_value(user.outputs[0]) is not None:
-            user = operation
-        if i:
-            infinite[operation] = origin, user
-            if first is None and static_value(operation.outputs[0]) is None:
-                first = _Cause(origin, user, user, int(i), "infinite")
-        if n and not any(of(tensor)[1] for tensor in operation.inputs):
-            return _Cause(origin, user, operation, int(n), "NaN")
-    return first
-
-
-def _exactly(operation: tf.Operation) -> tf.Tensor | None:
-    """Counts what an operation in 16 bits, or one that takes such numbers, returns in float32."""
+    Returns:
+        How many results are 0 in 16 bits only, and how many are not finite in float32 either.
+    """
     output = operation.outputs[0]
     is_low = any(is_narrow(each.dtype) for each in (*operation.inputs, output))
-    if not is_low or operation.type not in _AGAIN or output.shape.num_elements() == 1:
-        return None
-    exact = in_float32(operation)
+    is_tried = is_low and operation.type in _AGAIN and output.shape.num_elements() != 1
+    exact = in_float32(operation) if is_tried else None
     if exact is None:
-        return None
+        return unknown
     zeros = count((widened(output) == 0) & (exact != 0) & tf.math.is_finite(exact))
     return tf.stack([zeros, count(~tf.math.is_finite(exact))])
 
 
-def _constant(step: TracedStep, cause: _Cause) -> Said | None:
+def _constant(cause: _Cause, is_bad: np.ndarray) -> Said | None:
     """A constant that 16 bits do not hold."""
-    constant, dtype = static_value(cause.origin.outputs[0]), cause.origin.outputs[0].dtype
-    if constant is None or not is_narrow(dtype):
+    results, origin = cause.results, cause.results[cause.origin]
+    dtype = tf.as_dtype(origin.dtype)
+    if origin.constant is None or not is_narrow(dtype):
         return None
-    user, ended = cause.user, cause.ended
-    place = f" in {step.where(ended)}" if step.where(ended) != step.where(user) else ""
+    # What computes with it first; a cast of it is a constant, too.
+    known, user = {cause.origin}, results[cause.ended]
+    for i in range(cause.origin + 1, cause.ended + 1):
+        if is_bad[i] and known.intersection(results[i].inputs):
+            if results[i].constant is None:
+                user = results[i]
+                break
+            known.add(i)
+    where = results[cause.ended].where
+    counted = cause.counted(f" in {where}" if where != user.where else "")
     return Said(
         "a constant that is infinite in 16 bits",
-        f"A constant, such as the -1e9 of a mask, is {np.ravel(constant)[0]} in {dtype.name}, "
-        f"and with it {cause.number:,} results of {ended.type}{place} are {cause.in_words}; "
-        f"{cause.so}.",
+        f"A constant, such as the -1e9 of a mask, is {origin.constant} in {dtype.name}, and with "
+        f"it {counted}",
         causes.CURES["a constant"].format(largest=dtype.max, lowest=dtype.min),
-        at=user,
+        at=user.at,
     )
 
 
@@ -216,86 +242,77 @@ def _named_inputs(x: Any) -> Iterator[tuple[str, tf.Tensor]]:
 
 def _large_input(cause: _Cause, largest: Mapping[str, float]) -> Said | None:
     """An input is cast to 16 bits, which do not hold it."""
-    cast = source = cause.origin
-    if cast.type != "Cast":
+    cast = source = cause.results[cause.origin]
+    if cast.type != "Cast" or cast.dtype not in LOW_PRECISION_NAMES:
         return None
     while source.type in _ON_THE_WAY and source.inputs:
-        source = source.inputs[0].op
-    dtype = cast.outputs[0].dtype
+        source = cause.results[source.inputs[0]]
+    dtype = tf.as_dtype(cast.dtype)
     beyond = {name: size for name, size in largest.items() if size > float(dtype.max)}
-    if dtype not in LOW_PRECISION or source.type != "Placeholder" or not beyond:
+    if source.type != "Placeholder" or not beyond:
         return None
     name, size = max(beyond.items(), key=lambda each: each[1])
     return Said(
         "an input that 16 bits do not hold",
         f"It reaches {size:.3g}, and {dtype.name}, to which it is cast, has no larger number than "
-        f"{dtype.max:.5g}: {cause.number:,} results of {cause.ended.type} are {cause.in_words}; "
-        f"{cause.so}.",
+        f"{dtype.max:.5g}: {cause.counted()}",
         causes.CURES["an input"],
-        at=cast,
+        at=cast.at,
         where=name,
     )
 
 
-def _underflow(cause: _Cause, in_float32: Mapping[tf.Operation, _Again]) -> Said | None:
+def _underflow(cause: _Cause) -> Said | None:
     """Numbers became 0 in 16 bits, and something divides by them or takes their logarithm."""
-    if not in_float32.get(cause.origin, _Again()).bad:
+    results, origin = cause.results, cause.results[cause.origin]
+    if not cause.bad[cause.origin]:
         return None
-    inputs = list(cause.origin.inputs)
-    # A quotient is not finite because of its divisor.
-    tensors = inputs[-1:] if cause.origin.type in _DIVISIONS else inputs
-    visited = {cause.origin}
-    while tensors:
-        makers = [each for each in dict.fromkeys(t.op for t in tensors) if each not in visited]
-        for maker in makers:
-            zeros = in_float32.get(maker, _Again()).zeros
-            if zeros:
-                dtype = maker.outputs[0].dtype
-                return Said(
-                    "an underflow in the forward pass",
-                    f"{zeros:,} results of {maker.type} are 0 in {dtype.name}, whose smallest "
-                    f"number is {SMALLEST[dtype.name]:.1g}, but not in float32. "
-                    f"{cause.origin.type} of them is the first result that is not finite: "
-                    f"{cause.number:,} of {cause.ended.type} are {cause.in_words}; {cause.so}.",
-                    causes.CURES["too small"].format(dtype=dtype.name),
-                    at=maker,
-                )
-        visited.update(makers)
-        tensors = [tensor for maker in makers for tensor in maker.inputs]
+    # A quotient is not finite because of its divisor. The nearest come first.
+    behind = dict.fromkeys(origin.inputs[-1:] if origin.type in _DIVISIONS else origin.inputs)
+    for i in (waiting := list(behind)):
+        zeros, maker = cause.zeros[i], results[i]
+        if zeros:
+            return Said(
+                "an underflow in the forward pass",
+                f"{zeros:,} results of {maker.type} are 0 in {maker.dtype}, whose smallest number "
+                f"is {SMALLEST[maker.dtype]:.1g}, but not in float32. {origin.type} of them is the "
+                f"first result that is not finite: {cause.counted().replace('results of', 'of')}",
+                causes.CURES["too small"].format(dtype=maker.dtype),
+                at=maker.at,
+            )
+        waiting += [j for j in dict.fromkeys(maker.inputs) if j not in behind]
+        behind.update(dict.fromkeys(maker.inputs))
     return None
 
 
-def _in_every_dtype(cause: _Cause, in_float32: Mapping[tf.Operation, _Again]) -> Said | None:
+def _in_every_dtype(cause: _Cause) -> Said | None:
     """The result is not finite in float32 either."""
-    origin = cause.origin
-    is_16_bits = any(is_narrow(t.dtype) for t in (*origin.inputs, origin.outputs[0]))
-    if is_16_bits and not in_float32.get(origin, _Again()).bad:
+    origin = cause.results[cause.origin]
+    if origin.is_narrow and not cause.bad[cause.origin]:
         return None
-    if static_value(origin.outputs[0]) is not None or origin.type == "Placeholder":
+    if origin.constant is not None or origin.type == "Placeholder":
         return None
     return Said(
         "a result that is not finite in any dtype",
         f"{origin.type} is the first operation with finite inputs whose results are not finite, "
-        f"in float32, too: {cause.number:,} results of {cause.ended.type} are {cause.in_words}; "
-        f"{cause.so}.",
+        f"in float32, too: {cause.counted()}",
         causes.CURES["not finite"],
-        at=origin,
+        at=origin.at,
     )
 
 
 def _overflow(cause: _Cause, largest_input: float, largest_weight: float) -> Said | None:
     """The result is beyond the dtype."""
-    origin = cause.origin
-    dtype = origin.outputs[0].dtype
-    if not is_narrow(dtype) and not any(is_narrow(t.dtype) for t in origin.inputs):
+    origin = cause.results[cause.origin]
+    if not origin.is_narrow:
         return None
-    largest = LARGEST.get(dtype.name)
-    beyond = f" (the largest {dtype.name} is {largest:,.0f})" if largest else ""
-    why = (
-        f"{origin.type} in {dtype.name} is the first operation with finite inputs whose results "
-        f"are not finite{beyond}: {cause.number:,} results of {cause.ended.type} are "
-        f"{cause.in_words}; {cause.so}."
+    largest = LARGEST.get(origin.dtype)
+    beyond = f" (the largest {origin.dtype} is {largest:,.0f})" if largest else ""
+    more, cure = causes.of_overflow(origin.dtype, largest_weight, largest_input)
+    return Said(
+        "an overflow in the forward pass",
+        f"{origin.type} in {origin.dtype} is the first operation with finite inputs whose results "
+        f"are not finite{beyond}: {cause.counted()}{more}",
+        cure,
+        at=origin.at,
     )
-    more, cure = causes.of_overflow(dtype.name, largest_weight, largest_input)
-    why += more
-    return Said("an overflow in the forward pass", why, cure, at=origin)

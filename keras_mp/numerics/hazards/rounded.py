@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
-from keras_mp.numerics.hazards.observed import Observed, Said
 from keras_mp.numerics.hazards.traced_step import (
     MOST_VARIANCE,
+    Observed,
+    Said,
     TracedStep,
     count,
     share_of_variance,

@@ -9,9 +9,11 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.models import low_precision_weights
 from keras_mp.numerics.graphs import origins
-from keras_mp.numerics.hazards.observed import Observed, Said
 from keras_mp.numerics.hazards.traced_step import (
+    Observed,
+    Said,
     TracedStep,
+    before,
     count,
     health,
     not_finite_of,
@@ -264,13 +266,13 @@ def updates(step: TracedStep) -> Iterator[Observed]:
         return
     lost, moving = [], []
     for variable in step.model.trainable_variables:
-        before = _value_before_the_step(step, variable)
-        if tf.as_dtype(variable.dtype) not in LOW_PRECISION or before is None:
+        value = _value_before_the_step(step, variable)
+        if tf.as_dtype(variable.dtype) not in LOW_PRECISION or value is None:
             continue
-        gradients = list(_gradients_of(step, variable, before.op.inputs[0]))
+        gradients = list(_gradients_of(step, variable, value.op.inputs[0]))
         if gradients:
             has_gradient = tf.reduce_any([tf.not_equal(each, 0) for each in gradients], 0)
-            stays = tf.equal(tf.convert_to_tensor(variable), before)
+            stays = tf.equal(tf.convert_to_tensor(variable), value)
             lost.append(count(has_gradient & stays))
             moving.append(count(has_gradient))
     if lost:
@@ -315,18 +317,15 @@ def _gradients_of(
 def _reads(operation: tf.Operation, handle: tf.Tensor) -> bool:
     """Whether an operation takes the value of a variable, rounded or not."""
     for tensor in operation.inputs:
-        while tensor.op.type in ("Cast", "Identity"):
-            tensor = tensor.op.inputs[0]
-        if tensor.op.type == "ReadVariableOp" and tensor.op.inputs[0] is handle:
+        read = before(tensor, ("Cast", "Identity")).op
+        if read.type == "ReadVariableOp" and read.inputs[0] is handle:
             return True
     return False
 
 
 def _value_before_the_step(step: TracedStep, variable: tf.Variable) -> tf.Tensor | None:
     """Returns what the forward pass reads of a variable."""
-    stored = tf.convert_to_tensor(variable)
-    while stored.op.type == "Identity":
-        stored = stored.op.inputs[0]
+    stored = before(tf.convert_to_tensor(variable), ("Identity",))
     if stored.op.type != "ReadVariableOp":
         return None
     [handle] = stored.op.inputs

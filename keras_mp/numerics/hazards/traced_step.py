@@ -1,8 +1,8 @@
-"""The graph of one step, with its layers and the tensors of one batch, for hazards to inspect."""
+"""What a hazard is, and the graph of one step with the tensors of a batch, for it to inspect."""
 
 import functools
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -184,6 +184,52 @@ class TracedStep:
         return None
 
 
+class Said(NamedTuple):
+    """What a judge says: a finding without its place.
+
+    Attributes:
+        hazard: str. Its name.
+        why: str. Why it matters, with the numbers.
+        cure: str. What to change.
+        units: float. As in `Finding`.
+        at: the operation that it is about, if it is another one than that which was observed.
+        where: str. What it is about, if that is no layer.
+    """
+
+    hazard: str
+    why: str
+    cure: str
+    units: float | None = None
+    at: tf.Operation | None = None
+    where: str | None = None
+
+
+class Observed:
+    """Something in a step that may be a hazard, with the numbers that tell.
+
+    Args:
+        at: an operation, or words for what it is about.
+        **numbers: tensors of the graph, which are computed together with the step; or what is
+            known already.
+    """
+
+    def __init__(self, at: tf.Operation | str, **numbers: Any) -> None:
+        self.at, self.numbers = at, numbers
+
+
+class Hazard(NamedTuple):
+    """A known hazard of 16 bits.
+
+    Attributes:
+        measure: called with the `TracedStep`; yields what is `Observed`.
+        judge: called with the numbers of one, by name, each a number, a str or an array; returns
+            what is `Said`, or None. It needs neither a model nor a graph.
+    """
+
+    measure: Callable[[TracedStep], Iterator[Observed]]
+    judge: Callable[..., Said | None]
+
+
 def _forward(operations: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
     is_backward_pass_begun = False
     for operation in operations:
@@ -203,12 +249,16 @@ def shapes_of(operation: tf.Operation) -> tuple[list[work.Shape], list[work.Shap
     return shapes(operation.inputs), shapes(operation.outputs)
 
 
+def before(tensor: tf.Tensor, types: Container[str]) -> tf.Tensor:
+    """Returns the tensor that operations of some types have made another one of."""
+    while tensor.op.type in types:
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
 def static_value(tensor: tf.Tensor) -> np.ndarray | None:
     """Returns the value of a constant, or of the cast of one, or None."""
-    source = tensor
-    while source.op.type in ("Cast", "Identity"):
-        source = source.op.inputs[0]
-    if source.op.type != "Const":
+    if before(tensor, ("Cast", "Identity")).op.type != "Const":
         return None
     with np.errstate(over="ignore"):
         return tf.get_static_value(tensor)

@@ -8,9 +8,10 @@ import tensorflow as tf
 from keras_mp.models.model_steps import has_own_train_step
 from keras_mp.numerics.distances import SMALLEST, UNIT_ROUNDOFF
 from keras_mp.numerics.graphs import origins
-from keras_mp.numerics.hazards.observed import Observed, Said
 from keras_mp.numerics.hazards.traced_step import (
     MOST_VARIANCE,
+    Observed,
+    Said,
     TracedStep,
     count,
     share_of_variance,

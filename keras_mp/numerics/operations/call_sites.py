@@ -1,13 +1,15 @@
-"""Where an operation comes from: the line, whether it is of a gradient, whether a tool made it."""
+"""Where an operation comes from, and whether it computes the numbers that it returns."""
 
 import functools
 import inspect
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from keras_mp.support import messages
+import tensorflow as tf
+
+from keras_mp.support import messages, op_table
 
 # Functions of these files call gradient functions.
 _GRADIENT_FILES = tuple(
@@ -32,6 +34,18 @@ _DATA_FOLDER = os.path.join("tensorflow", "python", "data", "")
 _BASE_LAYERS = ("layer.py", "base_layer.py")
 
 _NUMERICS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+# Operations that move or rename numbers, and compute none.
+SAFE = op_table.ops(
+    *("arguments", "constants", "reads of variables", "fills", "no numbers"),
+    *op_table.SAME_NUMBERS,
+)
+
+
+def is_safe(kind: str, outputs: Sequence[tf.Tensor]) -> bool:
+    """Whether an operation returns the numbers that it takes: a cast to 8 bits changes many."""
+    return kind in SAFE and not any(each.dtype.size == 1 for each in outputs)
 
 
 class CallSite(NamedTuple):

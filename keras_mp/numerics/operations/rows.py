@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics import watching
-from keras_mp.numerics.operations.call_sites import CallSite, place
-from keras_mp.numerics.operations.kept import is_safe
+from keras_mp.numerics import causes, watching
+from keras_mp.numerics.operations.call_sites import CallSite, is_safe, place
 from keras_mp.numerics.operations.not_finite import Range
 from keras_mp.support import op_table
 
@@ -46,7 +45,7 @@ class OperationRow:
         operation, layer, line, dtype, is_gradient: as those of `Range`.
         inputs: the rows of the operations whose results it takes.
         is_given: whether its result was there before: an argument, a weight, a constant.
-        users: the rows of the operations that use its result.
+        is_used: whether an operation with a row uses its result.
         is_used_elsewhere: whether an operation without a row uses its result.
         is_passed_on: whether its result is given to a function, which has rows of its own.
     """
@@ -58,7 +57,7 @@ class OperationRow:
     is_gradient: bool
     inputs: list[int]
     is_given: bool = False
-    users: list[int] = dataclasses.field(default_factory=list)
+    is_used: bool = False
     is_used_elsewhere: bool = False
     is_passed_on: bool = False
 
@@ -145,8 +144,8 @@ class OperationTable:
         dtype = values[0].dtype.name
         row = OperationRow(kind, layer, site.line, dtype, is_gradient, inputs, is_given)
         self.rows.append(row)
-        for i in set(inputs):
-            self.rows[i].users.append(index)
+        for i in inputs:
+            self.rows[i].is_used = True
         self._keep(index, values)
         return index
 
@@ -245,13 +244,8 @@ def first_bad(
         sources = [j for j in rows[i].inputs if bad[j]]
         came_unchecked = bool(sources) and not any(is_checked(rows[j]) for j in sources)
         begins_here[i] = is_checked(rows[i]) and (begins_here[i] or came_unchecked)
-    reaches = np.zeros(len(rows), bool)
-    for i in reversed(range(len(rows))):
-        if bad[i]:
-            row = rows[i]
-            is_last = not row.users and not row.is_passed_on
-            reaches[i] = row.is_used_elsewhere or is_last or reaches[row.users].any()
-    culprits = [int(i) for i in np.flatnonzero(reaches & begins_here)]
+    ends = [row.is_used_elsewhere or not (row.is_used or row.is_passed_on) for row in rows]
+    culprits = causes.begun([row.inputs for row in rows], bad, np.array(ends), begins_here)
     # What is given to a graph inside of another one, to a loop's body, has been computed outside.
     results = [i for i in culprits if not rows[i].is_given]
     return min(results or culprits, default=None)

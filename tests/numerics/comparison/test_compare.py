@@ -14,7 +14,8 @@ import keras_mp
 from keras_mp.__main__ import main
 from keras_mp.numerics import record
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.comparison import layer_calls, runs
+from keras_mp.numerics.comparison import calls as calls_of
+from keras_mp.numerics.comparison import runs
 from keras_mp.numerics.comparison.compare import compare_records
 from keras_mp.numerics.distances import Distance, apart, relative, underflow
 from keras_mp.numerics.operations.call_sites import place_in
@@ -279,7 +280,7 @@ def test_both_draw_the_same_numbers():
     comparison = clean(compare(model, *batch(), policy="mixed_float16"))
     assert comparison.layers[1].kind == "Dropout"
     assert comparison.layers[2].output.relative < 1e-3
-    numbers = layer_calls.RandomNumbers()
+    numbers = calls_of.RandomNumbers()
     narrow = keras_mp.convert(model, "mixed_float16")
     calls = [
         runs.Runner(each, Batch(*batch()), lambda b, p: tf.reduce_sum(p), numbers=numbers).run()

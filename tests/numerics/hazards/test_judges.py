@@ -1,8 +1,19 @@
 """Judges of hazards get numbers by name: each says something on one side of its border only."""
 
+import numpy as np
 import pytest
 
-from keras_mp.numerics.hazards import HAZARDS, dtypes, probabilities, rounded, states, step, values
+from keras_mp.numerics.hazards import (
+    HAZARDS,
+    dtypes,
+    not_finite,
+    probabilities,
+    rounded,
+    states,
+    step,
+    values,
+)
+from keras_mp.numerics.hazards.not_finite import Result
 
 SUM = {"op": "Sum", "dtype": "bfloat16", "length": 4096, "is_loss": False}
 CAST = {"moved": 64, "error": 0.1, "largest": 2.0, "back": "float16"}
@@ -44,6 +55,11 @@ JUDGED = {
         {"dtype": "bfloat16", "loss": 1.01, "exact": 1.0},
         {"dtype": "bfloat16", "loss": 1.02, "exact": 1.0},
         *("a loss in 16 bits", "its mean is 1.02; in float32 it is 1"),
+    ),
+    probabilities.judge_sum: (
+        {"dtype": "bfloat16", "length": 512, "worst": 0.06},
+        {"dtype": "bfloat16", "length": 512, "worst": 0.07},
+        *("a softmax in 16 bits", "over 512 values in bfloat16 returns probabilities whose sum"),
     ),
     dtypes.judge_layer_in_float32: (
         {"hazard": "a layer that ignores its policy", "share": 0.009, "policy": "mixed_float16"},
@@ -87,6 +103,40 @@ JUDGED = {
     ),
 }
 
+# Of judges that speak whatever the numbers are, since what they are about is wrong anyway.
+SAID = {
+    values.judge_epsilon: (
+        {"op": "AddV2", "divides": "Rsqrt", "dtype": "float16", "size": 8, "zeros": 3}
+        | {"least": 1e-9},
+        *("an epsilon that is 0 in 16 bits", "Of 8 values of this batch 3 are 0"),
+    ),
+    dtypes.judge_float64_data: ({"moved": 4096}, "data in float64", "It is float64: 4,096 bytes"),
+    dtypes.judge_float64_layer: (
+        {"operations": 2, "op": "MatMul", "numbers": 64},
+        *("a layer in float64", "2 operations, of which MatMul is the first, compute 64 numbers"),
+    ),
+    dtypes.judge_without_tensor_cores: (
+        {"dtype": "bfloat16", "device": "GPU 7.0", "share": 0.5, "takes_float16": True},
+        *("a dtype without tensor cores", "50% of the multiplications of the forward pass"),
+    ),
+    step.judge_clipping: (
+        {"largest": 64.0, "scale": 32.0},
+        *("clipping before unscaling", "is 64 there, and 2 without it"),
+    ),
+    step.judge_accumulation: (
+        {"scale": 32.0},
+        *("gradient accumulation under a moving scale", "by the loss scale, 32 for this batch"),
+    ),
+    step.judge_replicas: (
+        {"replicas": 4},
+        *("a step that cannot be skipped", "There are 4 replicas"),
+    ),
+    rounded.judge_written_weight: (
+        {"dtype": "bfloat16", "largest": 2.0},
+        *("a weight that is written in 16 bits", "updates of less than 0.39% of a number"),
+    ),
+}
+
 
 @pytest.mark.parametrize("judge", JUDGED, ids=lambda judge: f"{judge.__module__}.{judge.__name__}")
 def test_a_judge_needs_numbers_alone(judge):
@@ -97,3 +147,111 @@ def test_a_judge_needs_numbers_alone(judge):
     assert said.hazard == hazard
     assert why in said.why
     assert said.cure
+
+
+@pytest.mark.parametrize("judge", SAID, ids=lambda judge: f"{judge.__module__}.{judge.__name__}")
+def test_a_judge_of_what_is_wrong_anyway_says_the_numbers(judge):
+    broken, hazard, why = SAID[judge]
+    said = judge(**broken)
+    assert said.hazard == hazard
+    assert why in said.why
+    assert said.cure
+
+
+def test_each_judge_is_tested():
+    assert {each.judge for each in HAZARDS} == {*JUDGED, *SAID, not_finite.judge}
+
+
+def judged(*results, nan=(), infinite=(), loss=1.0, gradients=0.0, zeros=(), wide=(), **how):
+    """Judges a chain of operations, in which some are not finite."""
+    places = range(len(results))
+    counts = [[0.0, 4.0 * (i in infinite), 2.0 * (i in nan)] for i in places]
+    numbers = {
+        "results": results,
+        "is_before": np.ones(len(results), bool),
+        "inputs": ["the model's input"],
+        "loss": loss,
+        "gradients": gradients,
+        "counts": np.array(counts),
+        "exact": np.array([[3 * (i in zeros), i in wide] for i in places]),
+        "sizes": np.array([0.0, 1.0]),
+        "largest_weight": 1.0,
+    }
+    return not_finite.judge(**{**numbers, **how})
+
+
+def narrow(kind, *inputs, **how):
+    return Result(kind, kind, "float16", True, inputs=inputs, **how)
+
+
+CHAIN = narrow("Placeholder"), narrow("Square", 0), narrow("Log", 1), narrow("Mean", 2)
+
+
+def test_nothing_is_said_of_finite_numbers_or_of_what_has_no_effect():
+    assert judged(*CHAIN) is None
+    # Infinities that reach nothing, and NaN that no gradient has.
+    assert judged(*CHAIN, infinite=[1], loss=0.0) is None
+    assert judged(*CHAIN, nan=[1], loss=0.0) is None
+    assert judged(*CHAIN, nan=[1], loss=0.0, gradients=1.0) is not None
+    # Another finding explains it.
+    explained = narrow("Log", 1, is_explained=True)
+    assert judged(*CHAIN[:2], explained, CHAIN[3], nan=[2, 3]) is None
+
+
+@pytest.mark.parametrize(
+    ("where", "hazard", "at", "why"),
+    [
+        (
+            {"infinite": [1, 2], "nan": [3]},
+            *("an overflow in the forward pass", "Square"),
+            "Square in float16 is the first operation with finite inputs whose results are not "
+            "finite (the largest float16 is 65,504): 2 results of Mean are NaN; so is the loss.",
+        ),
+        (
+            {"infinite": [2, 3], "zeros": [1], "wide": [2]},
+            *("an underflow in the forward pass", "Square"),
+            "3 results of Square are 0 in float16, whose smallest number is 6e-08, but not in "
+            "float32. Log of them is the first result that is not finite: 4 of Log are infinite; "
+            "so is the loss.",
+        ),
+        (
+            {"nan": [2, 3], "wide": [2], "loss": 0.0, "gradients": 1.0},
+            *("a result that is not finite in any dtype", "Log"),
+            "Log is the first operation with finite inputs whose results are not finite, in "
+            "float32, too: 2 results of Log are NaN; so are gradients, though the loss is not.",
+        ),
+    ],
+    ids=["overflow", "underflow", "any_dtype"],
+)
+def test_the_cause_of_what_is_not_finite(where, hazard, at, why):
+    said = judged(*CHAIN, **where)
+    assert (said.hazard, said.at, said.why) == (hazard, at, why)
+    assert said.cure
+
+
+def test_a_constant_is_said_where_it_is_used_first():
+    mask = narrow("Const", constant=np.float16(-np.inf))
+    chain = (
+        mask,
+        narrow("Placeholder"),
+        narrow("Mul", 1, 0, where="mask"),
+        narrow("Sum", 2, where="out"),
+    )
+    said = judged(*chain, infinite=[0, 2], nan=[3])
+    assert (said.hazard, said.at) == ("a constant that is infinite in 16 bits", "Mul")
+    assert "is -inf in float16, and with it 2 results of Sum in out are NaN" in said.why
+    # A mask of which a softmax makes zeros is not to blame for another NaN.
+    other = narrow("Softmax", 2), narrow("Log"), narrow("Sum", 4)
+    said = judged(*chain[:3], *other, infinite=[0, 2], nan=[4, 5])
+    assert (said.hazard, said.at) == ("an overflow in the forward pass", "Log")
+
+
+def test_an_input_that_is_too_large_is_named():
+    cast = Result("Cast", "Cast", "float16", True, inputs=[0])
+    chain = Result("Placeholder", "Placeholder", "float32"), cast, narrow("Mean", 1)
+    said = judged(*chain, infinite=[1, 2], sizes=np.array([0.0, 7e4]))
+    assert said.hazard == "an input that 16 bits do not hold"
+    assert said.where == "the model's input"
+    assert "It reaches 7e+04, and float16" in said.why
+    said = judged(*chain, infinite=[1, 2], sizes=np.array([0.0, 7.0]))
+    assert said.hazard == "an overflow in the forward pass"

@@ -1,23 +1,25 @@
-"""Watches the calls of layers: their inputs, their outputs and the random numbers they draw.
+"""What is observed of a run in eager: calls of layers, operations, and random numbers.
 
-Everything runs in eager, so that a call of a layer is a call of a Python function. The method
-`call` of each layer is watched: its arguments have been cast by then.
+A call of a layer is a call of a Python function then. The method `call` of each layer is watched:
+its arguments have been cast by then.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.hooks import wrapped
 from keras_mp.layer_calls import model_outputs, raw_inputs
 from keras_mp.models.layer_paths import layers_by_path
-from keras_mp.numerics import own_thread
+from keras_mp.numerics import own_thread, watching
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
+from keras_mp.numerics.operations.call_sites import is_safe, place
+from keras_mp.support import op_callbacks
+from keras_mp.support.messages import Line
 
 _Structure = TypeVar("_Structure")
 
@@ -46,21 +48,28 @@ Change = Callable[[tf.Tensor], tf.Tensor]
 
 
 @dataclasses.dataclass
-class LayerCall:
-    """One call of a layer, or of a loss or an operation.
+class Call:
+    """One call of a layer, of a loss or of an operation: what went in, and what came out.
 
     Attributes:
         position: the number of the call within the call around it, from the outermost to this one.
             Calls of two runs of the same model have the same positions, whatever the layers' names.
-        path: str. The names of the layers from below the model to this one; of the model its name.
+        path: str. The names of the layers from below the model to this one; of the model its name;
+            of an operation its name scope and type.
         kind: str. The class of the layer, the type of an operation, or "loss".
-        layer: the layer, or what else was called.
+        layer: the layer, or what else was called; None for an operation.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        outputs: list of the floating-point tensors that it returned.
+        outputs: list of the floating-point tensors that it returned; of an operation, all tensors.
+        gradients: list of the gradients of these, multiplied by the loss scale; None where there is
+            none. Empty until a backward pass has told.
         trained_through: set of the ids of those arguments whose gradients training computes, since
             trainable weights lie before them. Empty until a backward pass has told.
         is_widened: whether the model has computed its outputs in float32, to return them.
+        numbers: RandomNumbers that the run draws.
+        is_gradient: whether it is an operation that ran for a gradient.
+        line: the line of the program that an operation came from; None where only libraries had to
+            do with it.
     """
 
     position: Position
@@ -70,8 +79,12 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     outputs: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    gradients: list[tf.Tensor | None] = dataclasses.field(default_factory=list)
     trained_through: set[int] = dataclasses.field(default_factory=set)
     is_widened: bool = False
+    numbers: "RandomNumbers | None" = None
+    is_gradient: bool = False
+    line: Line | None = None
 
     @property
     def inputs(self) -> list[tf.Tensor]:
@@ -95,17 +108,17 @@ class LayerCall:
         """The unit roundoff of that dtype."""
         return UNIT_ROUNDOFF[self.dtype]
 
-    def return_wider(self, wider: Mapping[int, tf.Tensor]) -> None:
-        """Replaces outputs that the model has not returned as they are.
+    def return_instead(self, others: Mapping[int, tf.Tensor]) -> bool:
+        """Replaces outputs, and returns whether there are any.
 
         Args:
-            wider: what it has returned, by the ids of such outputs.
+            others: what takes the place of outputs, by their ids.
         """
-        if any(id(value) in wider for value in self.outputs):
-            self.outputs = [wider.get(id(value), value) for value in self.outputs]
-            self.is_widened = True
+        is_one = any(id(value) in others for value in self.outputs)
+        self.outputs = [others.get(id(value), value) for value in self.outputs]
+        return is_one
 
-    def contains(self, other: "LayerCall") -> bool:
+    def contains(self, other: "Call") -> bool:
         """Whether the other call was made inside of this one."""
         around = other.position[: len(self.position)]
         return other.position != self.position and self.position == around
@@ -131,7 +144,7 @@ class Watch:
     """Watches the calls of layers.
 
     Attributes:
-        calls: list of LayerCall, each when it ends: those inside of a layer come before its own.
+        calls: list of Call, each when it ends: those inside of a layer come before its own.
 
     Args:
         numbers: RandomNumbers. Runs that are to be compared share them.
@@ -143,7 +156,7 @@ class Watch:
     def __init__(
         self, numbers: RandomNumbers, change: Change | None = None, start: Position = (0,)
     ) -> None:
-        self.calls: list[LayerCall] = []
+        self.calls: list[Call] = []
         self._numbers = numbers
         self._change = change
         # The position of the next call, and how many times each call around it has drawn numbers.
@@ -170,8 +183,8 @@ class Watch:
             self._counts.pop()
         if self._change is not None:
             outputs = map_floating(self._change, outputs)
-        seen = LayerCall(position, path, kind, layer, args, kwargs, floating(outputs))
-        seen.is_widened = model_outputs.is_last(layer)
+        seen = Call(position, path, kind, layer, args, kwargs, floating(outputs))
+        seen.is_widened, seen.numbers = model_outputs.is_last(layer), self._numbers
         self.calls.append(seen)
         return outputs
 
@@ -182,21 +195,78 @@ class Watch:
         Args:
             root: the model or layer. If it has no `call`, only the numbers are watched.
         """
-        with contextlib.ExitStack() as stack:
-            visited: set[int] = set()
-            for path, layer in _named(root):
-                if id(layer) not in visited:
-                    visited.add(id(layer))
-                    run = functools.partial(self.run, path, type(layer).__name__, layer)
-                    wrap = functools.partial(functools.partial, run)
-                    stack.enter_context(wrapped.here(layer, "call", wrap))
-            stack.enter_context(own_thread.drawing(self._take))
-            stack.enter_context(own_thread.eager_functions())
+        # Each once, by its first path.
+        named = {id(layer): (path, layer) for path, layer in reversed(list(_named(root)))}
+        with (
+            watching.watching_calls(named.values(), self._wrap),
+            own_thread.drawing(self._take),
+            own_thread.eager_functions(),
+        ):
             yield
+
+    def _wrap(self, path: str, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(self.run, path, type(layer).__name__, layer, call)
 
     def _take(self, own: tf.Tensor) -> tf.Tensor:
         self._counts[-1] += 1
         return self._numbers.take(self._around, self._counts[-1], own)
+
+
+class KeptOperations:
+    """Operations that ran, in their order.
+
+    Attributes:
+        operations: list of Call. Those that compute floating-point numbers. One whose result is
+            only rounded to 16 bits, as a sum in float32 is, has the rounded result.
+    """
+
+    def __init__(self) -> None:
+        self.operations: list[Call] = []
+        # The operation that computed a tensor, by the tensor's id, and the tensors, which are held
+        # so that no other one gets the id.
+        self._makers: dict[int, int] = {}
+        self._held: list[Any] = []
+
+    def is_computed(self, value: tf.Tensor) -> bool:
+        """Whether one of the operations has computed a tensor."""
+        return id(value) in self._makers
+
+    def keep(
+        self,
+        kind: str | bytes,
+        inputs: Sequence[tf.Tensor],
+        attrs: object,
+        outputs: Sequence[tf.Tensor],
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Keeps an operation; `op_callbacks.observed` calls it."""
+        del attrs
+        kind = kind.decode() if isinstance(kind, bytes) else kind
+        if not any(value.dtype.is_floating for value in outputs):
+            return
+        if not is_safe(kind, outputs):
+            maker, at = len(self.operations), place()
+            path = f"{tf.get_current_name_scope()}/{kind}".strip("/")
+            made = Call((maker,), path, kind, None, tuple(inputs), outputs=list(outputs))
+            made.is_gradient, made.line = at.is_gradient, at.at
+            self.operations.append(made)
+        else:
+            maker = next((self._makers[id(v)] for v in inputs if self.is_computed(v)), None)
+            if maker is None:
+                return
+            if kind == "Cast" and outputs[0].dtype.size < inputs[0].dtype.size:
+                self.operations[maker].return_instead({id(inputs[0]): outputs[0]})
+        self._makers.update((id(value), maker) for value in outputs)
+        self._held.extend(outputs)
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[KeptOperations]:
+    """Keeps the operations of the block."""
+    seen = KeptOperations()
+    with op_callbacks.observed(seen.keep):
+        yield seen
 
 
 def floating(structure: Any) -> list[tf.Tensor]:
