@@ -129,6 +129,11 @@ def _objects_of(modules: Sequence[str]) -> dict[str, Any]:
 
 
 def _check(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[Result, int]:
+    """Checks a saved model.
+
+    The exit status is 0 if nothing is found, 1 if something is, 2 if a file cannot be used or a
+    part of this cannot be done.
+    """
     arguments = _arguments(options)
     reference = options.reference
     if reference.endswith(".npz"):
@@ -148,10 +153,15 @@ def _check(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> 
 def _profile(
     model: tf.keras.Model, batch: Batch, options: argparse.Namespace
 ) -> tuple[Result, int]:
+    """Profiles a saved model."""
     return profile(model, tuple(batch), **_arguments(options)), SOUND
 
 
 def _watch(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[Result, int]:
+    """Trains a saved model, and watches it.
+
+    The exit status is 1 if an operation is not finite. The file is not changed.
+    """
     if getattr(model, "optimizer", None) is None:
         raise ValueError("it is not compiled, so it cannot be trained")
     watching = watch(model, **_arguments(options))
@@ -164,6 +174,11 @@ def _watch(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> 
 
 
 def _tune(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[Result, int]:
+    """Tunes a saved model on batches, of which the last quarter is held out.
+
+    The exit status is 0 if layers may compute in 16 bits, 1 if none may, 2 if a file cannot be
+    used. The JSON has the policies, which keras_mp.convert and --policy of the other commands take.
+    """
     size = options.batch_size
     starts = range(0, min(len(each) for each in batch.parts()), size)
     batches = [tuple(batch.rows(start, start + size)) for start in starts]
@@ -174,13 +189,12 @@ def _tune(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> t
 
 
 class _Command(NamedTuple):
-    """A tool as a command.
+    """A tool as a command. The docstrings of its module and of `run` say what it does.
 
     Attributes:
         tool: what has the arguments.
         run: runs it with a model, a batch and the options; returns the result and the exit status.
         looked_at: what the model has then been.
-        description: str. What to add to the first line of the tool's docstring.
         more: options that are no arguments of the tool.
         defaults: of arguments, where others suit a command.
     """
@@ -188,33 +202,16 @@ class _Command(NamedTuple):
     tool: Callable[..., Any]
     run: Callable[..., tuple[Result, int]]
     looked_at: str
-    description: str
     more: tuple[str, ...] = ()
     defaults: dict[str, Any] = {}  # noqa: RUF012
 
 
+_FOR_WATCH = {"every": 1, "weights": True, "raises": False}
 _COMMANDS = {
-    "check": _Command(
-        *(check, _check, "checked"),
-        "The exit status is 0 if nothing is found, 1 if something is, 2 if a file cannot be used "
-        "or a part of this cannot be done.",
-        ("--inference", "--csv", "--picture"),
-    ),
-    "profile": _Command(profile, _profile, "profiled", ""),
-    "watch": _Command(
-        *(watch, _watch, "watched"),
-        "Trains a saved model. The exit status is 1 if an operation is not finite. The file is not "
-        "changed.",
-        ("--epochs", "--batch-size"),
-        {"every": 1, "weights": True, "raises": False},
-    ),
-    "tune": _Command(
-        *(tune, _tune, "tuned"),
-        "The last quarter of the batches is held out. The exit status is 0 if layers may compute "
-        "in 16 bits, 1 if none may, 2 if a file cannot be used. The JSON has the policies, which "
-        "keras_mp.convert and --policy of the other commands take.",
-        ("--batch-size", "--output"),
-    ),
+    "check": _Command(check, _check, "checked", ("--inference", "--csv", "--picture")),
+    "profile": _Command(profile, _profile, "profiled"),
+    "watch": _Command(watch, _watch, "watched", ("--epochs", "--batch-size"), _FOR_WATCH),
+    "tune": _Command(tune, _tune, "tuned", ("--batch-size", "--output")),
 }
 
 
@@ -254,8 +251,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m keras_mp")
     commands = parser.add_subparsers(required=True)
     for name, command in _COMMANDS.items():
-        question, *_ = (inspect.getdoc(command.tool) or "").splitlines() or [""]
-        made = commands.add_parser(name, description=f"{question} {command.description}")
+        question, *_ = f"{sys.modules[command.tool.__module__].__doc__}".splitlines()
+        made = commands.add_parser(name, description=f"{question} {command.run.__doc__}")
         for argument, how in _parameters(command.tool):
             made.add_argument(f"--{argument.replace('_', '-')}", **how)
         for flag in ("model", "batch", *_COMMON, *command.more):

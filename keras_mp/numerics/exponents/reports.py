@@ -334,10 +334,9 @@ class Report(Result):
         for row in self.rows:
             name = f"{row.kind}/{row.path}".replace(" ", "_")
             fate = row.fate(dtype, loss_scale)
-            for which in ("zero", "infinite"):
-                tag = f"{name}/{dtype}_{which}"
-                tf.summary.scalar(tag, fate.share(which), step=self.step)
-            for which, value in (row.statistics._asdict() if row.statistics else {}).items():
+            scalars = {f"{dtype}_{which}": fate.share(which) for which in ("zero", "infinite")}
+            scalars |= row.statistics._asdict() if row.statistics else {}
+            for which, value in scalars.items():
                 tf.summary.scalar(f"{name}/{which}", value, step=self.step)
             tf.summary.histogram(
                 f"{name}/exponents", list(_sample(row.histogram.exponents)), step=self.step
@@ -349,11 +348,12 @@ def _row_of(saved: dict[str, Any]) -> Row:
     bins = np.zeros(ROWS * COLUMNS, np.int64)
     for place, count in saved["histogram"].items():
         bins[int(place)] = count
-    histogram = Histogram(bins.reshape(ROWS, COLUMNS))
-    at = float("inf") if saved["overflowed_at"] is None else saved["overflowed_at"]
-    numbers = saved.get("statistics")
-    statistics = None if numbers is None else Statistics(*numbers)
-    read = {"histogram": histogram, "overflowed_at": at, "statistics": statistics}
+    at, numbers = saved["overflowed_at"], saved.get("statistics")
+    read = {
+        "histogram": Histogram(bins.reshape(ROWS, COLUMNS)),
+        "overflowed_at": float("inf") if at is None else at,
+        "statistics": None if numbers is None else Statistics(*numbers),
+    }
     return Row(**{**saved, **read})
 
 
