@@ -21,6 +21,7 @@ from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.grad_scaler_calls import GradScalerCalls, UnscaledCalls
 from keras_mp.step.loss_scales import FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.step.scaler import Scaler, ScalerProperties
 from keras_mp.support import host, selection, validation
 from keras_mp.support.autograph import do_not_convert
@@ -220,7 +221,8 @@ class GradScaler(ScalerProperties, tf.Module):
                 self._scaler.skipped.total.assign_add(1, read_value=False)
 
             state = call._replace(refuse=refuse)
-            _, finite = self._scaler.step(adapter, pairs, state, aggregate=aggregate)
+            step = ScaledStep(adapter, state, self._scaler)
+            _, finite = step.make(pairs, aggregate=aggregate)
         applied = [each for each in (finite, state.is_allowed) if each is not None]
         return functools.reduce(tf.logical_and, applied) if applied else tf.constant(True)
 

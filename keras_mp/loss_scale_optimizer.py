@@ -17,8 +17,9 @@ from keras_mp.loss_scale import LossScaleArgument
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
 from keras_mp.step import gradients
 from keras_mp.step.calls import Calls, GradientState
-from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
+from keras_mp.step.optimizer_adapter import Loss, VarList
 from keras_mp.step.optimizer_calls import OptimizerCalls
+from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.step.scaler import Scaler, ScalerProperties
 from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
@@ -307,7 +308,10 @@ class LossScaleOptimizer(
                 lambda: by_tape,
                 calls.losses(),
             )
-            return self._step(pairs, state, aggregate=True, name=name)
+            self.build([variable for _, variable in pairs])
+            step = ScaledStep(self._adapter, state, self._scaler, names=self._names_of)
+            operation, _ = step.make(pairs, name=name)
+        return self.iterations if operation is None else operation
 
     @do_not_convert
     def compute_gradients(
@@ -379,7 +383,10 @@ class LossScaleOptimizer(
             if scaled:
                 calls.begin_by_hand([g for g, _ in pairs])
             with calls.applying(self, [v for _, v in pairs]) as state:
-                return self._step(pairs, state, aggregate=aggregate, name=name)
+                self.build([variable for _, variable in pairs])
+                step = ScaledStep(self._adapter, state, self._scaler, names=self._names_of)
+                operation, _ = step.make(pairs, aggregate=aggregate, name=name)
+        return self.iterations if operation is None else operation
 
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
         """Lets the inner optimizer set final values, such as averages, if it has any.
@@ -432,16 +439,6 @@ class LossScaleOptimizer(
         with tape if isinstance(tape, tf.GradientTape) else contextlib.nullcontext():
             loss = scale(loss)
         return super().compute_gradients(loss, var_list, tape, grad_loss)
-
-    @do_not_convert
-    def _step(
-        self, pairs: Pairs, state: GradientState, *, aggregate: bool, name: str | None
-    ) -> Any:
-        self.build([variable for _, variable in pairs])
-        operation, _ = self._scaler.step(
-            self._adapter, pairs, state, aggregate=aggregate, name=name, names=self._names_of
-        )
-        return self.iterations if operation is None else operation
 
 
 # The methods that a subclass may override to change `minimize`.

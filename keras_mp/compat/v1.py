@@ -24,6 +24,7 @@ from keras_mp.step import gradients, replicas
 from keras_mp.step.calls import Calls, GradientState
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import Loss, V1Optimizer
+from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.step.scaler import Scaler, ScalerProperties
 from keras_mp.support import messages, trackables
 from keras_mp.support.autograph import do_not_convert
@@ -350,7 +351,8 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         adapter.build([variable for _, variable in pairs])
         train_ops = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)
         before = list(train_ops)
-        operation, _ = self._scaler.step(adapter, pairs, state, aggregate=aggregate, name=name)
+        step = ScaledStep(adapter, state, self._scaler)
+        operation, _ = step.make(pairs, aggregate=aggregate, name=name)
         if operation is None:
             return None
         train_op = tf.group(operation, name=name or self.get_name())

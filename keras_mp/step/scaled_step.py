@@ -12,11 +12,21 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.hooks import observers
-from keras_mp.step import finiteness, gradients, overflows, replicas, state_rollback, workers
+from keras_mp.step import (
+    finiteness,
+    gradients,
+    overflows,
+    replicas,
+    scaled_losses,
+    state_rollback,
+    workers,
+)
 from keras_mp.step.calls import GradientState
 from keras_mp.step.gradients import Gradient, Sums
 from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
 from keras_mp.step.outcomes import OutcomeHandler
+from keras_mp.step.scaler import Scaler
+from keras_mp.step.summing import summed
 from keras_mp.support import host, selection
 
 _NEVER_SCALED = GradientState()
@@ -30,17 +40,22 @@ class ScaledStep:
         adapter: `OptimizerAdapter`, built, which applies the gradients.
         state: `GradientState` of the gradients. Defaults to the state of gradients that were never
             scaled.
-        handler: `OutcomeHandler`; None (the default) if no step is ever skipped.
-        reduce_dtype: DType in which float32 gradients are summed over replicas. float16 is used
-            only if the gradients are scaled and a step may be skipped. Defaults to float32.
+        scaler: the `Scaler` of the step; None (the default) if nothing is scaled or skipped.
+        reduce_dtype: DType in which float32 gradients are summed over replicas without a scaler.
+            Defaults to float32.
         names: takes variables and returns the users' names for them; or None (the default).
     """
 
     adapter: OptimizerAdapter
     state: GradientState = _NEVER_SCALED
-    handler: OutcomeHandler | None = None
+    scaler: Scaler | None = None
     reduce_dtype: tf.DType = tf.float32
     names: overflows.Names | None = None
+
+    @property
+    def handler(self) -> OutcomeHandler | None:
+        """The `OutcomeHandler`; None if no step is ever skipped."""
+        return self.scaler and self.scaler.handler
 
     def make(
         self, pairs: Pairs, *, aggregate: bool = True, name: str | None = None
@@ -57,40 +72,60 @@ class ScaledStep:
             the verdict, a bool scalar tensor that is the same on every replica, or None where no
             step is skipped.
         """
-        state = self.state
-        observers.tell(observers.Observer.gradients, pairs, state.divisor(), state.scaled_by)
-        step = self._combined(pairs, aggregate, name)
-        if self._is_compiled_with_verdict(step):
-            # Several replicas decide outside of the update that XLA compiles.
-            step.update_selects = replicas.are_several()
-            if not step.update_selects:
-                step.inputs = [_summary(each) for each in step.inputs]
-                compiled = tf.function(
-                    lambda: self._finish(step, aggregate)[1], autograph=False, jit_compile=True
+        state, scaler, divisor = self.state, self.scaler, self.state.divisor()
+        if scaler is not None:
+            scaler.begin_step([gradient for gradient, _ in pairs])
+        observers.tell(observers.Observer.gradients, pairs, divisor, state.scaled_by)
+        step = self._combined(pairs, divisor, aggregate, name)
+        is_compiled, operation = self._is_compiled_with_verdict(step), None
+        # Several replicas decide outside of the update that XLA compiles.
+        step.update_selects = is_compiled and replicas.are_several()
+        if is_compiled and not step.update_selects:
+            step.finite = self._compiled(step)
+        else:
+            step.judge(aggregate)
+            carry_out = self._way(step)
+            if replicas.need_not_meet():
+                decision = Decision(step.finite, state.is_allowed, [step], step.apply)
+                operation = carry_out(decision)
+            else:
+                operation = replicas.decide_for_all_replicas(
+                    lambda *given: carry_out(Decision(*given)),
+                    (step.finite, state.is_allowed),
+                    step,
+                    ReplicaStep.apply,
                 )
-                return None, compiled()
-        return self._finish(step, aggregate)
-
-    def _finish(
-        self, step: "ReplicaStep", aggregate: bool
-    ) -> tuple[tf.Operation | None, tf.Tensor | None]:
-        """Tests the gradients and agrees with other replicas, which then decide as one."""
-        step.judge(aggregate)
-        operation = replicas.decide_for_all_replicas(
-            lambda *given: Decision(*given).carry_out(),
-            (step.finite, self.state.is_allowed),
-            step,
-            ReplicaStep.apply,
-        )
+        if scaler is not None:
+            scaler.end_step()
         return operation, step.finite
 
-    def _combined(self, pairs: Pairs, aggregate: bool, name: str | None) -> "ReplicaStep":
+    def _way(self, step: "ReplicaStep") -> Callable[["Decision"], tf.Operation | None]:
+        """Returns the method of `Decision` that carries out the step."""
+        if step.update_selects:
+            return Decision.let_update_select
+        is_whole = self.handler is None or not self.adapter.accumulates()
+        return Decision.carry_out if is_whole else Decision.accumulate
+
+    def _compiled(self, step: "ReplicaStep") -> tf.Tensor:
+        """Lets XLA compile all from the verdict on, and returns the verdict."""
+        step.inputs = [_summary(each) for each in step.inputs]
+
+        def finish() -> Any:
+            step.judge(False)
+            Decision(step.finite, self.state.is_allowed, [step], step.apply).carry_out()
+            return step.finite
+
+        return tf.function(finish, autograph=False, jit_compile=True)()
+
+    def _combined(
+        self, pairs: Pairs, divisor: tf.Tensor | None, aggregate: bool, name: str | None
+    ) -> "ReplicaStep":
         """Sums the gradients of all replicas, and keeps what a skipped step needs.
 
         The sums are unscaled, unless the update unscales them. For variables that are overwritten,
         the new values stand in place of gradients.
         """
-        adapter, variables = self.adapter, [v for _, v in pairs]
+        adapter, scaler, variables = self.adapter, self.scaler, [v for _, v in pairs]
         kept = state_rollback.keep(variables if self.handler else ())
         has_examples = state_rollback.has_examples()
         unclipped = gradients.changed_since(self.state.unclipped, [g for g, _ in pairs])
@@ -98,7 +133,16 @@ class ScaledStep:
             self.state.unclipped.clear()
         grads, new_values = self._split(pairs)
         grads = [*adapter.widened(grads), *self._verdicts(kept, has_examples)]
-        sums, sent = self._sum(grads, variables, aggregate)
+        sums, sent = Sums(grads, divisor), None
+        if aggregate:
+            sums, sent = summed(
+                sums,
+                variables,
+                adapter,
+                scaled_by=self.state.scaled_by,
+                reduce_dtype=scaler.reduce_dtype if scaler else self.reduce_dtype,
+                may_skip=self.handler is not None,
+            )
         is_one_by_one = bool(new_values) or adapter.accumulates()
         # A compiled update unscales in its own pass over the gradients.
         if replicas.are_several() or is_one_by_one or not adapter.jit_compile:
@@ -135,46 +179,6 @@ class ScaledStep:
         is_marked = has_examples is not None and kept.may_have_changed()
         verdicts = self.state.was_finite, has_examples if is_marked else None
         return [tf.where(is_good, 0.0, float("nan")) for is_good in verdicts if is_good is not None]
-
-    def _sum(
-        self, grads: list[Gradient], variables: list[Any], aggregate: bool
-    ) -> tuple[Sums, Sums | None]:
-        """Sums gradients over replicas, and the marks that follow the gradients.
-
-        Returns:
-            tuple of the sums, and of what this replica sent to the others; None if it sent nothing.
-        """
-        divisor = self.state.divisor()
-        as_given = Sums(grads, divisor)
-        count = len(variables)
-        has_replicas = replicas.are_several()
-        custom = self.adapter.custom_aggregation()
-        if aggregate and custom:
-            grads = as_given.unscaled().values
-            marks = grads[count:]
-            if has_replicas:
-                marks = replicas.all_reduce(marks, tf.float32)
-            summed = custom(list(zip(grads[:count], variables, strict=True)))
-            return Sums([*(g for g, _ in summed), *marks]), Sums(grads[:count])
-        if not aggregate or not has_replicas:
-            return as_given, None
-        packed, unpack = gradients.pack(grads)
-        scaled_by, reduce_dtype = self.state.scaled_by, self.reduce_dtype
-        if reduce_dtype == tf.float16:
-            if self.handler is None or scaled_by is None:
-                # Unscaled, small values would vanish; and a sum that overflows is harmless only if
-                # the step can be skipped.
-                reduce_dtype = tf.float32
-            elif divisor is not scaled_by:
-                factor = scaled_by if divisor is None else scaled_by / divisor
-                packed, divisor = gradients.scale(packed, factor), scaled_by
-        given = packed if self.handler else gradients.cast(packed, [tf.float16], tf.float32)
-        given = workers.with_scale(given, scaled_by, divisor)
-        sent = gradients.cast(given, [tf.float32], reduce_dtype)
-        summed = gradients.cast_as(replicas.all_reduce(sent, tf.float32), given)
-        summed = workers.checked(summed, scaled_by)
-        sums = Sums(summed, divisor, lambda sums: unpack(gradients.cast_as(sums, packed)))
-        return sums, Sums(sent[: len(packed)], None, unpack, count)
 
     def _is_compiled_with_verdict(self, step: "ReplicaStep") -> bool:
         """Whether XLA compiles an update along with the verdict on its gradients.
@@ -251,12 +255,14 @@ class ReplicaStep:
         self.finite = finite
 
     def apply(self) -> Any:
-        """Lets the optimizer apply the gradients."""
-        to_apply = list(zip(self.sums.one_by_one(), self.variables, strict=True))
-        verdict = self.finite if self.update_selects else None
-        return self.step.adapter.update(
-            to_apply, self.name, divisor=self.sums.divisor, verdict=verdict
-        )
+        """Lets the optimizer apply the gradients, which are unscaled unless XLA does that."""
+        adapter = self.step.adapter
+        pairs = list(zip(self.sums.one_by_one(), self.variables, strict=True))
+        if adapter.jit_compile:
+            verdict = self.finite if self.update_selects else None
+            return adapter.update(pairs, self.name, divisor=self.sums.divisor, verdict=verdict)
+        with scaled_losses.applying():
+            return adapter.apply(pairs, self.name, aggregate=False)
 
     def release(self) -> None:
         """Releases values that only a skipped step needs; in eager they take memory."""
@@ -298,39 +304,25 @@ class Decision:
         return self.steps[0].step
 
     def carry_out(self) -> tf.Operation | None:
-        """Carries out the decision.
+        """Makes, skips or refuses the step.
 
-        In a TensorFlow 1 graph, the operation that it returns carries it out.
+        In a TensorFlow 1 graph, the operation that it returns does so.
         """
-        adapter = self._step.adapter
-        if self.steps[0].update_selects:
-            # The update itself makes or skips the step. Only the outcome is handled here.
-            applied = _operation(self.apply())
-            with selection.selecting():
-                return _operation([applied, self._choose(lambda: None, lambda: None)])
-        if self.finite is None or not adapter.accumulates():
-            return self._choose(self._make, adapter.drop_accumulated)
-        # The gradients that were accumulated make up one step. If some of them are not finite, the
-        # step is skipped when it is complete.
-        return tf.cond(
-            adapter.completes_step(),
-            lambda: self._choose(self._make, adapter.drop_accumulated),
-            lambda: self._unless_refused(self._add),
-        )
+        adapter, handler = self._step.adapter, self._step.handler
 
-    def _choose(self, make: Callable[[], Any], drop: Callable[[], None]) -> tf.Operation | None:
-        handler = self._step.handler
+        def good() -> tf.Operation | None:
+            for step in self.steps:
+                step.release()
+            return _operation([self.apply(), *(handler.good() if handler else [])])
+
         if self.finite is None or handler is None:
-            return self._unless_refused(lambda: _operation([make()]))
+            return self._unless_refused(good)
 
         handler.watch()
 
-        def good() -> tf.Operation | None:
-            return _operation([make(), *handler.good()])
-
         def skip() -> tf.Operation | None:
             seen = self._seen()
-            drop()
+            adapter.drop_accumulated()
             put_back = self._put_back()
             with tf.control_dependencies(put_back):
                 noted = handler.bad(seen, self._loss_is_finite(seen))
@@ -347,6 +339,24 @@ class Decision:
         outcome = tf.where(self.is_allowed, tf.where(self.finite, 0, 2), 1)
         return selection.choose_among(outcome, [good, self._refuse, skip])
 
+    def let_update_select(self) -> tf.Operation | None:
+        """Calls an update that makes or skips the step itself, and handles the outcome."""
+        applied = _operation(self.apply())
+        with selection.selecting():
+            outcome = dataclasses.replace(self, apply=lambda: None).carry_out()
+        return _operation([applied, outcome])
+
+    def accumulate(self) -> tf.Operation | None:
+        """Accumulates the gradients, or carries out the step that they complete.
+
+        If some of its gradients are not finite, the step is skipped when it is complete.
+        """
+        return tf.cond(
+            self._step.adapter.completes_step(),
+            self.carry_out,
+            lambda: self._unless_refused(self._add),
+        )
+
     def _unless_refused(self, step: Callable[[], Any]) -> tf.Operation | None:
         if self.is_allowed is None:
             return step()
@@ -356,11 +366,6 @@ class Decision:
         put_back = self._put_back()
         self._step.state.refuse()
         return _operation(put_back)
-
-    def _make(self) -> tf.Operation | None:
-        for step in self.steps:
-            step.release()
-        return _operation(self.apply())
 
     def _add(self) -> tf.Operation | None:
         """Lets the optimizer accumulate the gradients; the complete step tests them."""

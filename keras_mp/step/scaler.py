@@ -10,18 +10,17 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.hooks import observers
-from keras_mp.step import overflows, replicas, scaled_losses, state_rollback, workers
-from keras_mp.step.calls import Calls, GradientState
+from keras_mp.step import replicas, scaled_losses, state_rollback, workers
+from keras_mp.step.calls import Calls
+from keras_mp.step.gradients import Gradient
 from keras_mp.step.loss_scales import LossScale
-from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.outcomes import OutcomeHandler, SkippedSteps
 from keras_mp.step.overflow_report import Overflow
-from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support import validation
 
 
 class Scaler:
-    """Follows the calls that scale and unscale, and makes or skips steps.
+    """The scale and the calls of a step, and what counts its outcomes.
 
     Attributes:
         loss_scale: the `LossScale`.
@@ -69,26 +68,8 @@ class Scaler:
         if can_skip:
             self.handler = OutcomeHandler(loss_scale, self.skipped, at_update=at_update)
 
-    def step(
-        self,
-        adapter: OptimizerAdapter,
-        pairs: Sequence[tuple[Any, Any]],
-        state: GradientState,
-        *,
-        aggregate: bool,
-        name: str | None = None,
-        names: overflows.Names | None = None,
-    ) -> tuple[tf.Operation | None, tf.Tensor | None]:
-        """Makes a step, as `ScaledStep.make` does, and ends it unless `update` does.
-
-        Args:
-            adapter: the `OptimizerAdapter`, built.
-            pairs: sequence of (gradient, variable) pairs.
-            state: the `GradientState` of the gradients.
-            aggregate: bool. Whether the gradients are to be summed over replicas.
-            name: str. Name of the operation.
-            names: takes variables and returns the users' names for them, None for unknown ones.
-        """
+    def begin_step(self, grads: Sequence[Gradient]) -> None:
+        """Begins a step, given the gradients of this replica."""
         observers.tell(observers.Observer.step_begins)
         self.collect_reports()
         # Checked again, since the scaler may have been made outside of the strategy's scope.
@@ -96,15 +77,15 @@ class Scaler:
         if workers.are_several():
             workers.check_alike(
                 self,
-                [gradient for gradient, _ in pairs],
+                grads,
                 loss_scale=f"{type(self.loss_scale).__name__}({self.loss_scale.get_config()})",
                 reduce_dtype=self.reduce_dtype.name,
             )
-        step = ScaledStep(adapter, state, self.handler, self.reduce_dtype, names)
-        result = step.make(pairs, aggregate=aggregate, name=name)
+
+    def end_step(self) -> None:
+        """Ends a step that was made or skipped, unless `update` ends it."""
         if not self._at_update:
             state_rollback.step_is_over()
-        return result
 
     def collect_reports(self) -> None:
         """Gives the warnings of functions that XLA has compiled.
