@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
+from keras_mp.optimizer_wrapper import OptimizerWrapper, chain, refuse_inside
 from keras_mp.step import gradients, replicas, workers
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support.autograph import do_not_convert
@@ -56,6 +56,8 @@ class AllReduceOptimizer(OptimizerWrapper):
 
     Source: RFC 293, "All-reducing in float16"; PyTorch, `MixedPrecision(reduce_dtype=)`.
     """
+
+    _sums_gradients = True
 
     def __init__(
         self,
@@ -133,30 +135,3 @@ class AllReduceOptimizer(OptimizerWrapper):
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal optimizer."""
         return {**super().get_config(), "reduce_dtype": self.reduce_dtype}
-
-
-def sums_gradients(optimizer: Any) -> bool:
-    """Whether an optimizer is an `AllReduceOptimizer`, or wraps one.
-
-    Args:
-        optimizer: An optimizer of `tf.keras`, or anything else.
-    """
-    return any(isinstance(each, AllReduceOptimizer) for each in chain(optimizer))
-
-
-def refuse_inside(optimizer: Any, wrapper: str) -> None:
-    """Refuses an `AllReduceOptimizer` inside of a wrapper that sums gradients itself.
-
-    Args:
-        optimizer: An optimizer of `tf.keras`, or anything else.
-        wrapper: str. The name of the wrapper.
-
-    Raises:
-        TypeError: `optimizer` is an `AllReduceOptimizer`, or wraps one.
-    """
-    if sums_gradients(optimizer):
-        raise TypeError(
-            f"The {wrapper} sums gradients over replicas itself, so the AllReduceOptimizer inside "
-            f"would never do so. Pass `reduce_dtype` to the {wrapper}, and let it wrap the inner "
-            f"optimizer directly. Received: {optimizer!r}"
-        )

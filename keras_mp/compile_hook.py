@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import all_reduce_optimizer, hooks, keras_api, losses, model_summary, regularizers
+from keras_mp import hooks, keras_api, losses, model_summary, optimizer_wrapper, regularizers
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.hooks import Method, Replacement, When, observers, reach
 from keras_mp.loss_scale_optimizer import (
@@ -206,7 +206,7 @@ def _sums_itself(model: tf.keras.Model, optimizers: Any) -> bool:
 
     It happens where a file is loaded under another policy, since Keras does not save a model's own.
     """
-    if not any(map(all_reduce_optimizer.sums_gradients, tf.nest.flatten(optimizers))):
+    if not any(map(optimizer_wrapper.sums_gradients, tf.nest.flatten(optimizers))):
         return False
     layers = [
         layer

@@ -11,14 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import all_reduce_optimizer, optimizer_wrapper
 from keras_mp import loss_scale as loss_scale_lib
+from keras_mp import optimizer_wrapper
 from keras_mp.hooks import observers
 from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
 from keras_mp.step import gradients, optimizer_adapter, replicas, state_rollback
-from keras_mp.step.calls import Calls
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
-from keras_mp.step.grad_scaler_calls import GradScalerCalls, UnscaledCalls
+from keras_mp.step.grad_scaler_calls import GradScalerCalls, UnscaledGradScalerCalls
 from keras_mp.step.loss_scales import FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.scaled_step import ScaledStep
@@ -99,6 +98,7 @@ class GradScaler(ScalerProperties, tf.Module):
     """
 
     _configured: LossScale | None
+    _scaler: Scaler[UnscaledGradScalerCalls]
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class GradScaler(ScalerProperties, tf.Module):
         vars(self)["_configured"] = configured
         self._scaler = Scaler(
             used,
-            GradScalerCalls(used) if used is configured else UnscaledCalls(used),
+            GradScalerCalls(used) if used is configured else UnscaledGradScalerCalls(used),
             skip_nonfinite=enabled and skip_nonfinite,
             reduce_dtype=reduce_dtype,
             aggregate_in_float16=aggregate_in_float16,
@@ -291,7 +291,7 @@ class GradScaler(ScalerProperties, tf.Module):
         return cls(**config)
 
     @property
-    def _calls(self) -> Calls:
+    def _calls(self) -> UnscaledGradScalerCalls:
         return self._scaler.calls
 
     def _checked_scale(self, new_scale: NewScale) -> tf.Tensor | None:
@@ -341,7 +341,7 @@ def _adapter_of(optimizer: Any) -> OptimizerAdapter:
             "its own, and the loss would be scaled twice. Pass its `inner_optimizer`, and use "
             f"only that. Received: optimizer={optimizer!r}"
         )
-    all_reduce_optimizer.refuse_inside(optimizer, "GradScaler")
+    optimizer_wrapper.refuse_inside(optimizer, "GradScaler")
     adapter, hint = optimizer_wrapper.adapter_of(optimizer), optimizer_wrapper.hint(optimizer)
     if adapter is None and not hint:
         adapter = optimizer_adapter.other_adapter(optimizer)

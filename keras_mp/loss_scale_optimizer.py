@@ -11,14 +11,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import all_reduce_optimizer, keras_api
+from keras_mp import keras_api
 from keras_mp.hooks import observers
 from keras_mp.loss_scale import LossScaleArgument
-from keras_mp.optimizer_wrapper import OptimizerWrapper, chain
+from keras_mp.optimizer_wrapper import OptimizerWrapper, chain, refuse_inside
 from keras_mp.step import gradients
-from keras_mp.step.calls import Calls, GradientState
+from keras_mp.step.calls import GradientState
 from keras_mp.step.optimizer_adapter import Loss, VarList
-from keras_mp.step.optimizer_calls import OptimizerCalls
+from keras_mp.step.optimizer_calls import OptimizerCalls, UnscaledOptimizerCalls
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.step.scaler import Scaler, ScalerProperties
 from keras_mp.support import validation
@@ -149,6 +149,7 @@ class LossScaleOptimizer(
     """
 
     _takes_scaled_gradients = True
+    _scaler: Scaler[UnscaledOptimizerCalls]
 
     def __init__(
         self,
@@ -176,7 +177,7 @@ class LossScaleOptimizer(
                 "twice. Use the one that you have, or wrap its `inner_optimizer`. "
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
-        all_reduce_optimizer.refuse_inside(inner_optimizer, "LossScaleOptimizer")
+        refuse_inside(inner_optimizer, "LossScaleOptimizer")
         super().__init__(inner_optimizer, jit_compile)
         wrapped = list(chain(inner_optimizer))
         if any(wrapper_of(optimizer) is not None for optimizer in wrapped):
@@ -202,7 +203,7 @@ class LossScaleOptimizer(
             _skip_nonfinite=skip_nonfinite,
             _scaler=Scaler(
                 loss_scale,
-                OptimizerCalls(loss_scale) if scales else Calls(loss_scale),
+                OptimizerCalls(loss_scale) if scales else UnscaledOptimizerCalls(loss_scale),
                 skip_nonfinite=skip_nonfinite,
                 reduce_dtype=reduce_dtype,
                 aggregate_in_float16=aggregate_in_float16,

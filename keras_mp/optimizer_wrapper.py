@@ -72,6 +72,8 @@ class OptimizerWrapper(
     Source: RFC 293, "OptimizerWrapper".
     """
 
+    _sums_gradients = False
+
     def __init__(
         self, inner_optimizer: tf.keras.optimizers.Optimizer, jit_compile: bool = False
     ) -> None:
@@ -364,6 +366,34 @@ def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
     if isinstance(optimizer, OptimizerWrapper):
         return WrapperAdapter(optimizer)
     return keras_api.optimizer_adapter(optimizer)
+
+
+def sums_gradients(optimizer: Any) -> bool:
+    """Whether an optimizer is an `AllReduceOptimizer`, or wraps one.
+
+    Args:
+        optimizer: An optimizer of `tf.keras`, or anything else.
+    """
+    wrappers = (each for each in chain(optimizer) if isinstance(each, OptimizerWrapper))
+    return any(type(wrapper)._sums_gradients for wrapper in wrappers)
+
+
+def refuse_inside(optimizer: Any, wrapper: str) -> None:
+    """Refuses an `AllReduceOptimizer` inside of a wrapper that sums gradients itself.
+
+    Args:
+        optimizer: An optimizer of `tf.keras`, or anything else.
+        wrapper: str. The name of the wrapper.
+
+    Raises:
+        TypeError: `optimizer` is an `AllReduceOptimizer`, or wraps one.
+    """
+    if sums_gradients(optimizer):
+        raise TypeError(
+            f"The {wrapper} sums gradients over replicas itself, so the AllReduceOptimizer inside "
+            f"would never do so. Pass `reduce_dtype` to the {wrapper}, and let it wrap the inner "
+            f"optimizer directly. Received: {optimizer!r}"
+        )
 
 
 def _is_of_keras_mp(method: Callable[..., Any]) -> bool:

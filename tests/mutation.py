@@ -48,6 +48,7 @@ _TESTS = {
         "tests/test_grad_scaler.py",
         "tests/step/test_grad_scaler_calls.py",
     ],
+    "keras_mp/step/stages.py": [*_CALLS, *_STEP],
     "keras_mp/step/record.py": [*_CALLS, "tests/test_grad_scaler.py", *_STEP],
     "keras_mp/step/optimizer_calls.py": [*_CALLS[::2], *_STEP],
     "keras_mp/step/grad_scaler_calls.py": [*_CALLS[1:], "tests/test_grad_scaler.py"],

@@ -1,20 +1,21 @@
 """The calls of a step scale the loss, and unscale its gradients exactly once.
 
 RFC 293, "LossScaleOptimizer Overview". `OptimizerCalls` are the calls of a `LossScaleOptimizer`,
-and `GradScalerCalls` those of a `GradScaler`; both keep a `Record`. Plain `Calls` scale nothing.
-The table in `tests/step/test_contract.py` tells what follows from which calls.
+and `GradScalerCalls` those of a `GradScaler`; both keep a `Record`. Their base classes, for those
+that scale nothing, keep the losses. This module has what all calls share. The table in
+`tests/step/test_contract.py` tells what follows from which calls.
 """
 
 import abc
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import tensorflow as tf
 
 from keras_mp.step.gradients import Gradient
-from keras_mp.step.record import Notebook, Record, Truth
+from keras_mp.step.record import Notebook, Record, S, Truth
 from keras_mp.support import host, messages
 
 LossScaleValue = Callable[[], tf.Tensor]
@@ -61,7 +62,7 @@ class GradientState(NamedTuple):
 
 
 class Calls:
-    """The calls of a step that scales nothing, and the base class of all others.
+    """What every face of a step calls: the calls of a step that scales nothing.
 
     Attributes:
         scales: bool. Whether these calls scale the loss.
@@ -92,17 +93,6 @@ class Calls:
         self._record.notes().losses = tuple(each for each in flat if tf.is_tensor(each))
         return losses
 
-    def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
-        """Records that a loss was scaled, which begins a step.
-
-        Args:
-            scaled_by: float32 scalar tensor.
-            to_apply: bool. True if `applying` unscales the gradients, False if `unscale` does.
-        """
-
-    def begin_by_hand(self, grads: Sequence[Any]) -> None:
-        """Records that the user has multiplied the loss of gradients by the loss scale."""
-
     def unscale(
         self,
         grads: Sequence[Any],
@@ -122,36 +112,6 @@ class Calls:
         """
         return list(grads)
 
-    def unscale_early(self, grads: Sequence[Any], variables: Iterable[Any]) -> Sequence[Any]:
-        """Unscales gradients that `applying` would unscale, before a wrapper sees them.
-
-        Args:
-            grads: sequence of gradients.
-            variables: iterable of their variables.
-        """
-        return grads
-
-    def refuse_tape_beside_scale(self) -> None:
-        """Refuses a tape that scales losses after a loss was scaled in another way."""
-
-    def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
-        """Records that a tape has scaled losses, and unscaled the gradients.
-
-        Args:
-            losses: sequence of tensors, not scaled.
-        """
-
-    @contextlib.contextmanager
-    def whole_step(self) -> Iterator[None]:
-        """Context manager in which one call, `minimize`, makes a whole step.
-
-        It may come between the calls of another step, and leaves that step alone.
-        """
-        notes = self._record.notes()
-        losses = notes.losses
-        yield
-        notes.losses = losses
-
     @contextlib.contextmanager
     def applying(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
         """Context manager in which gradients are applied.
@@ -164,25 +124,6 @@ class Calls:
         """
         yield GradientState(losses=self.losses())
         self._record.notes().losses = ()
-
-    def update(self, *, begins_anew: bool = False) -> tuple[Truth, Callable[[], None]]:
-        """Records that all optimizers have made their steps.
-
-        Args:
-            begins_anew: bool. Whether the call is right even if no step was made. Defaults to
-                False.
-
-        Returns:
-            tuple of whether a step was made, and of a function that reports that none was.
-        """
-        return True, lambda: None
-
-    def as_before_an_exception(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that undoes records if it ends with an exception.
-
-        It is for calls in which the user's code may make other calls before it raises an exception.
-        """
-        return contextlib.nullcontext()
 
     def losses(self) -> list[tf.Tensor]:
         """Returns the unscaled losses of this step, as far as they are known here."""
@@ -207,24 +148,22 @@ class Calls:
         return type(self), (self._loss_scale,)
 
 
-class RecordedCalls(Calls, abc.ABC):
+class RecordedCalls(Calls, Generic[S], abc.ABC):
     """Calls that scale, and keep a `Record` for functions that run without Python."""
 
     scales = True
     reports: host.HostCallback
-    _record: Record
+    _record: Record[S]
     # How many numbers a report has.
     _report_size = 1
-    # Whether all threads make one step together. Otherwise each makes its own.
-    _is_shared = False
 
     def __init__(self, loss_scale: LossScaleValue) -> None:
         super().__init__(loss_scale)
         if self._record.has_variables:
             self.reports = host.HostCallback(self._report, size=self._report_size)
 
-    def _new_record(self) -> Record:
-        return Record(self._is_shared)
+    @abc.abstractmethod
+    def _new_record(self) -> Record[S]: ...
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the record and the buffer of reports."""

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_mp.step import finiteness, gradients
 from keras_mp.step.calls import Calls, GradientState, LossScaleValue, RecordedCalls
-from keras_mp.step.record import (
+from keras_mp.step.facts import (
     APPLIED,
     BY_TAPE,
     EVERY_FACT,
@@ -30,12 +30,12 @@ from keras_mp.step.record import (
     UNNAMED,
     UNSCALED,
     Facts,
-    Truth,
     bits_of,
     bits_of_any,
     both,
     negated,
 )
+from keras_mp.step.record import Record, Truth
 from keras_mp.support import host, messages
 from keras_mp.support.selection import chosen
 
@@ -50,7 +50,49 @@ class Call(enum.IntEnum):
     TAPE = 4
 
 
-class GradScalerCalls(RecordedCalls):
+class UnscaledGradScalerCalls(Calls):
+    """The calls of a `GradScaler` that scales nothing.
+
+    They keep the losses until `update`.
+    """
+
+    def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> Any:
+        """Notes losses, and returns them."""
+        earlier = self._record.notes().losses
+        losses = super().scale(losses, scaled_by)
+        self._record.notes().losses = (*earlier, *self._record.notes().losses)
+        return losses
+
+    def refuse_tape_beside_scale(self) -> None:
+        """Refuses a tape that scales losses after a loss was scaled in another way."""
+
+    def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
+        """Records that a tape has scaled losses, and unscaled the gradients.
+
+        Args:
+            losses: sequence of tensors, not scaled.
+        """
+
+    @contextlib.contextmanager
+    def applying(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
+        """Context manager in which an optimizer makes a step."""
+        yield GradientState(losses=self.losses())
+
+    def update(self, *, begins_anew: bool = False) -> tuple[Truth, Callable[[], None]]:
+        """Records that all optimizers have made their steps.
+
+        Args:
+            begins_anew: bool. Whether the call is right even if no step was made. Defaults to
+                False.
+
+        Returns:
+            tuple of whether a step was made, and of a function that reports that none was.
+        """
+        self._record.notes().losses = ()
+        return True, lambda: None
+
+
+class GradScalerCalls(RecordedCalls[Facts], UnscaledGradScalerCalls):
     """The calls of a `GradScaler`, which all threads share.
 
     A wrong call is an error where Python can tell, which is in eager and while a function is
@@ -58,18 +100,20 @@ class GradScalerCalls(RecordedCalls):
     """
 
     _report_size = 3
-    _is_shared = True
 
     def __init__(self, loss_scale: LossScaleValue) -> None:
         super().__init__(loss_scale)
         self._lock = threading.RLock()
         self._optimizers = _NumberedOptimizers()
 
+    def _new_record(self) -> Record[Facts]:
+        return Record(Facts, lambda tensor: Facts(tensor=tensor), is_shared=True)
+
     def scale(self, losses: Any, scaled_by: Any = None) -> Any:
         """Multiplies losses, by the same number between two updates."""
         flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
         with self._lock:
-            facts, notes = self._record.facts(), self._record.notes()
+            facts, notes = self._record.state(), self._record.notes()
             _raise(Call.SCALE, UNNAMED, facts)
             goes_on = facts.has(SCALED)
             if scaled_by is None:
@@ -94,7 +138,7 @@ class GradScalerCalls(RecordedCalls):
         unscaled = gradients.unscale(grads, self._scale_of_step())
         finite = finiteness.all_finite(unscaled) if may_skip else True
         with self._lock:
-            facts = self._record.facts()
+            facts = self._record.state()
             index = self._optimizers.index(optimizer, facts.number)
             if index == OTHERS:
                 raise ValueError(
@@ -117,12 +161,12 @@ class GradScalerCalls(RecordedCalls):
 
     def refuse_tape_beside_scale(self) -> None:
         """Raises an error if a loss was scaled since the last update."""
-        _raise(Call.TAPE, UNNAMED, self._record.facts())
+        _raise(Call.TAPE, UNNAMED, self._record.state())
 
     def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
         """Records that a tape has scaled losses, and unscaled the gradients."""
         with self._lock:
-            facts, notes = self._record.facts(), self._record.notes()
+            facts, notes = self._record.state(), self._record.notes()
             known = notes.losses if facts.has(BY_TAPE) is True else ()
             self._record.note(facts.changed(add=BY_TAPE))
             self._record.note_scale(self._loss_scale())
@@ -137,7 +181,7 @@ class GradScalerCalls(RecordedCalls):
         del variables
         with self._lock:
             scaled_by = self._scale_of_step()
-            facts, notes = self._record.facts(), self._record.notes()
+            facts, notes = self._record.state(), self._record.notes()
             index = self._optimizers.index(optimizer, facts.number)
             _raise(Call.STEP, index, facts, or_else=SCALED)
             given, after = self._given(index, facts, scaled_by)
@@ -198,12 +242,12 @@ class GradScalerCalls(RecordedCalls):
         After that, nothing is known.
         """
         with self._lock:
-            facts, notes = self._record.facts(), self._record.notes()
+            facts, notes = self._record.state(), self._record.notes()
             has_stepped = _is_right(Call.UPDATE, UNNAMED, facts)
             if has_stepped is False and not begins_anew:
                 _raise(Call.UPDATE, UNNAMED, facts)
             self._record.note(Facts())
-            notes.losses, notes.scaled_by, notes.facts = (), None, None
+            notes.losses, notes.scaled_by, notes.state = (), None, None
             notes.unclipped = {}
         if isinstance(has_stepped, bool) or begins_anew:
             return has_stepped, lambda: None
@@ -227,30 +271,6 @@ class GradScalerCalls(RecordedCalls):
         # If the call was right, it was refused because another function had unscaled the gradients.
         what = _what_is_wrong(*numbers) or UNSCALED_ELSEWHERE
         messages.warn(f"The step was not made: {what}" if numbers[0] == Call.STEP else what, line)
-
-
-class UnscaledCalls(Calls):
-    """The calls of a `GradScaler` that scales nothing.
-
-    They keep the losses until `update`.
-    """
-
-    def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> Any:
-        """Notes losses, and returns them."""
-        earlier = self._record.notes().losses
-        losses = super().scale(losses, scaled_by)
-        self._record.notes().losses = (*earlier, *self._record.notes().losses)
-        return losses
-
-    @contextlib.contextmanager
-    def applying(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
-        """Context manager in which an optimizer makes a step."""
-        yield GradientState(losses=self.losses())
-
-    def update(self, *, begins_anew: bool = False) -> tuple[Truth, Callable[[], None]]:
-        """Ends the step."""
-        self._record.notes().losses = ()
-        return super().update(begins_anew=begins_anew)
 
 
 # The collection of the optimizers that a graph uses.

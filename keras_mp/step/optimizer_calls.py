@@ -14,24 +14,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step import gradients, scaled_losses
-from keras_mp.step.calls import GradientState, RecordedCalls
-from keras_mp.step.record import (
-    ALL_BITS,
-    APPLIED,
-    JUST_UNSCALED,
-    SCALED,
-    SPOILED,
-    TO_APPLY,
-    UNNAMED,
-    UNSCALED,
-    Facts,
-    Truth,
-    bits_of,
-    both,
-    either,
-    has_begun,
-    negated,
-)
+from keras_mp.step.calls import Calls, GradientState, RecordedCalls
+from keras_mp.step.record import Record
+from keras_mp.step.stages import KnownStage, Stage, known, unknown
 from keras_mp.support import host, messages
 from keras_mp.support.selection import chosen
 
@@ -54,7 +39,49 @@ class _Parts(threading.local):
     is_whole = False
 
 
-class OptimizerCalls(RecordedCalls):
+class UnscaledOptimizerCalls(Calls):
+    """The calls of a `LossScaleOptimizer` that scales nothing."""
+
+    def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
+        """Records that a loss was scaled, which begins a step.
+
+        Args:
+            scaled_by: float32 scalar tensor.
+            to_apply: bool. True if `applying` unscales the gradients, False if `unscale` does.
+        """
+
+    def begin_by_hand(self, grads: Sequence[Any]) -> None:
+        """Records that the user has multiplied the loss of gradients by the loss scale."""
+
+    def unscale_early(self, grads: Sequence[Any], variables: Iterable[Any]) -> Sequence[Any]:
+        """Unscales gradients that `applying` would unscale, before a wrapper sees them.
+
+        Args:
+            grads: sequence of gradients.
+            variables: iterable of their variables.
+        """
+        return grads
+
+    @contextlib.contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Context manager in which one call, `minimize`, makes a whole step.
+
+        It may come between the calls of another step, and leaves that step alone.
+        """
+        notes = self._record.notes()
+        losses = notes.losses
+        yield
+        notes.losses = losses
+
+    def as_before_an_exception(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager that undoes records if it ends with an exception.
+
+        It is for calls in which the user's code may make other calls before it raises an exception.
+        """
+        return contextlib.nullcontext()
+
+
+class OptimizerCalls(RecordedCalls[KnownStage], UnscaledOptimizerCalls):
     """The calls of a `LossScaleOptimizer`.
 
     A missing call is reported, and the step is made.
@@ -64,16 +91,18 @@ class OptimizerCalls(RecordedCalls):
         super().__init__(loss_scale)
         self._parts_of_step = _Parts()
 
+    def _new_record(self) -> Record[KnownStage]:
+        return Record(known, unknown, is_shared=False)
+
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
         """Begins a step, whatever was called before."""
-        notes, parts = self._record.notes(), self._parts_of_step
-        before = notes.facts or Facts()
-        is_under_way = both(has_begun(before), before.has(SCALED)) is True
+        before, parts = self._record.noted(), self._parts_of_step
+        is_under_way = before.holds(Stage.has_scaled) is True
         # Overlapping steps can be told apart only if different calls unscale their gradients.
-        parts.is_whole = is_under_way and apply_unscales(before) is not to_apply
+        parts.is_whole = is_under_way and before.holds(Stage.apply_unscales) is not to_apply
         parts.applied = parts.unscaled = frozenset()
-        notes.unclipped.clear()
-        self._record.note(Facts(SCALED | TO_APPLY if to_apply else SCALED))
+        self._record.notes().unclipped.clear()
+        self._record.note(known(Stage.SCALED_TO_APPLY if to_apply else Stage.SCALED))
         self._record.note_scale(scaled_by)
 
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
@@ -108,25 +137,30 @@ class OptimizerCalls(RecordedCalls):
         """Divides gradients by the factor of the loss, unless the tape has done so."""
         del optimizer, may_skip
         self._refuse_results(grads, "get_unscaled_gradients")
-        facts, unscaled = self._record.facts(), list(grads)
+        stage, unscaled = self._record.state(), list(grads)
         if not by_tape:
-            unscaled = gradients.unscale(grads, self._scale_of_step(facts))
-        self._note_unscaled(after_unscaling(facts), unscaled)
+            unscaled = gradients.unscale(grads, self._scale_of_step(stage))
+        self._note_unscaled(stage.after(Stage.after_unscaling), unscaled)
         self._remember_results(unscaled)
         return unscaled
 
     def unscale_early(self, grads: Sequence[Any], variables: Iterable[Any]) -> Sequence[Any]:
         """Unscales gradients that `applying` would unscale, before a wrapper sees them."""
-        facts, parts = self._record.facts(), self._parts_of_step
+        stage, parts = self._record.state(), self._parts_of_step
         ids = frozenset(id(v) for v in variables)
         is_another_part = bool(parts.unscaled) and parts.unscaled.isdisjoint(ids)
-        is_scaled = either(apply_unscales(facts), both(is_another_part, facts.has(_EARLY)))
-        if is_scaled is False:
+
+        def is_scaled(stage: Stage) -> bool:
+            return stage.is_scaled_for_wrapper(is_another_part)
+
+        are_scaled = stage.holds(is_scaled)
+        if are_scaled is False:
             return grads
         parts.unscaled |= ids
-        scale = functools.partial(self._scale_of_step, facts)
-        unscaled = gradients.unscale(grads, chosen(is_scaled, scale, lambda: tf.constant(1.0)))
-        self._note_unscaled(facts.changed(add=_UNSCALED | _EARLY, when=is_scaled), unscaled)
+        scale = functools.partial(self._scale_of_step, stage)
+        unscaled = gradients.unscale(grads, chosen(are_scaled, scale, lambda: tf.constant(1.0)))
+        after = stage.after(lambda each: Stage.UNSCALED_EARLY if is_scaled(each) else each)
+        self._note_unscaled(after, unscaled)
         return unscaled
 
     @contextlib.contextmanager
@@ -147,31 +181,30 @@ class OptimizerCalls(RecordedCalls):
         del optimizer
         variables = list(variables)
         notes, applied = self._record.notes(), frozenset(id(v) for v in variables)
-        parts, facts = self._parts_of_step, self._record.facts()
+        parts, stage = self._parts_of_step, self._record.state()
         before = frozenset() if parts.is_whole else parts.applied
         # Gradients of other variables may be another part of the step that was applied last.
         goes_on = bool(before) and before.isdisjoint(applied)
         applied = before | applied if goes_on else applied
-        is_missing = misses_a_call(facts, goes_on)
-        if scaled_losses.are_by_tape(variables):
-            is_missing = False
-        elif facts.number is None:
-            self._warn_at_run_time(facts, goes_on, is_missing)
-        elif is_missing:
-            messages.warn(missing_call(facts))
-            applied = frozenset()
+        if not scaled_losses.are_by_tape(variables):
+            if stage.number is None:
+                self._warn_at_run_time(stage, goes_on)
+            elif stage.holds(lambda each: each.misses_a_call(goes_on)):
+                messages.warn(missing_call(Stage(stage.number)))
+                applied = frozenset()
         given = GradientState(
-            is_scaled(facts, goes_on),
-            self._scale_of_step(facts),
-            functools.partial(is_divided, facts, goes_on),
+            stage.holds(lambda each: each.is_scaled(goes_on)),
+            self._scale_of_step(stage),
+            lambda: stage.holds(lambda each: each.is_divided(goes_on)),
             self.losses(),
-            notes.unclipped.pop(UNNAMED, []),
+            notes.unclipped.pop(_ONLY, []),
         )
         graph = host.current_graph()
         first = 0 if graph is None else len(graph.get_operations())
         yield given
         with tf.control_dependencies(self._decisions_since(first)):
-            self._record.note(after_applying(facts, goes_on), ends=True)
+            after = stage.after(lambda each: each.after_applying(goes_on))
+            self._record.note(after, ends=True)
         parts.applied = applied
         notes.losses = ()
 
@@ -198,19 +231,21 @@ class OptimizerCalls(RecordedCalls):
         made = graph.get_operations()[first:]
         return [op for op in made if op.type in ("If", "StatelessIf")] or made[-1:]
 
-    def _note_unscaled(self, facts: Facts, unscaled: Sequence[Any]) -> None:
-        self._record.note(facts)
-        self._record.notes().unclipped[UNNAMED] = list(unscaled)
+    def _note_unscaled(self, stage: KnownStage, unscaled: Sequence[Any]) -> None:
+        self._record.note(stage)
+        self._record.notes().unclipped[_ONLY] = list(unscaled)
 
-    def _scale_of_step(self, facts: Facts) -> tf.Tensor:
+    def _scale_of_step(self, stage: KnownStage) -> tf.Tensor:
         """Returns the factor by which the loss of this step was multiplied.
 
         The loss scale may have moved since then, by other steps or by another part of this one.
         """
-        known = self._record.scaled_by()
-        if known is not None:
-            return known
-        is_noted = both(self._record.has_variables, knows_its_scale(facts))
+        noted = self._record.scaled_by()
+        if noted is not None:
+            return noted
+        if not self._record.has_variables:
+            return self._loss_scale()
+        is_noted = stage.holds(Stage.knows_its_scale)
         return chosen(is_noted, self._record.scaled_by_in_variable, self._loss_scale)
 
     def _remember_results(self, results: Iterable[Any]) -> None:
@@ -228,13 +263,15 @@ class OptimizerCalls(RecordedCalls):
                 f"Received: {values!r}"
             )
 
-    def _warn_at_run_time(self, facts: Facts, goes_on: bool, is_missing: Truth) -> None:
-        if host.is_compiled_by_xla() and self._record.notes().facts is None:
+    def _warn_at_run_time(self, stage: KnownStage, goes_on: bool) -> None:
+        if host.is_compiled_by_xla() and self._record.notes().state is None:
             self._warn_while_tracing(goes_on)
-        was_reported = facts.has(bits_of(UNNAMED, SPOILED))
-        is_news = both(is_missing, negated(was_reported))
+        # It is said once that functions make no calls at all, until one does again.
+        is_news = stage.holds(
+            lambda each: each.misses_a_call(goes_on) and each is not Stage.APPLIED_ONLY
+        )
         self.reports.watch()
-        self.reports.post(facts.tensor[tf.newaxis], when=tf.convert_to_tensor(is_news))
+        self.reports.post(stage.tensor[tf.newaxis], when=tf.convert_to_tensor(is_news))
 
     def _warn_while_tracing(self, goes_on: bool) -> None:
         """Warns while tracing of a function that makes no call.
@@ -244,78 +281,26 @@ class OptimizerCalls(RecordedCalls):
         if self._record.may_be_changed_elsewhere():
             return
         with tf.init_scope():
-            facts = self._record.in_variable()
-            if misses_a_call(facts, goes_on):
-                messages.warn(missing_call(facts))
-                self._record.assign(after_applying(facts, goes_on))
+            stage = Stage(int(self._record.in_variable().tensor))
+            if stage.misses_a_call(goes_on):
+                messages.warn(missing_call(stage))
+                self._record.assign(known(stage.after_applying(goes_on)))
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
-        messages.warn(missing_call(Facts(numbers[0])), line)
+        messages.warn(missing_call(Stage(numbers[0])), line)
 
 
 # How many losses of a step are looked at if it is skipped.
 _MOST_LOSSES = 16
+# The number of the only optimizer.
+_ONLY = 0
 
 
-# The following functions tell what follows from the facts after a call. `goes_on` means that the
-# variables are not those of the last step, so that this may be another part of that step.
-
-_UNSCALED, _APPLIED, _SPOILED = (bits_of(UNNAMED, fact) for fact in (UNSCALED, APPLIED, SPOILED))
-# Gradients were unscaled for a wrapper, while those of other variables may still be scaled.
-_EARLY = bits_of(UNNAMED, JUST_UNSCALED)
-
-
-def is_scaled(facts: Facts, goes_on: bool) -> Truth:
-    """Whether the gradients that are applied now are still scaled."""
-    is_of_this_step = goes_on or negated(facts.has(_APPLIED))
-    return both(is_of_this_step, facts.has(SCALED), negated(facts.has(_UNSCALED)))
-
-
-def is_divided(facts: Facts, goes_on: bool) -> Truth:
-    """Whether a call has unscaled the gradients that are applied now."""
-    is_more = both(goes_on, facts.has(_APPLIED), negated(facts.has(SCALED | _SPOILED)))
-    return either(facts.has(_UNSCALED), is_more)
-
-
-def misses_a_call(facts: Facts, goes_on: bool) -> Truth:
-    """Whether a call is missing if gradients are applied now."""
-    was_scaled = both(has_begun(facts), facts.has(SCALED))
-    is_complete = facts.has(TO_APPLY | _UNSCALED)
-    is_part = both(goes_on, facts.has(_APPLIED | _UNSCALED))
-    return negated(either(both(was_scaled, is_complete), both(negated(was_scaled), is_part)))
-
-
-def after_applying(facts: Facts, goes_on: bool) -> Facts:
-    """Returns the facts after gradients were applied."""
-    is_spoiled = both(misses_a_call(facts, goes_on), negated(has_begun(facts)))
-    after = Facts(_APPLIED).changed(add=SCALED, when=is_scaled(facts, goes_on))
-    after = after.changed(add=_SPOILED, when=is_spoiled)
-    return after.changed(add=_EARLY, when=facts.has(_EARLY))
-
-
-def after_unscaling(facts: Facts) -> Facts:
-    """Returns the facts after gradients were unscaled."""
-    return facts.changed(remove=ALL_BITS, when=negated(has_begun(facts))).changed(add=_UNSCALED)
-
-
-def apply_unscales(facts: Facts) -> Truth:
-    """Whether `applying` has to unscale the gradients of this step."""
-    return both(facts.has(TO_APPLY), negated(facts.has(_UNSCALED)))
-
-
-def knows_its_scale(facts: Facts) -> Truth:
-    """Whether the factor of the loss is known.
-
-    It is if a loss was scaled in this step, or in one of which this may be a part.
-    """
-    return both(facts.has(SCALED | _APPLIED), negated(facts.has(_SPOILED)))
-
-
-def missing_call(facts: Facts) -> str:
-    """Returns the message about the missing call, given all facts."""
-    if not has_begun(facts):
+def missing_call(stage: Stage) -> str:
+    """Returns the message about the call that is missing if gradients are applied."""
+    if not stage.has_begun():
         return _NEITHER
-    return _NOT_UNSCALED if facts.has(SCALED) else _NOT_SCALED_BEFORE
+    return _NOT_UNSCALED if stage.has_scaled() else _NOT_SCALED_BEFORE
 
 
 _OPTIMIZER_EXAMPLE = """

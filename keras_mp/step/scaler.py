@@ -5,7 +5,7 @@ TensorFlow 1 have one each.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
 
@@ -18,8 +18,10 @@ from keras_mp.step.outcomes import OutcomeHandler, SkippedSteps
 from keras_mp.step.overflow_report import Overflow
 from keras_mp.support import validation
 
+C = TypeVar("C", bound=Calls)
 
-class Scaler:
+
+class Scaler(Generic[C]):
     """The scale and the calls of a step, and what counts its outcomes.
 
     Attributes:
@@ -45,7 +47,7 @@ class Scaler:
     def __init__(
         self,
         loss_scale: LossScale,
-        calls: Calls,
+        calls: C,
         *,
         skip_nonfinite: bool = False,
         reduce_dtype: str | tf.DType | None = None,

@@ -6,6 +6,7 @@ the places in which something else comes of it. The loss scale is 4: a weight th
 given a scaled gradient, one that moves by 0.25 a gradient that was divided once too often.
 """
 
+import contextlib
 import functools
 import threading
 import warnings
@@ -14,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from keras_mp.support.attributes import replaced
 from tests.common import make_optimizer, mirrored, once, ours, value
 
 pytestmark = once
@@ -31,8 +33,9 @@ PLACES = [
 ]
 
 # `scale` is get_scaled_loss, `unscale` get_unscaled_gradients, `compute` compute_gradients.
-# `by_hand` multiplies by the loss scale, `apply_scaled` is apply_gradients(scaled=True). `_w` is
-# another weight.
+# `by_hand` multiplies by the loss scale, `apply_scaled` is apply_gradients(scaled=True); `wrapped`
+# is that of a wrapper that looks at the gradients. `fail` is one that raises an exception, which
+# the program catches. `_w` is another weight.
 LOSS_SCALE_OPTIMIZER = """
 scale_loss apply                          | 1
 scale unscale apply                       | 1
@@ -96,7 +99,8 @@ scale scale_loss apply_w apply            | 4,1 neither
                                           | own traces: 1,1
 """
 
-# `_2` is another optimizer, with the other weight; `tape` is a LossScaleGradientTape.
+# `_2` is another optimizer, with the other weight; `tape` is a LossScaleGradientTape. `fail` is a
+# step whose optimizer raises an exception.
 GRAD_SCALER = """
 scale step update                           | 1
 scale unscale step update                   | 1
@@ -203,6 +207,10 @@ MESSAGES = {
 }
 
 
+# Calls that take gradients, which may be in a function of their own.
+TAKERS = ("apply", "step", "update", "wrapped", "fail")
+
+
 class Face:
     """What makes calls by name, with two weights. A call takes a gradient and returns one."""
 
@@ -221,12 +229,18 @@ class Face:
         return variable * GRADIENT
 
 
+class Looking(keras_mp.OptimizerWrapper):
+    def apply_gradients(self, grads_and_vars, **kwargs):
+        return super().apply_gradients([(g * 1, v) for g, v in grads_and_vars], **kwargs)
+
+
 class OfLossScaleOptimizer(Face):
     def __init__(self):
         super().__init__()
-        inner = make_optimizer("new.SGD", 1.0, momentum=0.0)
-        self.scaling = keras_mp.LossScaleOptimizer(inner, SCALE)
+        self.inner = make_optimizer("new.SGD", 1.0, momentum=0.0)
+        self.scaling = keras_mp.LossScaleOptimizer(self.inner, SCALE)
         self.scaling.build([self.v, self.w])
+        self.wrapper = Looking(self.scaling)
 
     def call(self, call, gradient):
         optimizer, v, w = self.scaling, self.v, self.w
@@ -242,13 +256,39 @@ class OfLossScaleOptimizer(Face):
             return optimizer.compute_gradients(lambda: self.loss_of(v), [v])[0][0] * 1
         if call == "minimize_w":
             optimizer.minimize(lambda: self.loss_of(w), [w])
+        elif call == "fail":
+            with contextlib.suppress(OSError), failing(self.inner):
+                optimizer.apply_gradients([(gradient, v)])
+        elif call.startswith("wrapped"):
+            self.wrapper.apply_gradients([(gradient, w if call == "wrapped_w" else v)])
         else:
             variable = w if call == "apply_w" else v
             optimizer.apply_gradients([(gradient, variable)], scaled=call == "apply_scaled")
         return gradient
 
 
+@contextlib.contextmanager
+def failing(optimizer):
+    def fail(*args, **kwargs):
+        raise OSError
+
+    optimizer.apply_gradients = fail
+    try:
+        yield
+    finally:
+        del optimizer.apply_gradients
+
+
+class Broken(threading.local):
+    fails = False
+
+
+broken = Broken()
+
+
 def sgd(pairs):
+    if broken.fails:
+        raise OSError
     for gradient, variable in pairs:
         variable.assign_sub(gradient)
 
@@ -278,6 +318,9 @@ class OfGradScaler(Face):
             return tape.gradient(loss, self.v)
         if call == "step":
             scaler.step(sgd, [(gradient, self.v)])
+        elif call == "fail":
+            with contextlib.suppress(OSError), replaced(broken, "fails", True):
+                scaler.step(sgd, [(gradient, self.v)])
         elif call == "step_2":
             scaler.step(other, [(gradient, self.w)])
         else:
@@ -359,7 +402,7 @@ def makers(face, calls, place, strategy):
     if place in ("eager", "one trace", "compiled", "traced replicas"):
         parts = [calls]
     elif place == "two traces":
-        takes = [i for i, call in enumerate(calls) if call.startswith(("apply", "step", "update"))]
+        takes = [i for i, call in enumerate(calls) if call.startswith(TAKERS)]
         cut = takes[0] if takes else len(calls)
         parts = [part for part in (calls[:cut], calls[cut:]) if part]
     by_part = {part: functools.partial(face.make, part) for part in parts}
