@@ -9,7 +9,9 @@ from keras_mp import hardware, keras_api, kernels
 from keras_mp.grappler import passes
 from keras_mp.hooks import observers
 from keras_mp.kernels import normalization, recurrent, slow
+from keras_mp.reports.skip_report import SkipReport
 from keras_mp.step import workers
+from keras_mp.step.outcomes import SkippedSteps
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 
@@ -74,4 +76,5 @@ def attach() -> None:
     """Attaches all of them once, for `import keras_mp`."""
     for observer in (_Kernels(), _Hardware(), _GraphRewrite()):
         observers.attach(observer)
+    SkippedSteps.new_report = SkipReport
     workers.FACTS["kernels in float32 (see keras_mp.hardware.use_table)"] = slow.fact_for_workers

@@ -22,6 +22,7 @@ SUBPACKAGES = {
     "variables": {"variables", "hooks", "support", "kernels", "tensorflow_api"},
     "kernels": {"kernels", "hooks", "support", "tensorflow_api"},
     "step": {"step", "hooks", "variables", "support", "tensorflow_api"},
+    "reports": {"reports", "step", "support"},
     "master_weights": {"master_weights", "hooks", "step", "variables", "support"},
     "hardware": {"hardware", "hooks", "kernels", "support"},
     "op_autocast": {
@@ -144,10 +145,10 @@ def test_nothing_but_the_package_itself_imports_its_tools():
 # What attaches to the core: speed, hardware, the graph rewrite, regions, tools.
 ATTACHED = {
     *("kernels", "hardware", "grappler", "op_autocast", "numerics", "conversion", "graph_rewrite"),
-    *("master_weights", "hardware_check", "plots", "extensions"),
+    *("master_weights", "hardware_check", "plots", "extensions", "reports"),
 }
 # Lines of code; the goal is 3,500.
-LARGEST_CORE = {"loss_scale_optimizer": 5650, "grad_scaler": 6180}
+LARGEST_CORE = {"loss_scale_optimizer": 4950, "grad_scaler": 5450}
 
 
 def modules():

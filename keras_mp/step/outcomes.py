@@ -1,29 +1,24 @@
 """The outcome of a step: it moves the scale, and is counted if it is a skip.
 
-When many steps are skipped, there is a warning.
+`keras_mp.reports` tells which gradients were not finite, and warns when many steps are skipped.
 
 RFC 293, "LossScaleOptimizer Overview": steps whose gradients are not finite are skipped.
 """
 
 import contextlib
-import math
-import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_mp.step import skip_messages
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.loss_scales import LossScale, state_variable
-from keras_mp.step.overflow_report import Overflow
-from keras_mp.step.overflows import HALF, Overflows, SkippedStep
 from keras_mp.step.schedule import LossScaleState, bad_steps_after
-from keras_mp.support import host, messages, selection
+from keras_mp.support import host, selection
 
-# After so many steps at the start whose loss is not finite, a warning says so. After so many
-# back-offs without growth, a warning says that a smaller scale does not help.
-_FIRST_STEPS, _MANY_BACK_OFFS = 3, 8
+if TYPE_CHECKING:
+    from keras_mp.reports.overflow_report import Overflow
+
 # The outcomes of a step, from good to bad. `update` moves the scale by the worst outcome since the
 # last `update`. GOOD: the step was made. UNFINISHED: the step says nothing about the scale, as its
 # gradients were accumulated for a later step, or a replica had no examples. OVERFLOWED: the step
@@ -64,19 +59,23 @@ class OutcomeHandler:
 
     def watch(self) -> None:
         """Prepares for the other methods; called outside of any branch."""
-        self._skipped.watch()
+        self._skipped.report.watch()
+
+    def seen(self, steps: Sequence[Any]) -> Any:
+        """Looks for Inf and NaN in a skipped step, as `Report.seen` does."""
+        return self._skipped.report.seen(steps)
 
     def good(self) -> list[Any]:
         """Handles a step with finite gradients, after which the scale may grow."""
         return self._moved.move(True)[0] if self._worst is None else []
 
-    def bad(self, seen: SkippedStep | None, loss_is_finite: tf.Tensor) -> list[Any]:
+    def bad(self, seen: Any, loss_is_finite: tf.Tensor) -> list[Any]:
         """Handles a step whose gradients are not finite.
 
         It counts the step, and the scale backs off.
 
         Args:
-            seen: the `SkippedStep`; None in a graph of TensorFlow 1.
+            seen: the result of `seen`.
             loss_is_finite: bool scalar tensor. Whether the loss is known to be finite.
         """
         before, zero = self._loss_scale(), tf.constant(0, tf.int64)
@@ -98,7 +97,7 @@ class OutcomeHandler:
                 assert history is not None
                 back_offs = history.lone_back_offs
         consecutive = selection.chosen(has_overflowed, lambda: consecutive, lambda: zero)
-        with _after(moved):
+        with computed_after(moved):
             counted = self._skipped.skip(seen, (before, after), consecutive, back_offs, is_first)
         return [*moved, *counted]
 
@@ -157,7 +156,7 @@ class OutcomeHandler:
             self._moved.move(bool(is_good), loss_is_finite)
 
 
-def _after(operations: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+def computed_after(operations: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """Returns a context manager in which a graph computes after some operations.
 
     Eager code has no operations.
@@ -185,24 +184,99 @@ class _Counter:
         return [self.num_bad_steps.assign(consecutive, read_value=False)], consecutive
 
 
+class Report:
+    """What tells the user of skipped steps; this one tells nothing.
+
+    Graphs of TensorFlow 1 have it, which would save every variable that a report has.
+    """
+
+    def look_next_time(self) -> None:
+        """Makes the next `record` look, after `warn_after` or the like has changed."""
+
+    def watch(self) -> None:
+        """Prepares the function that is being traced for `record`."""
+
+    def seen(self, steps: Sequence[Any]) -> Any:
+        """Looks for Inf and NaN in a skipped step.
+
+        It is called in the branch that skips.
+
+        Args:
+            steps: the `ReplicaStep`s of all replicas that are at hand.
+
+        Returns:
+            A `SkippedStep`, or None.
+        """
+        del steps
+
+    def record(
+        self,
+        seen: Any,
+        scales: tuple[tf.Tensor, tf.Tensor],
+        consecutive: tf.Tensor,
+        back_offs: tf.Tensor,
+        is_first: bool | tf.Tensor | None,
+    ) -> list[Any]:
+        """Records a skipped step, and warns if it is time.
+
+        It is called in the branch that skips.
+
+        Args:
+            seen: the result of `seen`.
+            scales: the loss scale before and after the step, float32 scalar tensors.
+            consecutive: int64 scalar tensor. How many steps were skipped in a row.
+            back_offs: `History.lone_back_offs` after the step.
+            is_first: bool scalar tensor. For several optimizers, whose skips count as one in
+                `consecutive`: whether this skip is the first of them. None for one optimizer.
+
+        Returns:
+            list of the operations that record.
+        """
+        del seen, scales, consecutive, back_offs, is_first
+        return []
+
+    def last(self) -> "Overflow | None":
+        """Returns the report of the last skipped step; None if no step was skipped.
+
+        Raises:
+            RuntimeError: it is called in a graph.
+        """
+        raise RuntimeError(
+            "`last_overflow` can be read only in eager code, for example after the "
+            "tf.function that makes a step, or in a callback. It is not available for graphs "
+            "of TensorFlow 1."
+        )
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """Returns the variables that are not part of checkpoints, by name."""
+        return {}
+
+    def collect(self) -> None:
+        """Gives the warnings of functions compiled by XLA, which cannot call Python."""
+
+
 class SkippedSteps:
-    """Counts skipped steps, remembers why, and warns when many are skipped.
+    """Counts skipped steps, and has a report of them.
 
     Attributes:
+        loss_scale: the `LossScale`.
         total: int64 variable. How many steps were skipped.
-        warn_after: int or None. After so many skips in a row there is a warning, once. There is
-            also a warning when half of the last hundred steps were skipped, when the scale has come
-            down to its floor, when it backs off again and again though most steps are good, and
-            when the first steps have a loss that is not finite. None never warns.
+        warn_after: int or None. After so many skips in a row there is a warning, once. None never
+            warns.
         raise_after: int or None. After so many skips in a row an error is raised; None never
             raises.
+        beside: another callback of the same graphs, or None.
+        report: the `Report`.
 
     Args:
-        loss_scale: the `LossScale`.
-        warn_after: int or None.
-        raise_after: int or None. Defaults to None.
-        beside: another callback of the same graphs, or None (the default).
+        loss_scale: as the attribute.
+        warn_after: as the attribute.
+        raise_after: as the attribute. Defaults to None.
+        beside: as the attribute. Defaults to None.
     """
+
+    # Makes the report.
+    new_report: Callable[["SkippedSteps"], Report] = lambda skipped: Report()
 
     def __init__(
         self,
@@ -211,236 +285,16 @@ class SkippedSteps:
         raise_after: int | None = None,
         beside: host.HostCallback | None = None,
     ) -> None:
-        self._loss_scale = loss_scale
+        self.loss_scale, self.beside = loss_scale, beside
         self.warn_after, self.raise_after = warn_after, raise_after
         with tf.init_scope():
             self.total = state_variable(0, tf.int64, "steps_skipped")
-        # The weights that a warning looks at, by weak references, since models come and go.
-        self._looked_at: Sequence[tuple[str, Any, tf.DType]] = ()
-        # The warnings that were given already; each is given once.
-        self._told: set[str] = set()
-        # A graph of TensorFlow 1 only counts, since it would save every variable that it has.
-        self._is_recorded = not host.in_v1_graph()
-        if self._is_recorded:
-            self._overflows = Overflows()
-            self._reports = host.HostCallback(
-                self._warn,
-                size=len(_Numbers._fields),
-                beside=beside,
-                is_urgent=self._raises,
-                foresee=self._foresee,
-            )
+        self.report = Report() if host.in_v1_graph() else type(self).new_report(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_looked_at": ()}
-
-    @property
-    def _may_warn(self) -> bool:
-        return self._is_recorded and (self.warn_after is not None or self.raise_after is not None)
-
-    def _raises(self) -> bool:
-        return self.raise_after is not None
-
-    def look_next_time(self) -> None:
-        """Makes the next `skip` look, after `warn_after` or the like has changed."""
-        if self._is_recorded:
-            self._reports.look_next_time()
-
-    def watch(self) -> None:
-        """Prepares the function that is being traced for `skip`."""
-        if self._may_warn:
-            self._reports.watch(leaves=selection.is_selecting())
-
-    def skip(
-        self,
-        seen: SkippedStep | None,
-        scales: tuple[tf.Tensor, tf.Tensor],
-        consecutive: tf.Tensor,
-        back_offs: tf.Tensor,
-        is_first: bool | tf.Tensor | None = None,
-    ) -> list[Any]:
-        """Counts and records a skipped step, and warns if it is time.
+    def skip(self, seen: Any, *about: Any) -> list[Any]:
+        """Counts a skipped step, and records it as `Report.record` does.
 
         It is called in the branch that skips.
-
-        Args:
-            seen: the `SkippedStep`; None in a graph of TensorFlow 1, which only counts.
-            scales: the loss scale before and after the step, float32 scalar tensors.
-            consecutive: int64 scalar tensor. How many steps were skipped in a row.
-            back_offs: `History.lone_back_offs` after the step.
-            is_first: bool scalar tensor. For several optimizers, whose skips count as one in
-                `consecutive`: whether this skip is the first of them. Defaults to None: there is
-                only one optimizer.
-
-        Returns:
-            list of the operations that count and record.
         """
         counted = [self.total.assign_add(1, read_value=False)]
-        if seen is None:
-            return counted
-        total = tf.convert_to_tensor(self.total)
-        is_of_one = is_first is None
-        recorded, is_share, bad_losses = self._overflows.record(seen, scales[0], total, is_of_one)
-        noted = [*counted, *recorded]
-        if not self._may_warn:
-            return noted
-        names = seen.names_of([weight.variable for weight in seen.weights])
-        self._looked_at = [
-            (name, weakref.ref(weight.handle), weight.dtype)
-            for name, weight in zip(names, seen.weights, strict=True)
-        ]
-        is_time = tf.constant(False)
-        flags = tf.constant([False] * 4)
-        if self.warn_after is not None:
-            has_fallen = scales[1] < scales[0]
-            is_stuck = has_fallen & tf.equal(back_offs, _MANY_BACK_OFFS)
-            is_floor = has_fallen & self._is_at_floor(scales[1])
-            flags = tf.stack(
-                [is_share, is_stuck, self._is_start(seen, consecutive, bad_losses), is_floor]
-            )
-            is_time = tf.equal(consecutive, self.warn_after) | tf.reduce_any(flags, 0)
-        if self.raise_after is not None:
-            is_time |= consecutive >= self.raise_after
-        if is_first is not None:
-            is_time &= is_first
-        numbers = tf.concat([[consecutive, seen.zeros], tf.cast(flags, tf.int64)], 0)
-        # The warning has to read what these operations write.
-        with _after(noted):
-            self._reports.post(numbers, is_time, leaves=selection.is_selecting())
-        return noted
-
-    def last_overflow(self) -> Overflow | None:
-        """Returns the report of the last skipped step; None if no step was skipped.
-
-        Raises:
-            RuntimeError: it is called in a graph.
-        """
-        if not (tf.executing_eagerly() and self._is_recorded):
-            raise RuntimeError(
-                "`last_overflow` can be read only in eager code, for example after the "
-                "tf.function that makes a step, or in a callback. It is not available for graphs "
-                "of TensorFlow 1."
-            )
-        return self._overflows.last()
-
-    def variables(self) -> dict[str, tf.Variable]:
-        """Returns the variables that are not part of checkpoints, by name."""
-        if not self._is_recorded:
-            return {}
-        reports = self._reports.variables("skip_report")
-        return {**reports, **self._overflows.variables()}
-
-    def collect_reports(self) -> None:
-        """Gives the warnings of functions compiled by XLA, which cannot call Python."""
-        if self._is_recorded:
-            self._reports.collect()
-
-    def _foresee(self, numbers: Sequence[int]) -> int:
-        """Returns after how many more skips there may be something to say.
-
-        It is the lowest possible number.
-        """
-        consecutive = numbers[0]
-        left = [HALF]
-        if self.warn_after is not None:
-            # A good step in between starts the count again.
-            more = self.warn_after - consecutive
-            left += [more if more > 0 else self.warn_after, self._skips_to_floor()]
-            if "start" not in self._told and consecutive == self._total():
-                left.append(_FIRST_STEPS - self._overflows.bad_losses())
-            if isinstance(self._loss_scale, DynamicLossScale):
-                back_offs = float(self._loss_scale.history().lone_back_offs)
-                left.append(int(_MANY_BACK_OFFS - back_offs) % _MANY_BACK_OFFS or _MANY_BACK_OFFS)
-        if self.raise_after is not None:
-            left.append(self.raise_after - consecutive)
-        return max(1, min(left))
-
-    def _is_at_floor(self, loss_scale: tf.Tensor) -> Any:
-        floor = getattr(self._loss_scale, "min_loss_scale", None)
-        return False if floor is None else loss_scale <= floor
-
-    def _skips_to_floor(self) -> int:
-        """Returns after how many more skips the scale may come down to its floor."""
-        scale = self._loss_scale
-        if not isinstance(scale, DynamicLossScale) or float(scale()) <= scale.min_loss_scale:
-            return HALF
-        falls = math.log(float(scale()) / scale.min_loss_scale) / -math.log(
-            scale.backoff_multiplier
-        )
-        # One less, since a `GradScaler` moves the scale later. The 1e-3 is for a rounding error,
-        # which would count as a whole skip.
-        return math.ceil(falls - 1e-3) - 1
-
-    def _total(self) -> int:
-        return int(tf.convert_to_tensor(self.total))
-
-    def _is_start(
-        self, seen: SkippedStep, consecutive: tf.Tensor, bad_losses: tf.Tensor
-    ) -> tf.Tensor:
-        """Returns whether no step was made yet, and several losses were not finite."""
-        made: Any = self.total - consecutive if seen.steps_made is None else seen.steps_made
-        return tf.equal(bad_losses, _FIRST_STEPS) & (made <= 0)
-
-    def _warn(self, received: Sequence[int], line: messages.Line | None) -> None:
-        numbers = _Numbers(*received)
-        last = self._overflows.last()
-        loss_is_finite = None if last is None else last.loss_is_finite
-        is_over = self.raise_after is not None and numbers.consecutive >= self.raise_after
-        what = self._what(numbers, loss_is_finite, is_over)
-        if not what:
-            return
-        inputs, grads = ("", "") if last is None else (last.of_inputs, last.of_gradients)
-        if loss_is_finite is False and not self._overflows.are_several():
-            grads = ""  # All gradients of such a loss are NaN.
-        text = what + inputs
-        if last is None or not last.lacks_examples:
-            text += f" {skip_messages.diagnosis(loss_is_finite)}{grads}"
-        text += (
-            skip_messages.bad_weights(self._looked_at)
-            + " `last_overflow` tells more about the last step."
-        )
-        if is_over:
-            raise RuntimeError(f"{text} Received: raise_after_skips={self.raise_after}")
-        messages.warn(text, line)
-
-    def _what(self, numbers: "_Numbers", loss_is_finite: bool | None, is_over: bool) -> str:
-        """Returns the first sentences of a warning; empty if there is nothing to say."""
-        consecutive, warn_after = numbers.consecutive, self.warn_after
-        if is_over or consecutive == warn_after:
-            return f"{consecutive} steps in a row were skipped."
-        was_reported = warn_after is None or consecutive > warn_after
-        if numbers.is_share and not was_reported:
-            return f"Half of the last {2 * HALF} steps were skipped."
-        if numbers.is_start and loss_is_finite is False and self._is_news("start"):
-            return f"{consecutive} steps were skipped, and none was made yet."
-        if numbers.is_stuck and self._is_news("stuck"):
-            names = self._overflows.not_finite_in_a_row(_MANY_BACK_OFFS)
-            return skip_messages.stuck(_MANY_BACK_OFFS, self._loss_scale, names, numbers.zeros)
-        if numbers.is_floor and loss_is_finite is not False and self._is_news("floor"):
-            return "The loss scale has come down to its floor, and steps are still skipped."
-        return ""
-
-    def _is_news(self, what: str) -> bool:
-        is_new = what not in self._told
-        self._told.add(what)
-        return is_new
-
-
-class _Numbers(NamedTuple):
-    """What a warning is about, as numbers that a graph sends to Python.
-
-    Attributes:
-        consecutive: How many steps were skipped in a row.
-        zeros: How many in a thousand gradient values are 0; -1 if they were not counted.
-        is_share: Whether half of the last steps were skipped.
-        is_stuck: Whether the scale backs off again and again though most steps are good.
-        is_start: Whether no step was made yet, and the loss of several was not finite.
-        is_floor: Whether the scale has come down to its floor.
-    """
-
-    consecutive: int
-    zeros: int
-    is_share: int
-    is_stuck: int
-    is_start: int
-    is_floor: int
+        return [*counted, *self.report.record(seen, *about)]

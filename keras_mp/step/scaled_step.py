@@ -15,7 +15,6 @@ from keras_mp.hooks import observers
 from keras_mp.step import (
     finiteness,
     gradients,
-    overflows,
     replicas,
     scaled_losses,
     state_rollback,
@@ -30,6 +29,7 @@ from keras_mp.step.summing import summed
 from keras_mp.support import host, selection
 
 _NEVER_SCALED = GradientState()
+Names = Callable[[Sequence[Any]], list[str | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ScaledStep:
     state: GradientState = _NEVER_SCALED
     scaler: Scaler | None = None
     reduce_dtype: tf.DType = tf.float32
-    names: overflows.Names | None = None
+    names: Names | None = None
 
     @property
     def handler(self) -> OutcomeHandler | None:
@@ -271,13 +271,6 @@ class ReplicaStep:
             self.unclipped, self.inputs = [], []
             self.sent = self.totals = None
 
-    def values(self) -> overflows.ReplicaValues:
-        """Returns the values in which a skipped step counts Inf and NaN."""
-        # If the branch that skips unpacks the gradients itself, it has fewer inputs.
-        own = (self.sent or self.sums).one_by_one()
-        losses = self.step.state.losses
-        return overflows.ReplicaValues(losses, self.unclipped, own, self.inputs, self.has_examples)
-
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
@@ -321,7 +314,7 @@ class Decision:
         handler.watch()
 
         def skip() -> tf.Operation | None:
-            seen = self._seen()
+            seen = handler.seen(self.steps)
             adapter.drop_accumulated()
             put_back = self._put_back()
             with tf.control_dependencies(put_back):
@@ -381,29 +374,7 @@ class Decision:
     def _put_back(self) -> list[tf.Operation]:
         return [operation for step in self.steps for operation in step.kept.put_back()]
 
-    def _seen(self) -> overflows.SkippedStep | None:
-        """Looks for Inf and NaN on all replicas; called in the branch that skips."""
-        if host.in_v1_graph():
-            return None
-        first = self.steps[0]
-        totals = first.totals and first.totals.one_by_one()
-        steps_made = self._step.adapter.steps_made()
-        counts, zeros = overflows.count_not_finite([step.values() for step in self.steps], totals)
-        inputs = [each.name for each in first.inputs]
-        weights = [weight for step in self.steps for weight in step.kept.weights]
-        return overflows.SkippedStep(
-            weights,
-            first.tested,
-            inputs,
-            counts,
-            zeros,
-            has_total=totals is not None,
-            steps_made=steps_made,
-            names=self._step.names,
-            may_be_empty=first.has_examples is not None,
-        )
-
-    def _loss_is_finite(self, seen: overflows.SkippedStep | None) -> tf.Tensor:
+    def _loss_is_finite(self, seen: Any) -> tf.Tensor:
         """Returns whether the losses of all replicas are known to be finite.
 
         It is a bool scalar.

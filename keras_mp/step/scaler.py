@@ -5,7 +5,7 @@ TensorFlow 1 have one each.
 """
 
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import tensorflow as tf
 
@@ -15,8 +15,10 @@ from keras_mp.step.calls import Calls
 from keras_mp.step.gradients import Gradient
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.outcomes import OutcomeHandler, SkippedSteps
-from keras_mp.step.overflow_report import Overflow
 from keras_mp.support import validation
+
+if TYPE_CHECKING:
+    from keras_mp.reports.overflow_report import Overflow
 
 C = TypeVar("C", bound=Calls)
 
@@ -95,12 +97,12 @@ class Scaler(Generic[C]):
         These cannot call Python.
         """
         self.calls.collect_reports()
-        self.skipped.collect_reports()
+        self.skipped.report.collect()
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
         of_handler = {} if self.handler is None else self.handler.variables()
-        return {**self.skipped.variables(), **self.calls.variables(), **of_handler}
+        return {**self.skipped.report.variables(), **self.calls.variables(), **of_handler}
 
 
 class ScalerProperties:
@@ -178,7 +180,7 @@ class ScalerProperties:
         return tf.convert_to_tensor(handler.skips_in_a_row) > 0
 
     @property
-    def last_overflow(self) -> Overflow | None:
+    def last_overflow(self) -> "Overflow | None":
         """The gradients that were not finite in the last skipped step, or None.
 
         It is a `keras_mp.Overflow`: which step it was, the Inf and NaN of each variable on each
@@ -204,7 +206,7 @@ class ScalerProperties:
         (1, ['v'], 1, False)
         """
         self._scaler.collect_reports()
-        return self._scaler.skipped.last_overflow()
+        return self._scaler.skipped.report.last()
 
     @property
     def warn_after_skips(self) -> int | None:
@@ -217,7 +219,7 @@ class ScalerProperties:
     @warn_after_skips.setter
     def warn_after_skips(self, value: int | None) -> None:
         self._scaler.skipped.warn_after = validation.integer_or_none("warn_after_skips", value)
-        self._scaler.skipped.look_next_time()
+        self._scaler.skipped.report.look_next_time()
 
     @property
     def raise_after_skips(self) -> int | None:
@@ -230,7 +232,7 @@ class ScalerProperties:
     @raise_after_skips.setter
     def raise_after_skips(self, value: int | None) -> None:
         self._scaler.skipped.raise_after = validation.integer_or_none("raise_after_skips", value)
-        self._scaler.skipped.look_next_time()
+        self._scaler.skipped.report.look_next_time()
 
     def _config_of_skips(self) -> dict[str, Any]:
         """Returns the arguments about skipped steps."""

@@ -11,7 +11,7 @@ from tensorflow.python.framework import op_callbacks
 import keras_mp
 from benchmarks import overhead, tracing
 from keras_mp.numerics.exponents.counting import ExponentHistograms
-from keras_mp.step.scaled_step import Decision
+from keras_mp.reports.skip_report import SkipReport
 from keras_mp.step.state_rollback import name_of
 from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, value
 
@@ -448,7 +448,7 @@ def test_good_steps_have_not_an_operation_more(replicas, monkeypatch):
 
     ours = trace()
     assert ours["If"]
-    monkeypatch.setattr(Decision, "_seen", lambda *args: None)
+    monkeypatch.setattr(SkipReport, "seen", lambda *args: None)
     assert ours == trace()
 
 
@@ -502,6 +502,6 @@ def test_good_steps_in_eager_run_not_an_operation_more(replicas, monkeypatch):
         return seen
 
     ours = count()
-    monkeypatch.setattr(Decision, "_seen", lambda *args: None)
+    monkeypatch.setattr(SkipReport, "seen", lambda *args: None)
     assert ours == count()
     assert ours["Mul"]

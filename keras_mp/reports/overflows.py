@@ -16,10 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.step import finiteness, gradients, replicas
-from keras_mp.step.finiteness import COUNTS
-from keras_mp.step.loss_scales import state_variable
-from keras_mp.step.overflow_report import (
+from keras_mp.reports.overflow_report import (
     LossOfReplica,
     Overflow,
     kind_of,
@@ -27,6 +24,10 @@ from keras_mp.step.overflow_report import (
     overflowed_inputs,
     places_of,
 )
+from keras_mp.step import finiteness, gradients, replicas
+from keras_mp.step.finiteness import COUNTS
+from keras_mp.step.loss_scales import state_variable
+from keras_mp.step.scaled_step import Names
 from keras_mp.step.state_rollback import Input, Weight, name_of
 from keras_mp.support import host, selection
 from keras_mp.support.autograph import do_not_convert
@@ -43,8 +44,6 @@ _OF_NO_EXAMPLES = [_UNKNOWN, _UNKNOWN, 1]
 # many steps ago.
 HALF = 50
 _KINDS = 3  # counts for each gradient: Inf, NaN, and 1 where only the sum is not finite
-
-Names = Callable[[Sequence[Any]], list[str | None]]
 
 
 class SkippedStep(NamedTuple):

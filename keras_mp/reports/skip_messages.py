@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.reports.overflow_report import listed
 from keras_mp.step.loss_scales import LossScale
-from keras_mp.step.overflow_report import listed
 
 
 def stuck(times: int, loss_scale: LossScale, names: Sequence[str], zeros: int) -> str:
