@@ -106,22 +106,6 @@ class StepTimes(Result):
         return dataclasses.asdict(self)
 
 
-class _Candidate(NamedTuple):
-    """A change to try.
-
-    Attributes:
-        what: str. The line of code, and what it is about.
-        policies: what `convert` takes; None (the default) for those that the layers have.
-        compiles_update: bool. Whether XLA compiles the update.
-        compiles: bool. Whether XLA compiles the whole step.
-    """
-
-    what: str
-    policies: Any = None
-    compiles_update: bool = False
-    compiles: bool = False
-
-
 @dataclasses.dataclass(frozen=True)
 class Profile(Result):
     """The results of `profile`. `str` of it, and `print`, give a text.
@@ -233,21 +217,21 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"Expected at least one step. Received: steps={steps!r}")
     data = batches.as_fit_takes_it(model, batch)
-    candidates = list(_candidates(model))
+    candidates = dict(_candidates(model))
     with (
         own_thread.random_numbers(),
         Progress("step_times", parts=len(candidates) + 2) as progress,
         messages.unheard(),  # They would be about copies.
     ):
         progress.begin("the model as it is")
-        variants = {"": _step_of(model, _Candidate(""), data)}
+        variants = {"": _step_of(model, data)}
         tried: dict[str, float | str] = {}
-        for candidate in candidates:
-            progress.begin(candidate.what)
+        for what, change in candidates.items():
+            progress.begin(what)
             try:
-                variants[candidate.what] = _step_of(model, candidate, data)
+                variants[what] = _step_of(model, data, **change)
             except Exception as error:  # A user's model may raise anything under another policy.
-                tried[candidate.what] = batches.reason(error)
+                tried[what] = batches.reason(error)
         progress.begin("taking turns")
         seconds = turns.medians(turns.take(variants, steps))
         with op_times.profiled() as classes:
@@ -260,7 +244,8 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
     return StepTimes(model.name, now, per_step, {**tried, **seconds}, tuple(changes[:3]))
 
 
-def _candidates(model: tf.keras.Model) -> Iterator[_Candidate]:
+def _candidates(model: tf.keras.Model) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields changes to try, each a line of code and the arguments of `_step_of`."""
     layers = [layer for layer in keras_api.flatten_layers(model) if layer.weights]
     dtypes = {layer.compute_dtype for layer in layers} | {model.compute_dtype}
     low = next((name for name in LOW_PRECISION_NAMES if name in dtypes), None)
@@ -269,33 +254,45 @@ def _candidates(model: tf.keras.Model) -> Iterator[_Candidate]:
     for policy in dict.fromkeys((best, "float32")):
         if policy != now:
             what = f'keras_mp.set_global_policy("{policy}"), before the model is made'
-            yield _Candidate(what, policy)
+            yield what, {"policies": policy}
     heads = set(map(id, keras_api.output_layers(model) or []))
     for path, layer in layer_paths.layers_by_path(model).items():
         is_float32 = layer.weights and layer.dtype_policy.name == "float32"
         if low is not None and path and id(layer) in heads and is_float32:
             policy = Policy(f"mixed_{low}", output_dtype="float32")
             code = f'dtype=keras_mp.Policy("mixed_{low}", output_dtype="float32")'
-            yield _Candidate(f"{code}, of layer {path!r}", {path: policy})
+            yield f"{code}, of layer {path!r}", {"policies": {path: policy}}
     if (update := sending.code_of_update(model)) is not None:
-        yield _Candidate(update, compiles_update=True)
+        yield update, {"compiles_update": True}
     if model.jit_compile is not True:
-        yield _Candidate("model.compile(..., jit_compile=True)", compiles=True)
+        yield "model.compile(..., jit_compile=True)", {"compiles": True}
 
 
 def _step_of(
-    model: tf.keras.Model, candidate: _Candidate, data: batches.Batch
+    model: tf.keras.Model,
+    data: batches.Batch,
+    policies: Any = None,
+    compiles_update: bool = False,
+    compiles: bool = False,
 ) -> Callable[[], object]:
-    """Returns a function that makes a step with a copy of the model, with the change."""
-    copy: Any = convert(model, candidate.policies or {})
+    """Returns a function that makes a step with a copy of the model, with a change.
+
+    Args:
+        model: what is copied.
+        data: Batch.
+        policies: what `convert` takes; None for those that the layers have.
+        compiles_update: bool. Whether XLA compiles the update.
+        compiles: bool. Whether XLA compiles the whole step.
+    """
+    copy: Any = convert(model, policies or {})
     optimizer = copies.optimizer_of(model)
-    if candidate.compiles_update:
+    if compiles_update:
         if isinstance(optimizer, OptimizerWrapper):
             optimizer.jit_compile = True
         else:
             optimizer = OptimizerWrapper(optimizer, jit_compile=True)
-    compiles = candidate.compiles or model.jit_compile is True
-    copies.compile_as(copy, model, optimizer, jit_compile=compiles)
+    is_compiled = compiles or model.jit_compile is True
+    copies.compile_as(copy, model, optimizer, jit_compile=is_compiled)
     _name_update(copy.optimizer)
 
     step = functools.partial(copy.train_on_batch, data.x, data.y, sample_weight=data.sample_weight)

@@ -113,15 +113,7 @@ class _Adviser:
         self.of_noise = [row for row in rows if row.key in noise]
         self.gradients = [row for row in self.rows if row.is_scaled]
         # What real runs have lost of gradients, by loss scale.
-        of_runs = (
-            {at: measured.losses(at, tolerance) for at in measured.scales}
-            if isinstance(measured, WhatIf)
-            else {}
-        )
-        self.losses = {
-            scale: {key: each for key, each in lost.items() if key not in noise}
-            for scale, lost in of_runs.items()
-        }
+        self.losses = self.runs.losses_by_scale(tolerance) if self.runs else {}
         # Where it was measured. Other batches than one may have larger gradients, so that what
         # suits it is no scale to keep.
         self.where, self.set_scale = "in the batch", "start the loss scale at"

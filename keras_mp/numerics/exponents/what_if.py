@@ -196,6 +196,13 @@ class WhatIf(Result):
         rows = self[scale].items()
         return {row: lost for row, lost in rows if row[0] != "output" and lost.exceeds(tolerance)}
 
+    def losses_by_scale(self, tolerance: float) -> dict[float, dict[RowKey, Lost]]:
+        """Returns the `losses` in each run, but for those of noise, the smallest scale first."""
+        return {
+            scale: {key: each for key, each in lost.items() if key not in self.noise}
+            for scale, lost in ((scale, self.losses(scale, tolerance)) for scale in self.scales)
+        }
+
     def to_text(self, rows: int | None = text_tables.MOST) -> str:
         """Returns what `print` shows: a headline, and the rows that lose most, by scales.
 
@@ -206,7 +213,7 @@ class WhatIf(Result):
         Returns:
             str of several lines, of at most 100 characters each unless `rows` is None.
         """
-        losses = {scale: self.losses(scale, TOLERANCE).keys() - self.noise for scale in self.scales}
+        losses = self.losses_by_scale(TOLERANCE)
         good = ", ".join(f"2^{exponent_of(scale)}" for scale in self.scales if not losses[scale])
         is_used, tolerated = self.dtype in self.computed_in.values(), f"{100 * TOLERANCE:g} %"
         head = f"{self.dtype}: {'' if is_used else 'nothing is computed in it, and '}" + (
