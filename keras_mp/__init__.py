@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from keras_mp import (
     callbacks,
-    compile_hook,
     extensions,
     hardware,
     layers,
@@ -107,7 +106,6 @@ _LATER = {
     "plots": "plots",
 }
 
-compile_hook.install(Policy)
 extensions.attach()
 
 

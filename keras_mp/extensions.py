@@ -5,10 +5,13 @@ Each class stands for something that the core does not import.
 
 import tensorflow as tf
 
-from keras_mp import hardware, keras_api, kernels
+from keras_mp import compile_hook, hardware, keras_api, kernels
 from keras_mp.grappler import passes
 from keras_mp.hooks import observers
 from keras_mp.kernels import normalization, recurrent, slow
+from keras_mp.layer_calls import layer_call
+from keras_mp.models import saved_files
+from keras_mp.policy import MIXED, Policy
 from keras_mp.reports.skip_report import SkipReport
 from keras_mp.step import workers
 from keras_mp.step.outcomes import SkippedSteps
@@ -30,8 +33,9 @@ class _Hardware(observers.Observer):
     policy was made.
     """
 
-    def policy_was_made(self, dtype: str) -> None:
-        hardware.warn_if_slow(dtype)
+    def policy_was_made(self, policy: Policy) -> None:
+        if policy.name in MIXED:
+            hardware.warn_if_slow(MIXED[policy.name])
 
     def model_is_compiled(self, model: tf.keras.Model) -> None:
         hardware.warn_if_slow()
@@ -46,8 +50,9 @@ class _GraphRewrite(observers.Observer):
     It also warns where the rewrite does not reach.
     """
 
-    def policy_is_set(self, name: str) -> None:
-        passes.refuse_policy(f"set_global_policy({name!r})")
+    def policy_is_set(self, policy: Policy) -> None:
+        if policy.name in MIXED:
+            passes.refuse_policy(f"set_global_policy({policy.name!r})")
 
     def model_is_compiled(self, model: tf.keras.Model) -> None:
         if passes.enabled_dtype() is None:
@@ -72,9 +77,21 @@ class _GraphRewrite(observers.Observer):
         passes.warn_if_compiled()
 
 
+class _Keras(observers.Observer):
+    """Lets layers and models of `tf.keras` heed the whole of a policy."""
+
+    def policy_was_made(self, policy: Policy) -> None:
+        layer_call.install(Policy)
+        saved_files.install(Policy)
+
+    def policy_is_set(self, policy: Policy) -> None:
+        compile_hook.install(Policy)
+
+
 def attach() -> None:
     """Attaches all of them once, for `import keras_mp`."""
-    for observer in (_Kernels(), _Hardware(), _GraphRewrite()):
+    for observer in (_Kernels(), _Hardware(), _GraphRewrite(), _Keras()):
         observers.attach(observer)
+    compile_hook.install(Policy)
     SkippedSteps.new_report = SkipReport
     workers.FACTS["kernels in float32 (see keras_mp.hardware.use_table)"] = slow.fact_for_workers

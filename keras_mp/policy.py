@@ -10,17 +10,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import compile_hook, keras_api
+from keras_mp import keras_api
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp._version import __version__
 from keras_mp.hooks import observers
-from keras_mp.layer_calls import layer_call
-from keras_mp.models import saved_files
 from keras_mp.step import workers
 from keras_mp.support import dtypes, messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
-_MIXED = {f"mixed_{name}": name for name in LOW_PRECISION_NAMES}
+# The 16-bit dtypes of mixed policies.
+MIXED = {f"mixed_{name}": name for name in LOW_PRECISION_NAMES}
 
 
 @keras_api.register_policy
@@ -89,7 +88,7 @@ class Policy(keras_api.BasePolicy):
         self._model_outputs = _standardize_model_outputs(model_outputs)
         keras_api.init_base_policy(self, _standardize_name(name))
         self._output_dtype = self._standardize_output_dtype(output_dtype)
-        computes_in = _MIXED.get(super().name, super().name)
+        computes_in = MIXED.get(super().name, super().name)
         is_low = computes_in in LOW_PRECISION_NAMES
         self._low_precision_dtype = tf.as_dtype(computes_in) if is_low else None
         if isinstance(loss_scale, str) and loss_scale == "auto":
@@ -104,11 +103,8 @@ class Policy(keras_api.BasePolicy):
             self._loss_scale_config = loss_scale_lib.serialize(self._loss_scale)
         if "_is_complete" not in vars(self):  # A subclass completes itself.
             self._is_complete = True
-        if self.name in _MIXED:
-            observers.tell(observers.Observer.policy_was_made, _MIXED[self.name])
         if self.low_precision_dtype is not None:
-            layer_call.install(Policy)
-            saved_files.install(Policy)
+            observers.tell(observers.Observer.policy_was_made, self)
 
     @property
     def loss_scale(self) -> loss_scale_lib.LossScale | None:
@@ -266,7 +262,7 @@ class Policy(keras_api.BasePolicy):
             )
         if dtype.name == self.compute_dtype:
             return None
-        if dtype != tf.float32 or self.name not in _MIXED:
+        if dtype != tf.float32 or self.name not in MIXED:
             raise ValueError(
                 "The output dtype is the compute dtype or, for 'mixed_float16' and "
                 f"'mixed_bfloat16', float32. Received: output_dtype={output_dtype!r} for the "
@@ -381,10 +377,7 @@ def policy_scope(policy: Any) -> Iterator[Any]:
 
 
 def _checked(policy: Any) -> Any:
-    """Returns the argument of `set_global_policy` as a policy, or None.
-
-    It also installs the hooks.
-    """
+    """Returns the argument of `set_global_policy` as a policy, or None."""
     if policy is not None:
         policy = _to_policy(policy)
         if policy.compute_dtype and not tf.as_dtype(policy.compute_dtype).is_floating:
@@ -393,8 +386,7 @@ def _checked(policy: Any) -> Any:
                 "other. Expected 'float16', 'bfloat16', 'float32', 'float64', 'mixed_float16' or "
                 f"'mixed_bfloat16'. Received: policy={policy!r}"
             )
-        if policy.name in _MIXED:
-            observers.tell(observers.Observer.policy_is_set, policy.name)
+        observers.tell(observers.Observer.policy_is_set, policy)
         if policy.name in LOW_PRECISION_NAMES:
             messages.warn(
                 f"The global policy {policy.name!r} keeps variables in {policy.name} too, in which "
@@ -402,12 +394,11 @@ def _checked(policy: Any) -> Any:
                 "let keras_mp.MasterWeightOptimizer(optimizer) keep their digits, as Model.compile "
                 "does under this policy."
             )
-        compile_hook.install(Policy)
     return policy
 
 
 def _standardize_name(name: str | tf.DType | None) -> str | None:
-    if name is None or (isinstance(name, str) and (name in _MIXED or name == "_infer")):
+    if name is None or (isinstance(name, str) and (name in MIXED or name == "_infer")):
         return name
     # TensorFlow would take an int for the number of a dtype.
     dtype = None if isinstance(name, int) else dtypes.parse(name)

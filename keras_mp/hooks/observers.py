@@ -1,9 +1,9 @@
 """Observers: what attaches to the core of keras_mp, and is not imported by it.
 
-The core calls the methods of all observers at the moments that their docstrings name. The modules
-for speed, for hardware and for the graph rewrite attach their observers in
-`keras_mp/extensions.py`; those of `numerics` are attached while its tools run. This module needs
-TensorFlow only.
+The core calls the methods of all observers at the moments that their docstrings name. The hooks on
+Keras's layers, files and `compile`, and the modules for speed, for hardware and for the graph
+rewrite attach their observers in `keras_mp/extensions.py`; those of `numerics` are attached while
+its tools run. This module needs TensorFlow only.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ class Observer:
     def reach_begins(self) -> None:
         """Is called before the process computes in reach for the first time."""
 
-    def policy_was_made(self, dtype: str) -> None:
-        """Is called with the 16-bit dtype of a mixed policy that was made."""
+    def policy_was_made(self, policy: Any) -> None:
+        """Is called with a policy of 16 bits that was made."""
 
-    def policy_is_set(self, name: str) -> None:
-        """Is called with the name of a mixed policy before it becomes the global one."""
+    def policy_is_set(self, policy: Any) -> None:
+        """Is called with a policy before it becomes the global one."""
 
     def model_is_compiled(self, model: Any) -> None:
         """Is called with a model of `tf.keras` before `Model.compile` compiles it."""

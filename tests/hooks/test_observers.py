@@ -17,11 +17,11 @@ class Notes(observers.Observer):
     def __init__(self):
         self.calls = []
 
-    def policy_was_made(self, dtype):
-        self.calls.append(("policy_was_made", dtype))
+    def policy_was_made(self, policy):
+        self.calls.append(("policy_was_made", policy.name))
 
-    def policy_is_set(self, name):
-        self.calls.append(("policy_is_set", name))
+    def policy_is_set(self, policy):
+        self.calls.append(("policy_is_set", policy.name))
 
     def model_is_compiled(self, model):
         self.calls.append(
@@ -61,12 +61,13 @@ def test_an_observer_sees_policies_models_and_steps(notes):
     model.compile(keras_mp.LossScaleOptimizer(K.optimizers.SGD()), "mse")
     assert [call for call in notes.calls if call[0] != "policy_was_made"] == [
         ("policy_is_set", "mixed_float16"),
+        ("policy_is_set", "float32"),
         ("scaler_was_made",),
         ("model_is_compiled", "watched", False),
         ("model_was_compiled", "watched", True),
     ]
-    made = [dtype for name, dtype in notes.calls[:2] if name == "policy_was_made"]
-    assert made == ["bfloat16", "float16"]
+    made = [name for event, name in notes.calls[:2] if event == "policy_was_made"]
+    assert made == ["mixed_bfloat16", "mixed_float16"]
 
 
 @pytest.mark.parametrize("make", [keras_mp.LossScaleOptimizer, lambda _, s: keras_mp.GradScaler(s)])
@@ -92,11 +93,12 @@ def test_other_threads_do_not_see_it(notes):
 
 def test_what_an_observer_raises_the_call_raises_and_nothing_is_set(notes):
     class Refuses(observers.Observer):
-        def policy_is_set(self, name):
-            raise ValueError(f"not {name}")
+        def policy_is_set(self, policy):
+            raise ValueError(f"not {policy.name}")
 
     with observers.attached(Refuses()), pytest.raises(ValueError, match="not mixed_float16"):
         keras_mp.set_global_policy("mixed_float16")
     assert keras_mp.global_policy().name == "float32"
     # The last one comes after those that were there.
-    assert notes.calls == [("policy_was_made", "float16"), ("policy_is_set", "mixed_float16")]
+    events = ("policy_was_made", "policy_is_set")
+    assert notes.calls == [(event, "mixed_float16") for event in events]
