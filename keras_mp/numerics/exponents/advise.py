@@ -3,15 +3,17 @@
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from keras_mp.numerics.causes import LARGE_INPUTS, LARGE_WEIGHTS, SAID
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.exponents.histogram import EVERYWHERE, Fate, Window, exponent_of, round_down
 from keras_mp.numerics.exponents.reports import Report
 from keras_mp.numerics.exponents.rows import UPDATE_TOLERANCE, RowKey
-from keras_mp.numerics.exponents.what_if import WhatIf
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+
+if TYPE_CHECKING:
+    from keras_mp.numerics.exponents.what_if import WhatIf
 
 # A layer loses what it returns if the error of that is larger than `tune` tolerates by default, and
 # so many times as large as the error of what the layer takes, which is one rounding at least. Over
@@ -42,7 +44,7 @@ class Advice(NamedTuple):
         return "\n".join(self.sentences) or "Nothing is lost."
 
 
-def advise(measured: Report | WhatIf, dtype: str = "float16", tolerance: float = 0.001) -> Advice:
+def advise(measured: "Report | WhatIf", dtype: str = "float16", tolerance: float = 0.001) -> Advice:
     """Returns advice on how to keep a model from losing what it loses in 16 bits.
 
     Each sentence has the numbers that it is based on. If a model loses nothing at the loss scale
@@ -102,10 +104,10 @@ class _Adviser:
         tolerance: float. Which share of a gradient may become zero.
     """
 
-    def __init__(self, measured: Report | WhatIf, dtype: str, tolerance: float) -> None:
+    def __init__(self, measured: "Report | WhatIf", dtype: str, tolerance: float) -> None:
         self.dtype, self.tolerance = dtype, tolerance
         self.report = measured if isinstance(measured, Report) else None
-        self.runs = measured if isinstance(measured, WhatIf) else None
+        self.runs = None if isinstance(measured, Report) else measured
         # The loss scale in force, or that which training would begin with.
         self.now = round_down(measured.loss_scale)
         noise, rows = measured.noise, measured.rows_in_16_bits
