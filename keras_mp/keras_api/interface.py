@@ -27,6 +27,8 @@ class KerasApi(Protocol):
         LossFunctionWrapper: the loss that computes a function.
         PreprocessingLayer: the base of preprocessing layers, though not of all of them.
         OPTIMIZER_BASES: the classes that Keras takes for an optimizer.
+        MAKING_VARIABLES: the methods of optimizers and metrics that make a variable, with their
+            classes.
         CROSSENTROPY_NAMES: the names in `compile(loss=)` of the cross entropy that fits the shapes.
         APPLY_TAKES_SCALED_GRADIENTS: whether the wrapper of `tf.keras` unscales in
             `apply_gradients`.
@@ -44,6 +46,7 @@ class KerasApi(Protocol):
     LossFunctionWrapper: ClassVar[type]
     PreprocessingLayer: ClassVar[type]
     OPTIMIZER_BASES: ClassVar[tuple[type, ...]]
+    MAKING_VARIABLES: ClassVar[tuple[tuple[type, str], ...]]
     CROSSENTROPY_NAMES: ClassVar[tuple[str, ...]]
     APPLY_TAKES_SCALED_GRADIENTS: ClassVar[bool]
     KERAS_LAYOUT_CHILD: ClassVar[str | None]

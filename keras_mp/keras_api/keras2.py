@@ -53,6 +53,13 @@ OPTIMIZER_BASES: tuple[Any, ...] = (
     keras.optimizers.Optimizer,
     keras.optimizers.legacy.Optimizer,
 )
+MAKING_VARIABLES = (
+    (keras.optimizers.Optimizer, "add_variable"),
+    (keras.optimizers.Optimizer, "add_variable_from_reference"),
+    (keras.optimizers.legacy.Optimizer, "add_weight"),
+    (keras.optimizers.legacy.Optimizer, "add_slot"),
+    (keras.metrics.Metric, "add_weight"),
+)
 APPLY_TAKES_SCALED_GRADIENTS = False
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")

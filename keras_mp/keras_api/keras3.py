@@ -40,6 +40,9 @@ BaseCallback = keras.callbacks.Callback
 BasePolicy = keras.mixed_precision.Policy
 KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 OPTIMIZER_BASES: tuple[Any, ...] = (keras.optimizers.Optimizer,)
+MAKING_VARIABLES = tuple(
+    (base, "add_variable") for base in (keras.optimizers.Optimizer, keras.metrics.Metric)
+)
 APPLY_TAKES_SCALED_GRADIENTS = True
 
 patch_fit = keras3_workers.patch_fit

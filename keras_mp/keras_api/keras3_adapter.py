@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_mp.keras_api import keras3_names
 from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
+from keras_mp.support import new_variables
 
 keras = tf.keras
 
@@ -47,7 +48,7 @@ class _KerasAdapter(OptimizerAdapter):
 
     def build(self, variables: Sequence[Any]) -> None:
         if not self.optimizer.built:
-            with tf.init_scope(), keras.name_scope(self.optimizer.name):
+            with new_variables.made_at_once(), keras.name_scope(self.optimizer.name):
                 self.optimizer.build(list(variables))
             self._let_the_wrapper_reduce()
         strategy = tf.distribute.get_strategy()

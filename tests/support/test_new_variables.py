@@ -1,0 +1,117 @@
+"""A function that makes variables in its first call is traced once."""
+
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.support import new_variables
+from tests import common
+
+K = tf.keras
+OPTIMIZERS = [K.optimizers.Adam, functools.partial(K.optimizers.SGD, momentum=0.9)]
+
+
+def _data() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(8, 6)).astype("float32"), rng.normal(size=(8, 1)).astype("float32")
+
+
+class Network(K.Model):
+    """Counts how often it is traced."""
+
+    traces = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = K.Sequential([K.Input((6,)), K.layers.Dense(4), K.layers.Dense(1)])
+
+    def call(self, x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
+        self.traces += 1
+        return self.net(x, training=training)
+
+
+class OwnStep(Network):
+    def train_step(self, data: tuple[tf.Tensor, tf.Tensor]) -> dict[str, tf.Tensor]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        variables = self.net.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        return {"loss": loss}
+
+
+def _fitted(cls: type, policy: str, *, optimizer, **kwargs) -> Network:
+    x, y = _data()
+    with keras_mp.policy_scope(policy):
+        K.utils.set_random_seed(1)
+        model = cls()
+        model(x)
+        model.traces = 0
+        model.compile(optimizer, "mse", **kwargs)
+        model.fit(x, y, epochs=3, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("cls", [Network, OwnStep])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_step_is_traced_once(policy, cls, make, monkeypatch):
+    metrics = {} if cls is OwnStep else {"metrics": ["mae"]}
+    model = _fitted(cls, policy, optimizer=make(0.1), **metrics)
+    assert model.traces == 1
+    # TensorFlow's way: what is made while the step is traced is found by a second trace.
+    monkeypatch.setattr(new_variables, "made_at_once", tf.init_scope)
+    control = _fitted(cls, policy, optimizer=make(0.1), **metrics)
+    assert (control.traces > 1) or common.IS_KERAS_3
+    for weight, other in zip(model.get_weights(), control.get_weights(), strict=True):
+        np.testing.assert_array_equal(weight, other)
+
+
+@pytest.mark.parametrize("mode", ["function", "jit", "replicas"])
+def test_a_function_with_a_wrapper_is_traced_once(mode):
+    replicas = 2 if mode == "replicas" else 1
+    strategy = common.mirrored(replicas)
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0])
+        optimizer = keras_mp.LossScaleOptimizer(K.optimizers.Adam(0.1))
+    traces = []
+
+    def update() -> None:
+        traces.append(None)
+        gradients = [optimizer.loss_scale() * tf.constant([0.1, -0.1])]
+        optimizer.apply_gradients(zip(gradients, [variable]), scaled=True)
+
+    step = tf.function(lambda: strategy.run(update), jit_compile=mode == "jit")
+    for _ in range(2):
+        step()
+    assert len(traces) == replicas
+    np.testing.assert_allclose(variable.numpy(), [0.8, 2.2], atol=1e-4)
+
+
+def test_a_later_trace_may_make_more():
+    @tf.function
+    def call(number: int) -> tf.Tensor:
+        with new_variables.made_at_once():
+            made.append(tf.Variable(float(number)))
+        return made[-1].read_value()
+
+    made: list[tf.Variable] = []
+    assert [call(number).numpy() for number in (1, 2)] == [1.0, 2.0]
+    assert len(made) == 2
+
+
+def test_outside_of_the_context_a_function_is_traced_again():
+    made: list[tf.Variable] = []
+
+    @tf.function
+    def call() -> tf.Tensor:
+        if not made:
+            with tf.init_scope():
+                made.append(tf.Variable(1.0))
+        return made[0].read_value()
+
+    assert call().numpy() == 1.0
+    assert call.experimental_get_tracing_count() == 2
