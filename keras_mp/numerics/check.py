@@ -18,11 +18,10 @@ from keras_mp.models.model_steps import has_own_train_step
 from keras_mp.numerics import audit, copies, own_thread
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch, Batches, Structure
-from keras_mp.numerics.comparison.compare import compare, compare_records, record, runners
+from keras_mp.numerics.comparison.compare import UNSCALED, compare, compare_records, record, runners
 from keras_mp.numerics.comparison.compare_function import compare_function
 from keras_mp.numerics.comparison.compared import Comparison
 from keras_mp.numerics.comparison.differences import MANY_ZEROS
-from keras_mp.numerics.comparison.own_share import UNSCALED
 from keras_mp.numerics.comparison.records import Record
 from keras_mp.numerics.comparison.runs import LOSS
 from keras_mp.numerics.comparison.training_loss import GivenLoss, first_scale
@@ -224,23 +223,6 @@ def _wrapped(text: str) -> str:
     return "\n".join(itertools.chain.from_iterable(lines))
 
 
-def _check_function(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    policy: Any,
-    reference: Any,
-    context: Callable[[str], contextlib.AbstractContextManager] | None,
-    variables: tf.Module | Iterable[tf.Variable] | None,
-) -> Check:
-    """Compares the operations of a function, which has neither layers nor a training step."""
-    dtype = getattr(policy, "compute_dtype", policy or "float16").removeprefix("mixed_")
-    how: dict[str, Any] = {"dtype": dtype, "context": context, "variables": variables}
-    other = reference if callable(reference) else None
-    comparison = compare_function(function, *arguments, reference=other, **how)
-    name = comparison.name.removesuffix(f" in {dtype}")
-    return Check(name, dtype, (), comparison)
-
-
 def _cure(advice: Advice) -> str:
     """Returns the lines that do what an advice says."""
     lines = [f"keras_mp.convert(model, {advice.policies})"] if advice.policies else []
@@ -345,8 +327,17 @@ def check(
         comparison = compare_records(model, reference)
         return Check(model.name, "that of the record", (), comparison)
     if callable(model) and not hasattr(model, "compile"):
-        arguments = batches if isinstance(batches, tuple) else (batches,)
-        return _check_function(model, arguments, policy, reference, context, variables)
+        # It has neither layers nor a training step.
+        dtype = getattr(policy, "compute_dtype", policy or "float16").removeprefix("mixed_")
+        comparison = compare_function(
+            model,
+            *(batches if isinstance(batches, tuple) else (batches,)),
+            dtype=dtype,
+            context=context,
+            reference=reference if callable(reference) else None,
+            variables=variables,
+        )
+        return Check(comparison.name.removesuffix(f" in {dtype}"), dtype, (), comparison)
     keras_api.check_model(model)
     if device is not None:
         optimize.compute_capability(device)

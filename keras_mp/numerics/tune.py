@@ -161,7 +161,7 @@ def tune(
             tuple(row(path, layer) for path, layer in units.items()),
             tuple(errors[: len(given)]),
             tuple(errors[len(given) :]),
-            search.model(kept),
+            search.with_16_bits(kept),
             search.loss_scale if dtype == "float16" and kept else None,
         )
 

@@ -1,5 +1,6 @@
 """The search of `tune` for the layers that may compute in 16 bits."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -11,17 +12,10 @@ from keras_mp.conversion import convert
 from keras_mp.models.layer_paths import variables_by_path
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch
+from keras_mp.numerics.comparison import runs
 from keras_mp.numerics.comparison.calls import RandomNumbers
 from keras_mp.numerics.comparison.noise import is_noise, jitter
-from keras_mp.numerics.comparison.runs import (
-    Run,
-    Runner,
-    array,
-    check_finite,
-    check_same_calls,
-    named_weights,
-    replay,
-)
+from keras_mp.numerics.comparison.runs import Run, Runner, array
 from keras_mp.numerics.comparison.training_loss import GivenLoss, Loss, loss_of, signed_mean
 from keras_mp.numerics.distances import relative
 from keras_mp.numerics.tuned import Errors
@@ -55,6 +49,7 @@ class Reference(NamedTuple):
     loss_scale: float
 
 
+@dataclasses.dataclass
 class Search:
     """Models with some layers in 16 bits, and how far they are from float32.
 
@@ -65,50 +60,47 @@ class Search:
         policy: str, of layers in 16 bits.
         loss: of the user, or None.
         tolerance: float.
-        made: list of Batch.
+        batches: list of Batch.
         progress: Progress, which is told what is run.
 
     Attributes:
         refused: dict of the paths of layers that were too far off, with how far they were.
     """
 
-    def __init__(
-        self,
-        model: tf.keras.Model,
-        reference: tf.keras.Model,
-        units: dict[str, tf.keras.layers.Layer],
-        policy: str,
-        loss: GivenLoss | None,
-        tolerance: float,
-        made: Sequence[Batch],
-        progress: Progress,
-    ) -> None:
+    model: tf.keras.Model
+    reference: tf.keras.Model
+    units: dict[str, tf.keras.layers.Layer]
+    policy: str
+    loss: GivenLoss | None
+    tolerance: float
+    batches: Sequence[Batch]
+    progress: Progress
+
+    def __post_init__(self) -> None:
         self.refused: dict[str, str] = {}
-        self._original, self._reference, self._units = model, reference, units
-        self._mixed, self._user_loss, self._tolerance = policy, loss, tolerance
-        self._batches, self._references = made, list[Reference]()
-        owners = {id(v): path for path, (v, _) in variables_by_path(reference).items()}
+        self._references: list[Reference] = []
+        owners = {id(v): path for path, (v, _) in variables_by_path(self.reference).items()}
         self._owners = {
             name: owners[id(weight)].rpartition("/")[0]
-            for name, weight in named_weights(reference).items()
+            for name, weight in runs.named_weights(self.reference).items()
         }
         self._errors: dict[tuple[frozenset[str], int], Errors] = {}
         self._made: tuple[frozenset[str], tf.keras.Model, Loss] | None = None
-        self._progress, self._models = progress, 0
+        self._models = 0
 
     def prepare(self, candidates: Sequence[str]) -> dict[str, float]:
         """Runs each batch in float32, and returns the errors of the candidates by themselves."""
         own = dict.fromkeys(candidates, 0.0)
-        loss = self._loss(self._reference)
-        for i, batch in enumerate(self._batches):
-            self._progress.begin(f"batch {i + 1} of {len(self._batches)} in both dtypes")
+        loss = self._loss(self.reference)
+        for i, batch in enumerate(self.batches):
+            self.progress.begin(f"batch {i + 1} of {len(self.batches)} in both dtypes")
             numbers = RandomNumbers()
             # This run draws the random numbers, and all dtypes hold those of the narrowest one.
             narrow = self._run(candidates, batch, numbers)
-            runner = Runner(self._reference, batch, loss, numbers=numbers)
+            runner = Runner(self.reference, batch, loss, numbers=numbers)
             wide = runner.run()
-            check_finite(wide, batch)
-            check_same_calls(narrow, wide)
+            runs.check_finite(wide, batch)
+            runs.check_same_calls(narrow, wide)
             gradients = self._gradients(wide)
             moved = self._gradients(runner.run(noise=jitter(i)))
             noise = {
@@ -141,7 +133,7 @@ class Search:
             return chosen
         both = [*chosen, *group]
         errors = (self.errors(both, i) for i in where)
-        failure = next((str(each) for each in errors if not each.largest <= self._tolerance), None)
+        failure = next((str(each) for each in errors if not each.largest <= self.tolerance), None)
         if failure is None:
             return both
         if len(group) == 1 or self._models >= _MOST_MODELS:
@@ -156,7 +148,7 @@ class Search:
         """Returns how far a model is from float32 on a batch."""
         key, reference = (frozenset(chosen), i), self._references[i]
         if key not in self._errors:
-            self._progress.begin(f"{len(chosen)} layers in {self._mixed}")
+            self.progress.begin(f"{len(chosen)} layers in {self.policy}")
             run = self._run(chosen, reference.batch, reference.numbers, reference.loss_scale)
             self._errors[key] = self._apart(run, reference)
         return self._errors[key]
@@ -166,10 +158,10 @@ class Search:
         """The largest loss scale at which no gradient of a batch overflows."""
         return min(reference.loss_scale for reference in self._references)
 
-    def model(self, chosen: Sequence[str]) -> tf.keras.Model:
+    def with_16_bits(self, chosen: Sequence[str]) -> tf.keras.Model:
         """Makes a model with these layers in 16 bits, which is not compiled."""
-        policies = dict.fromkeys(self._units, "float32") | dict.fromkeys(chosen, self._mixed)
-        return convert(self._original, {"": self._mixed if chosen else "float32"} | policies)
+        policies = dict.fromkeys(self.units, "float32") | dict.fromkeys(chosen, self.policy)
+        return convert(self.model, {"": self.policy if chosen else "float32"} | policies)
 
     def _run(
         self,
@@ -181,25 +173,25 @@ class Search:
         key = frozenset(chosen)
         try:
             if self._made is None or self._made[0] != key:
-                model = self.model(chosen)
+                model = self.with_16_bits(chosen)
                 self._models += 1
                 self._made = key, model, self._loss(model)
             _, model, loss = self._made
             return Runner(model, batch, loss, numbers=numbers).run_as_trained(loss_scale)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
             raise ValueError(
-                f"The model {self._original.name!r} does not run in {self._mixed}. Name the "
+                f"The model {self.model.name!r} does not run in {self.policy}. Name the "
                 "layers that do not in `leave_out`, or give batches that suit it. The error is: "
                 f"{batches_of.reason(error)}"
             ) from error
 
     def _loss(self, model: tf.keras.Model) -> Loss:
-        batch = self._batches[0]
-        loss = loss_of(model, self._original, batch, self._user_loss, is_a_copy=True)
+        batch = self.batches[0]
+        loss = loss_of(model, self.model, batch, self.loss, is_a_copy=True)
         if loss is signed_mean:
             raise ValueError(
                 "Expected batches (x, y) with labels, and a loss: pass `loss`, or compile the "
-                f"model {self._original.name!r}. Received: loss={self._user_loss!r}"
+                f"model {self.model.name!r}. Received: loss={self.loss!r}"
             )
         return loss
 
@@ -223,18 +215,18 @@ class Search:
 
     def _own_errors(self, candidates: Sequence[str], narrow: Run, wide: Run) -> dict[str, float]:
         """Runs each layer in both dtypes, on the inputs that it had in float32."""
-        paths = {id(self._units[path]): path for path in candidates}
+        paths = {id(self.units[path]): path for path in candidates}
         errors: dict[str, float] = {}
         for call, exact_call in zip(narrow.calls, wide.calls, strict=True):
             path = paths.get(id(exact_call.layer))
             if path is None:
                 continue
             upstream = exact_call.gradients
-            exact = replay(exact_call, exact_call.layer, upstream)
+            exact = runs.replay(exact_call, exact_call.layer, upstream)
             # The scale that suits this layer alone.
             scale = _scale_for([*upstream, *exact.gradients.values()])
             scaled = [None if each is None else each * scale for each in upstream]
-            one = replay(exact_call, call.layer, scaled)
+            one = runs.replay(exact_call, call.layer, scaled)
             gradients = [one.gradients[each] for each in exact.gradients if each in one.gradients]
             forward = relative(_joined(one.outputs), _joined(exact.outputs))
             backward = relative(_joined(gradients) / scale, _joined(exact.gradients.values()))

@@ -10,7 +10,6 @@ from keras_mp.numerics.hazards import (
     dtypes,
     not_finite,
     probabilities,
-    rounded,
     states,
     step,
     values,
@@ -19,7 +18,7 @@ from keras_mp.numerics.hazards.traced_step import Hazard
 
 HAZARDS = (
     Hazard(values.epsilons, values.judge_epsilon),
-    Hazard(rounded.inputs, rounded.judge_input),
+    Hazard(values.inputs, values.judge_input),
     Hazard(not_finite.numbers, not_finite.judge),
     Hazard(values.sums, values.judge_sum),
     Hazard(values.labels, values.judge_labels),
@@ -40,7 +39,7 @@ HAZARDS = (
     Hazard(step.weights, step.judge_weights),
     Hazard(step.replicas, step.judge_replicas),
     Hazard(step.updates, step.judge_updates),
-    Hazard(rounded.written_weights, rounded.judge_written_weight),
+    Hazard(values.written_weights, values.judge_written_weight),
     Hazard(states.sums, states.judge_sum),
     Hazard(states.averages, states.judge_average),
 )

@@ -8,7 +8,6 @@ from keras_mp.numerics.hazards import (
     dtypes,
     not_finite,
     probabilities,
-    rounded,
     states,
     step,
     values,
@@ -29,7 +28,7 @@ JUDGED = {
         {"dtype": "float16", "lost": 0.009, "infinite": 3, "largest": 1e5},
         *("outputs in 16 bits", "up to 100000, 3 are infinite"),
     ),
-    rounded.judge_input: (
+    values.judge_input: (
         {"dtype": "bfloat16", "is_of_ids": True, "lost": 0.5, "infinite": 0, "others": 0}
         | {"largest": 300.0},
         {"dtype": "bfloat16", "is_of_ids": True, "lost": 0.0, "infinite": 0, "others": 7}
@@ -131,7 +130,7 @@ SAID = {
         {"replicas": 4},
         *("a step that cannot be skipped", "There are 4 replicas"),
     ),
-    rounded.judge_written_weight: (
+    values.judge_written_weight: (
         {"dtype": "bfloat16", "largest": 2.0},
         *("a weight that is written in 16 bits", "updates of less than 0.39% of a number"),
     ),
