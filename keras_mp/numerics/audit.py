@@ -13,6 +13,7 @@ from keras_mp import keras_api
 from keras_mp.models.layer_paths import layers_by_path, variables_inside
 from keras_mp.numerics import batches, hazards, own_thread, watching
 from keras_mp.numerics.batches import Batch
+from keras_mp.numerics.causes import CURES
 from keras_mp.numerics.graphs import traces
 from keras_mp.numerics.hazards.traced_step import Hazard, Observed, TracedStep
 from keras_mp.numerics.results import Finding
@@ -86,7 +87,7 @@ def _not_finite(batch: Batch) -> Iterator[Finding]:
             None,
             f"{bad:,} of its numbers are NaN or infinite. So are results computed from them, in "
             "float32, too.",
-            "Clean the data, or check with another batch.",
+            CURES["a batch"],
         )
 
 
@@ -167,28 +168,16 @@ def _finding_of_error(model: tf.keras.Model, batch: Batch, error: Exception) -> 
     without_dtypes, unfit = UNTRACEABLE
     custom = _custom_gradients(model, batch)
     if custom:
-        return Finding(
-            without_dtypes,
-            " or ".join(custom),
-            next(iter(custom.values())),
-            why,
-            "Let the gradient function of tf.custom_gradient return gradients in the dtypes of "
-            "its inputs: tf.cast(gradient, x.dtype).",
-        )
+        where, line = " or ".join(custom), next(iter(custom.values()))
+        return Finding(without_dtypes, where, line, why, CURES["a custom gradient"])
     paths = {id(each): path for path, each in layers_by_path(model).items()}
     if layer is None:
         where, computes = "the training step", ""
     else:
         where = str(paths.get(id(layer), layer.name))
         computes = f" {layer.name!r} computes in {layer.compute_dtype}."
-    return Finding(
-        unfit,
-        where,
-        type_errors.users_last_line(error),
-        f"{why}{computes}",
-        "Cast there to self.compute_dtype, and make variables with `add_weight`, which casts them; "
-        'or create the layer with dtype="float32".',
-    )
+    line = type_errors.users_last_line(error)
+    return Finding(unfit, where, line, f"{why}{computes}", CURES["dtypes"])
 
 
 def _custom_gradients(model: tf.keras.Model, batch: Batch) -> dict[str, Line]:

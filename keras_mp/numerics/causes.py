@@ -42,6 +42,20 @@ CURES = {
     "a cast to 8 bits": "If that is not intended, leave the cast to {dtype} out.",
     "unscaled": "In the function of tf.custom_gradient, multiply by what it gets: upstream * ...",
     "off": "Change that line, or {in_float32}.",
+    "dtypes": "Cast there to self.compute_dtype, and make variables with `add_weight`, which casts "
+    'them; or create the layer with dtype="float32".',
+    "a custom gradient": "Let the gradient function of tf.custom_gradient return gradients in the "
+    "dtypes of its inputs: tf.cast(gradient, x.dtype).",
+    "a batch": "Clean the data, or check with another batch.",
+}
+
+# What lets something compute in float32, as words that follow "or".
+IN_FLOAT32 = {
+    "a loss": "cast to float32 in the loss: tf.cast(predictions, tf.float32)",
+    "a layer": 'run the layer in float32: keras_mp.convert(model, {{"{path}": "float32"}})',
+    "no layer of its own": "compute it in float32: cast there, or create the layer with "
+    'dtype="float32"',
+    "a function": "run it in float32: with keras_mp.autocast(enabled=False):",
 }
 
 

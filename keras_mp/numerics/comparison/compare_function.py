@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from keras_mp.numerics import own_thread
 from keras_mp.numerics.batches import Batch
+from keras_mp.numerics.causes import IN_FLOAT32
 from keras_mp.numerics.comparison import records, runs
 from keras_mp.numerics.comparison.calls import (
     Call,
@@ -295,7 +296,7 @@ def _finding(first: TooFar, run: Run, exact: Run, dtype: str) -> Finding:
     unknown = f"{what} in {dtype} is further off than rounding explains", None
     what, found = explain(narrow, wide, side, dtype) or unknown
     first = first._replace(what=what, line=(found if is_forward else None) or line)
-    return first.finding("run it in float32: with keras_mp.autocast(enabled=False):")
+    return first.finding(IN_FLOAT32["a function"])
 
 
 def _until(run: Run, path: str | None) -> KeptOperations:

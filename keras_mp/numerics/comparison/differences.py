@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.conversion import policy_path
-from keras_mp.numerics.causes import CURES
+from keras_mp.numerics.causes import CURES, IN_FLOAT32
 from keras_mp.numerics.comparison.calls import Call, KeptOperations, is_floating, shape_of
 from keras_mp.numerics.comparison.compared import ComparedLayer
 from keras_mp.numerics.comparison.records import SIDES, LayerRecord, Quantity
@@ -95,11 +95,11 @@ def cure_in(model: tf.keras.Model | None, layer: LayerRecord | Call) -> str:
         layer: LayerRecord or Call.
     """
     if layer.path == LOSS:
-        return "cast to float32 in the loss: tf.cast(predictions, tf.float32)"
+        return IN_FLOAT32["a loss"]
     path = layer.path if model is None else policy_path(model, layer.path)
     if path is None or layer.kind == "Sequential":
-        return 'compute it in float32: cast there, or create the layer with dtype="float32"'
-    return f'run the layer in float32: keras_mp.convert(model, {{"{path}": "float32"}})'
+        return IN_FLOAT32["no layer of its own"]
+    return IN_FLOAT32["a layer"].format(path=path)
 
 
 def compare_layers(
