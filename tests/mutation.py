@@ -44,6 +44,7 @@ _TESTS = {
     "keras_mp/step/schedule.py": ["tests/step/test_loss_scale.py", *_STEP],
     "keras_mp/step/scaled_step.py": ["tests/step/test_skipped_steps.py", *_STEP, "tests/replicas"],
     "keras_mp/reports/overflows.py": ["tests/step/test_overflows.py", *_STEP, "tests/replicas"],
+    "keras_mp/reports/skipped_step.py": ["tests/step/test_overflows.py", *_STEP, "tests/replicas"],
     "keras_mp/step/outcomes.py": [
         "tests/test_grad_scaler.py",
         "tests/step/test_grad_scaler_calls.py",

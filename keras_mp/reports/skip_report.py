@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.reports import overflows, skip_messages
+from keras_mp.reports import skip_messages
 from keras_mp.reports.overflow_report import Overflow
-from keras_mp.reports.overflows import HALF, Overflows, SkippedStep
+from keras_mp.reports.overflows import HALF, Overflows
+from keras_mp.reports.skipped_step import ReplicaValues, SkippedStep, count_not_finite
 from keras_mp.step import outcomes
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.support import host, messages, selection
@@ -71,7 +72,7 @@ class SkipReport(outcomes.Report):
         first = steps[0]
         totals = first.totals and first.totals.one_by_one()
         steps_made = first.step.adapter.steps_made()
-        counts, zeros = overflows.count_not_finite([_values(step) for step in steps], totals)
+        counts, zeros = count_not_finite([_values(step) for step in steps], totals)
         return SkippedStep(
             [weight for step in steps for weight in step.kept.weights],
             first.tested,
@@ -230,12 +231,12 @@ class SkipReport(outcomes.Report):
         return is_new
 
 
-def _values(step: Any) -> overflows.ReplicaValues:
+def _values(step: Any) -> ReplicaValues:
     """Returns the values of a replica in which Inf and NaN are counted."""
     # If the branch that skips unpacks the gradients itself, it has fewer inputs.
     own = (step.sent or step.sums).one_by_one()
     losses = step.step.state.losses
-    return overflows.ReplicaValues(losses, step.unclipped, own, step.inputs, step.has_examples)
+    return ReplicaValues(losses, step.unclipped, own, step.inputs, step.has_examples)
 
 
 class _Numbers(NamedTuple):
