@@ -185,6 +185,7 @@ class OptimizerCalls(RecordedCalls[KnownStage], UnscaledOptimizerCalls):
         before = frozenset() if parts.is_whole else parts.applied
         # Gradients of other variables may be another part of the step that was applied last.
         goes_on = bool(before) and before.isdisjoint(applied)
+        is_early = applied <= parts.unscaled
         applied = before | applied if goes_on else applied
         if not scaled_losses.are_by_tape(variables):
             if stage.number is None:
@@ -193,7 +194,7 @@ class OptimizerCalls(RecordedCalls[KnownStage], UnscaledOptimizerCalls):
                 messages.warn(missing_call(Stage(stage.number)))
                 applied = frozenset()
         given = GradientState(
-            stage.holds(lambda each: each.is_scaled(goes_on)),
+            stage.holds(lambda each: each.is_scaled(goes_on, is_early)),
             self._scale_of_step(stage),
             lambda: stage.holds(lambda each: each.is_divided(goes_on)),
             self.losses(),
@@ -203,7 +204,7 @@ class OptimizerCalls(RecordedCalls[KnownStage], UnscaledOptimizerCalls):
         first = 0 if graph is None else len(graph.get_operations())
         yield given
         with tf.control_dependencies(self._decisions_since(first)):
-            after = stage.after(lambda each: each.after_applying(goes_on))
+            after = stage.after(lambda each: each.after_applying(goes_on, is_early))
             self._record.note(after, ends=True)
         parts.applied = applied
         notes.losses = ()
@@ -284,7 +285,7 @@ class OptimizerCalls(RecordedCalls[KnownStage], UnscaledOptimizerCalls):
             stage = Stage(int(self._record.in_variable().tensor))
             if stage.misses_a_call(goes_on):
                 messages.warn(missing_call(stage))
-                self._record.assign(known(stage.after_applying(goes_on)))
+                self._record.assign(known(stage.after_applying(goes_on, is_early=False)))
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
         messages.warn(missing_call(Stage(numbers[0])), line)

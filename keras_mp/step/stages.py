@@ -60,8 +60,15 @@ class Stage(enum.IntEnum):
         """Whether a loss was scaled in this step, or in one of which this may be a part."""
         return self.has_scaled() or (self >= Stage.APPLIED and self is not Stage.APPLIED_ONLY)
 
-    def is_scaled(self, goes_on: bool) -> bool:
-        """Whether the gradients that are applied now are still scaled."""
+    def is_scaled(self, goes_on: bool, is_early: bool) -> bool:
+        """Whether the gradients that are applied now are still scaled.
+
+        Args:
+            goes_on: bool.
+            is_early: bool. Whether these gradients were unscaled for a wrapper.
+        """
+        if self is Stage.APPLIED_EARLY:
+            return goes_on and not is_early
         is_part = goes_on and self is Stage.APPLIED_SCALED
         return self in (Stage.SCALED, Stage.SCALED_TO_APPLY) or is_part
 
@@ -82,9 +89,9 @@ class Stage(enum.IntEnum):
             return Stage.UNSCALED_ONLY
         return self if self is Stage.UNSCALED_EARLY else Stage.UNSCALED
 
-    def after_applying(self, goes_on: bool) -> "Stage":
-        """Returns the stage after gradients were applied."""
-        if self.is_scaled(goes_on):
+    def after_applying(self, goes_on: bool, is_early: bool) -> "Stage":
+        """Returns the stage after gradients were applied; the arguments are of `is_scaled`."""
+        if self.is_scaled(goes_on, is_early):
             return Stage.APPLIED_SCALED
         if self.misses_a_call(goes_on) and not self.has_begun():
             return Stage.APPLIED_ONLY
