@@ -21,9 +21,10 @@ from keras_mp.step.grad_scaler_calls import GradScalerCalls, UnscaledGradScalerC
 from keras_mp.step.loss_scales import FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.scaled_step import ScaledStep
-from keras_mp.step.scaler import Scaler, ScalerProperties
+from keras_mp.step.scaler import Scaler
 from keras_mp.support import host, selection, validation
 from keras_mp.support.autograph import do_not_convert
+from keras_mp.wrappers.scaler_properties import ScalerProperties
 
 NewScale = float | tf.Tensor | tf.Variable | LossScale
 

@@ -20,11 +20,12 @@ from keras_mp.step.calls import GradientState
 from keras_mp.step.optimizer_adapter import Loss, VarList
 from keras_mp.step.optimizer_calls import OptimizerCalls, UnscaledOptimizerCalls
 from keras_mp.step.scaled_step import ScaledStep
-from keras_mp.step.scaler import Scaler, ScalerProperties
+from keras_mp.step.scaler import Scaler
 from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.wrappers import older_spellings
 from keras_mp.wrappers.loss_scale_saving import LossScaleSaving
+from keras_mp.wrappers.scaler_properties import ScalerProperties
 
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
     weakref.WeakKeyDictionary()

@@ -40,7 +40,9 @@ SUBPACKAGES = {
         *("callbacks", "layer_calls", "models"),
         "tensorflow_api",
     },
-    "wrappers": {"wrappers", "keras_api", "step", "support", "tensorflow_api", "loss_scale"},
+    "wrappers": {
+        *("wrappers", "keras_api", "reports", "step", "support", "tensorflow_api", "loss_scale"),
+    },
     "layer_calls": {
         *("layer_calls", "keras_api", "step", "variables", "op_autocast", "kernels", "hooks"),
         *("support", "regularizers"),

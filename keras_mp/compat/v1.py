@@ -25,10 +25,11 @@ from keras_mp.step.calls import Calls, GradientState
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import Loss, V1Optimizer
 from keras_mp.step.scaled_step import ScaledStep
-from keras_mp.step.scaler import Scaler, ScalerProperties
+from keras_mp.step.scaler import Scaler
 from keras_mp.support import messages, trackables
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.wrappers import older_spellings
+from keras_mp.wrappers.scaler_properties import ScalerProperties
 
 __all__ = [
     "ExponentialUpdateLossScaleManager",

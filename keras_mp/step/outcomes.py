@@ -7,7 +7,7 @@ RFC 293, "LossScaleOptimizer Overview": steps whose gradients are not finite are
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,9 +15,6 @@ from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.loss_scales import LossScale, state_variable
 from keras_mp.step.schedule import LossScaleState, bad_steps_after
 from keras_mp.support import host, selection
-
-if TYPE_CHECKING:
-    from keras_mp.reports.overflow_report import Overflow
 
 # The outcomes of a step, from good to bad. `update` moves the scale by the worst outcome since the
 # last `update`. GOOD: the step was made. UNFINISHED: the step says nothing about the scale, as its
@@ -235,8 +232,8 @@ class Report:
         del seen, scales, consecutive, back_offs, is_first
         return []
 
-    def last(self) -> "Overflow | None":
-        """Returns the report of the last skipped step; None if no step was skipped.
+    def last(self) -> Any:
+        """Returns the `Overflow` of the last skipped step; None if no step was skipped.
 
         Raises:
             RuntimeError: it is called in a graph.

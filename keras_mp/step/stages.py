@@ -90,7 +90,7 @@ class Stage(enum.IntEnum):
         return self if self is Stage.UNSCALED_EARLY else Stage.UNSCALED
 
     def after_applying(self, goes_on: bool, is_early: bool) -> "Stage":
-        """Returns the stage after gradients were applied; the arguments are of `is_scaled`."""
+        """Returns the stage after gradients were applied."""
         if self.is_scaled(goes_on, is_early):
             return Stage.APPLIED_SCALED
         if self.misses_a_call(goes_on) and not self.has_begun():
