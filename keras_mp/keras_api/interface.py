@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 import tensorflow as tf
 
+from keras_mp.hooks import Replacement
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.tensorflow_api.features import Feature
 
@@ -27,8 +28,7 @@ class KerasApi(Protocol):
         LossFunctionWrapper: the loss that computes a function.
         PreprocessingLayer: the base of preprocessing layers, though not of all of them.
         OPTIMIZER_BASES: the classes that Keras takes for an optimizer.
-        MAKING_VARIABLES: the methods of optimizers and metrics that make a variable, with their
-            classes.
+        IN_ONE_TRACE: rows for the methods that make the variables of optimizers and metrics.
         CROSSENTROPY_NAMES: the names in `compile(loss=)` of the cross entropy that fits the shapes.
         APPLY_TAKES_SCALED_GRADIENTS: whether the wrapper of `tf.keras` unscales in
             `apply_gradients`.
@@ -46,7 +46,7 @@ class KerasApi(Protocol):
     LossFunctionWrapper: ClassVar[type]
     PreprocessingLayer: ClassVar[type]
     OPTIMIZER_BASES: ClassVar[tuple[type, ...]]
-    MAKING_VARIABLES: ClassVar[tuple[tuple[type, str], ...]]
+    IN_ONE_TRACE: ClassVar[tuple[Replacement, ...]]
     CROSSENTROPY_NAMES: ClassVar[tuple[str, ...]]
     APPLY_TAKES_SCALED_GRADIENTS: ClassVar[bool]
     KERAS_LAYOUT_CHILD: ClassVar[str | None]

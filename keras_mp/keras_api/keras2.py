@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import hooks, variables
-from keras_mp.hooks import Everywhere, Replacement, When, replica_threads, wrapped
+from keras_mp.hooks import Everywhere, Method, Replacement, When, replica_threads, wrapped
 from keras_mp.hooks.once import once
 from keras_mp.keras_api import (
     keras2_adapters,
@@ -23,7 +23,7 @@ from keras_mp.keras_api import (
     keras2_saving,
 )
 from keras_mp.step import replicas
-from keras_mp.support import features, softmax_and_cross_entropy
+from keras_mp.support import features, new_variables, softmax_and_cross_entropy
 from keras_mp.support.attributes import replaced
 
 keras = tf.keras
@@ -53,12 +53,12 @@ OPTIMIZER_BASES: tuple[Any, ...] = (
     keras.optimizers.Optimizer,
     keras.optimizers.legacy.Optimizer,
 )
-MAKING_VARIABLES = (
-    (keras.optimizers.Optimizer, "add_variable"),
-    (keras.optimizers.Optimizer, "add_variable_from_reference"),
-    (keras.optimizers.legacy.Optimizer, "add_weight"),
-    (keras.optimizers.legacy.Optimizer, "add_slot"),
-    (keras.metrics.Metric, "add_weight"),
+IN_ONE_TRACE = tuple(
+    Replacement(Method(owner, name), new_variables.in_one_trace)
+    for owner, name in (
+        *((optimizer, "apply_gradients") for optimizer in OPTIMIZER_BASES),
+        (keras.metrics.Metric, "add_weight"),
+    )
 )
 APPLY_TAKES_SCALED_GRADIENTS = False
 

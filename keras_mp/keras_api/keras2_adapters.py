@@ -75,7 +75,7 @@ class _KerasAdapter(_Keras2Adapter):
     slot_makers = ("add_variable_from_reference",)
 
     def build(self, variables: Sequence[Any]) -> None:
-        with tf.name_scope(self.optimizer.name), new_variables.made_at_once():
+        with tf.name_scope(self.optimizer.name), tf.init_scope(), new_variables.made_at_once():
             self.optimizer.build(variables)
 
     def compute_gradients(
@@ -118,7 +118,7 @@ class _LegacyAdapter(_Keras2Adapter):
         return frozenset(self.optimizer._hyper) | {"clipnorm", "clipvalue", "global_clipnorm"}
 
     def build(self, variables: Sequence[Any]) -> None:
-        with tf.name_scope(self.optimizer._name), new_variables.made_at_once():
+        with tf.name_scope(self.optimizer._name), tf.init_scope(), new_variables.made_at_once():
             self.optimizer._create_all_weights(variables)
 
     def compute_gradients(

@@ -40,13 +40,11 @@ BaseCallback = keras.callbacks.Callback
 BasePolicy = keras.mixed_precision.Policy
 KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 OPTIMIZER_BASES: tuple[Any, ...] = (keras.optimizers.Optimizer,)
-MAKING_VARIABLES = tuple(
-    (base, "add_variable") for base in (keras.optimizers.Optimizer, keras.metrics.Metric)
-)
 APPLY_TAKES_SCALED_GRADIENTS = True
 
 patch_fit = keras3_workers.patch_fit
 optimizer_adapter = keras3_adapter.optimizer_adapter
+IN_ONE_TRACE = keras3_adapter.IN_ONE_TRACE
 name_functions = keras3_lambdas.name_functions
 enter_while_saving = keras3_saving.enter_while_saving
 export_as_called = keras3_saving.export_as_called

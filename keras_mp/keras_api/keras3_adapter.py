@@ -2,11 +2,12 @@
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.hooks import Method, Replacement
 from keras_mp.keras_api import keras3_names
 from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
 from keras_mp.support import new_variables
@@ -48,8 +49,7 @@ class _KerasAdapter(OptimizerAdapter):
 
     def build(self, variables: Sequence[Any]) -> None:
         if not self.optimizer.built:
-            with new_variables.made_at_once(), keras.name_scope(self.optimizer.name):
-                self.optimizer.build(list(variables))
+            _build(self.optimizer, variables)
             self._let_the_wrapper_reduce()
         strategy = tf.distribute.get_strategy()
         if strategy.num_replicas_in_sync == 1:
@@ -140,6 +140,32 @@ class _KerasAdapter(OptimizerAdapter):
 
     def is_overwritten(self, variable: tf.Variable) -> bool:
         return getattr(variable, "overwrite_with_gradient", False)
+
+
+def _build(optimizer: keras.optimizers.Optimizer, variables: Iterable[Any]) -> None:
+    # What Keras assigns while it builds would be a part of the step.
+    with tf.init_scope(), new_variables.made_at_once(), keras.name_scope(optimizer.name):
+        optimizer.build(list(variables))
+
+
+def _building_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `apply` of optimizers, which first builds one that is not built."""
+
+    def apply(
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[Any],
+        trainable_variables: Iterable[Any] | None = None,
+    ) -> Any:
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            if not optimizer.built and len(grads) and not tf.distribute.has_strategy():
+                _build(optimizer, trainable_variables)
+        return original(optimizer, grads, trainable_variables)
+
+    return apply
+
+
+IN_ONE_TRACE = (Replacement(Method(keras.optimizers.Optimizer, "apply"), _building_at_once),)
 
 
 def _native(variable: "tf.Variable | keras.Variable") -> tf.Variable:

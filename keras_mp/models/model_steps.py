@@ -12,31 +12,14 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import hooks, keras_api
-from keras_mp.hooks import Method, Replacement, reach
+from keras_mp.hooks import reach
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models import step_tapes
 from keras_mp.step import state_rollback
 from keras_mp.step.loss_scales import LossScale
-from keras_mp.support import new_variables
 from keras_mp.variables import type_errors
 
 _Step = Callable[..., Any]
-
-
-def _in_one_trace(original: _Step) -> _Step:
-    """Returns a method that makes a variable."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with new_variables.made_at_once():
-            return original(*args, **kwargs)
-
-    return call
-
-
-# Not the weights of layers: a step has to know those before it begins.
-_MAKING_VARIABLES = tuple(
-    Replacement(Method(owner, name), _in_one_trace) for owner, name in keras_api.MAKING_VARIABLES
-)
 
 
 def let_dtypes_mix(model: tf.keras.Model, dtype: tf.DType) -> None:
@@ -46,7 +29,7 @@ def let_dtypes_mix(model: tf.keras.Model, dtype: tf.DType) -> None:
         model: the model.
         dtype: the 16-bit DType of its policy.
     """
-    hooks.install(_MAKING_VARIABLES)
+    hooks.install(keras_api.IN_ONE_TRACE)
     for name in ("train_step", "test_step", "predict_step"):
         of_instance = vars(model).get(name)
         if getattr(of_instance, "func", None) not in (_in_reach, _train_step):

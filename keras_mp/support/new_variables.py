@@ -4,22 +4,34 @@ This module needs TensorFlow only.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 
-@contextlib.contextmanager
-def made_at_once() -> Iterator[None]:
-    """Context manager for new variables, which lifts them out of a function.
+def made_at_once() -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager in which new variables need no second trace.
 
     A `tf.function` that makes variables in its first call is traced twice, since TensorFlow may
     have made them in a branch of the graph. In an `init_scope` they get their values at once, so
-    one trace is enough.
+    one trace is enough. What is made elsewhere in a graph still needs two.
     """
-    with tf.init_scope(), tf.variable_creator_scope(_make):
-        yield
+    return tf.variable_creator_scope(_make)
+
+
+def in_one_trace(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that makes variables, in `init_scope`s of its own.
+
+    Args:
+        original: the method.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with made_at_once():
+            return original(*args, **kwargs)
+
+    return call
 
 
 def _make(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
