@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import hooks, variables
-from keras_mp.hooks import Everywhere, Method, Replacement, When, replica_threads, wrapped
+from keras_mp.hooks import Everywhere, Replacement, When, replica_threads, wrapped
 from keras_mp.hooks.once import once
 from keras_mp.keras_api import (
     keras2_adapters,
@@ -23,7 +23,7 @@ from keras_mp.keras_api import (
     keras2_saving,
 )
 from keras_mp.step import replicas
-from keras_mp.support import features, new_variables, softmax_and_cross_entropy
+from keras_mp.support import features, softmax_and_cross_entropy
 from keras_mp.support.attributes import replaced
 
 keras = tf.keras
@@ -34,6 +34,7 @@ LAYERS_INSIDE = keras2_names.LAYERS_INSIDE
 LOSSES = keras2_names.LOSSES
 
 optimizer_adapter = keras2_adapters.optimizer_adapter
+IN_ONE_TRACE = keras2_adapters.IN_ONE_TRACE
 enter_while_saving = keras2_saving.enter_while_saving
 export_as_called = keras2_saving.export_as_called
 deserialize_optimizer = keras2_saving.deserialize_optimizer
@@ -52,13 +53,6 @@ replace_slow_layers = keras2_recurrent.replace_slow_layers
 OPTIMIZER_BASES: tuple[Any, ...] = (
     keras.optimizers.Optimizer,
     keras.optimizers.legacy.Optimizer,
-)
-IN_ONE_TRACE = tuple(
-    Replacement(Method(owner, name), new_variables.in_one_trace)
-    for owner, name in (
-        *((optimizer, "apply_gradients") for optimizer in OPTIMIZER_BASES),
-        (keras.metrics.Metric, "add_weight"),
-    )
 )
 APPLY_TAKES_SCALED_GRADIENTS = False
 

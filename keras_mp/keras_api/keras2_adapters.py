@@ -1,11 +1,13 @@
 """The adapters of Keras 2's optimizers, new and legacy."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.hooks import Method, Replacement
 from keras_mp.keras_api import keras2_names
 from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
 from keras_mp.support import features, new_variables
@@ -42,6 +44,29 @@ def let_functions_find_variables() -> None:
         keras2_names.AutoCastVariable.get().__tf_tracing_type__ = type_of
 
 
+def _made_at_once(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+    # Nadam counts its traces: with one less, it would make other steps than without keras_mp.
+    is_nadam = isinstance(optimizer, keras.optimizers.Nadam)
+    return contextlib.nullcontext() if is_nadam else new_variables.made_at_once()
+
+
+def _in_one_trace(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `apply_gradients` of optimizers, which builds them."""
+
+    def apply_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _made_at_once(self):
+            return original(self, *args, **kwargs)
+
+    return apply_gradients
+
+
+IN_ONE_TRACE = (
+    Replacement(Method(_Optimizer, "apply_gradients"), _in_one_trace),
+    Replacement(Method(_LegacyOptimizer, "apply_gradients"), _in_one_trace),
+    Replacement(Method(keras.metrics.Metric, "add_weight"), new_variables.in_one_trace),
+)
+
+
 class _Keras2Adapter(OptimizerAdapter):
     """The common base of both families, which knows the methods that are Keras's own.
 
@@ -75,7 +100,7 @@ class _KerasAdapter(_Keras2Adapter):
     slot_makers = ("add_variable_from_reference",)
 
     def build(self, variables: Sequence[Any]) -> None:
-        with tf.name_scope(self.optimizer.name), tf.init_scope(), new_variables.made_at_once():
+        with tf.name_scope(self.optimizer.name), tf.init_scope(), _made_at_once(self.optimizer):
             self.optimizer.build(variables)
 
     def compute_gradients(
@@ -118,7 +143,7 @@ class _LegacyAdapter(_Keras2Adapter):
         return frozenset(self.optimizer._hyper) | {"clipnorm", "clipvalue", "global_clipnorm"}
 
     def build(self, variables: Sequence[Any]) -> None:
-        with tf.name_scope(self.optimizer._name), tf.init_scope(), new_variables.made_at_once():
+        with tf.name_scope(self.optimizer._name), tf.init_scope(), _made_at_once(self.optimizer):
             self.optimizer._create_all_weights(variables)
 
     def compute_gradients(

@@ -73,6 +73,18 @@ def test_a_step_is_traced_once(policy, cls, make, monkeypatch):
         np.testing.assert_array_equal(weight, other)
 
 
+@pytest.mark.skipif(common.IS_KERAS_3, reason="Keras 3 counts steps.")
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, keras_mp.LossScaleOptimizer])
+def test_nadam_of_keras_2_counts_its_traces_as_without_us(wrap, monkeypatch):
+    def fitted() -> Network:
+        return _fitted(Network, "mixed_bfloat16", optimizer=wrap(K.optimizers.Nadam(0.1)))
+
+    model = fitted()
+    monkeypatch.setattr(new_variables, "made_at_once", contextlib.nullcontext)
+    for weight, other in zip(model.get_weights(), fitted().get_weights(), strict=True):
+        np.testing.assert_array_equal(weight, other)
+
+
 @pytest.mark.skipif(not common.IS_KERAS_3, reason="Keras 2 has no such optimizer.")
 def test_what_an_optimizer_assigns_while_it_is_built_is_no_part_of_the_step():
     # Its momentum starts at the weights.
