@@ -6,13 +6,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import tensorflow as tf
 
-from keras_mp.hooks import Replacement
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.tensorflow_api.features import Feature
+
+if TYPE_CHECKING:
+    from keras_mp.hooks import Replacement
 
 
 class KerasApi(Protocol):
