@@ -42,7 +42,7 @@ class Facts:
 
     They are an int in eager. In a graph they are a tensor, some bits of which are known. What is
     known spares operations. The rules about facts are the same in both cases, since the answers of
-    `has` are combined with `both`, `either` and `negated`.
+    `has` are combined with `both` and `negated`.
 
     Attributes:
         ones: int. The bits that are known to be 1.
@@ -113,11 +113,6 @@ def both(*truths: Truth) -> Truth:
         return False
     unknown = [truth for truth in truths if truth is not True]
     return functools.reduce(tf.logical_and, unknown) if unknown else True
-
-
-def either(*truths: Truth) -> Truth:
-    """Whether one is true; a bool as far as Python knows."""
-    return negated(both(*map(negated, truths)))
 
 
 def negated(truth: Truth) -> Truth:
