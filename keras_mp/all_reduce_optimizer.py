@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.optimizer_wrapper import OptimizerWrapper, chain, refuse_inside
+from keras_mp.optimizer_wrapper import OptimizerWrapper, chain, refuse_all_reduce
 from keras_mp.step import gradients, replicas, workers
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support.autograph import do_not_convert
@@ -57,7 +57,7 @@ class AllReduceOptimizer(OptimizerWrapper):
     Source: RFC 293, "All-reducing in float16"; PyTorch, `MixedPrecision(reduce_dtype=)`.
     """
 
-    _sums_gradients = True
+    _is_all_reduce = True
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class AllReduceOptimizer(OptimizerWrapper):
     ) -> None:
         if isinstance(inner_optimizer, (str, dict)):
             inner_optimizer = keras_api.get_optimizer(inner_optimizer)
-        refuse_inside(inner_optimizer, "AllReduceOptimizer")
+        refuse_all_reduce(inner_optimizer, "AllReduceOptimizer")
         if any(isinstance(o, keras_api.KerasLossScaleOptimizer) for o in chain(inner_optimizer)):
             raise TypeError(
                 "A LossScaleOptimizer sums gradients itself, while they are scaled: use its "

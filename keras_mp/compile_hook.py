@@ -206,7 +206,7 @@ def _sums_itself(model: tf.keras.Model, optimizers: Any) -> bool:
 
     It happens where a file is loaded under another policy, since Keras does not save a model's own.
     """
-    if not any(map(optimizer_wrapper.sums_gradients, tf.nest.flatten(optimizers))):
+    if not any(map(optimizer_wrapper.has_all_reduce, tf.nest.flatten(optimizers))):
         return False
     layers = [
         layer

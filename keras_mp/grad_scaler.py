@@ -342,7 +342,7 @@ def _adapter_of(optimizer: Any) -> OptimizerAdapter:
             "its own, and the loss would be scaled twice. Pass its `inner_optimizer`, and use "
             f"only that. Received: optimizer={optimizer!r}"
         )
-    optimizer_wrapper.refuse_inside(optimizer, "GradScaler")
+    optimizer_wrapper.refuse_all_reduce(optimizer, "GradScaler")
     adapter, hint = optimizer_wrapper.adapter_of(optimizer), optimizer_wrapper.hint(optimizer)
     if adapter is None and not hint:
         adapter = optimizer_adapter.other_adapter(optimizer)

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.hooks import observers
 from keras_mp.loss_scale import LossScaleArgument
-from keras_mp.optimizer_wrapper import OptimizerWrapper, chain, refuse_inside
+from keras_mp.optimizer_wrapper import OptimizerWrapper, chain, refuse_all_reduce
 from keras_mp.step import gradients
 from keras_mp.step.calls import GradientState
 from keras_mp.step.optimizer_adapter import Loss, VarList
@@ -178,7 +178,7 @@ class LossScaleOptimizer(
                 "twice. Use the one that you have, or wrap its `inner_optimizer`. "
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
-        refuse_inside(inner_optimizer, "LossScaleOptimizer")
+        refuse_all_reduce(inner_optimizer, "LossScaleOptimizer")
         super().__init__(inner_optimizer, jit_compile)
         wrapped = list(chain(inner_optimizer))
         if any(wrapper_of(optimizer) is not None for optimizer in wrapped):

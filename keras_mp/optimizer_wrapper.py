@@ -72,7 +72,8 @@ class OptimizerWrapper(
     Source: RFC 293, "OptimizerWrapper".
     """
 
-    _sums_gradients = False
+    # Whether it is an `AllReduceOptimizer`, whose module imports this one.
+    _is_all_reduce = False
 
     def __init__(
         self, inner_optimizer: tf.keras.optimizers.Optimizer, jit_compile: bool = False
@@ -368,17 +369,17 @@ def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
     return keras_api.optimizer_adapter(optimizer)
 
 
-def sums_gradients(optimizer: Any) -> bool:
+def has_all_reduce(optimizer: Any) -> bool:
     """Whether an optimizer is an `AllReduceOptimizer`, or wraps one.
 
     Args:
         optimizer: An optimizer of `tf.keras`, or anything else.
     """
     wrappers = (each for each in chain(optimizer) if isinstance(each, OptimizerWrapper))
-    return any(type(wrapper)._sums_gradients for wrapper in wrappers)
+    return any(type(wrapper)._is_all_reduce for wrapper in wrappers)
 
 
-def refuse_inside(optimizer: Any, wrapper: str) -> None:
+def refuse_all_reduce(optimizer: Any, wrapper: str) -> None:
     """Refuses an `AllReduceOptimizer` inside of a wrapper that sums gradients itself.
 
     Args:
@@ -388,7 +389,7 @@ def refuse_inside(optimizer: Any, wrapper: str) -> None:
     Raises:
         TypeError: `optimizer` is an `AllReduceOptimizer`, or wraps one.
     """
-    if sums_gradients(optimizer):
+    if has_all_reduce(optimizer):
         raise TypeError(
             f"The {wrapper} sums gradients over replicas itself, so the AllReduceOptimizer inside "
             f"would never do so. Pass `reduce_dtype` to the {wrapper}, and let it wrap the inner "
