@@ -51,7 +51,7 @@ def _made_at_once(optimizer: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def _in_one_trace(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `apply_gradients` of optimizers, which builds them."""
+    """Returns `apply_gradients`, in which an optimizer makes its variables at once."""
 
     def apply_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _made_at_once(self):

@@ -62,7 +62,7 @@ class GradientState(NamedTuple):
 
 
 class Calls:
-    """What every face of a step calls: the calls of a step that scales nothing.
+    """The calls of a step that scales nothing, and the base of those that scale.
 
     Attributes:
         scales: bool. Whether these calls scale the loss.

@@ -272,7 +272,7 @@ class SkippedSteps:
         beside: as the attribute. Defaults to None.
     """
 
-    # Makes the report.
+    # `extensions` sets it, so that the core imports no report.
     new_report: Callable[["SkippedSteps"], Report] = lambda skipped: Report()
 
     def __init__(

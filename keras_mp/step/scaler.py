@@ -1,4 +1,4 @@
-"""A `Scaler` is the core of loss scaling: a scale with its calls and steps.
+"""A `Scaler`: a loss scale with its calls, and with the outcomes of steps.
 
 RFC 293, "LossScaleOptimizer Overview". `LossScaleOptimizer`, `GradScaler` and the optimizer of
 TensorFlow 1 have one each.

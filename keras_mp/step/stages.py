@@ -4,7 +4,7 @@
 
 An optimizer goes from scaled to applied directly if applying unscales the gradients. It stays
 applied until the next loss is scaled: gradients of other variables may be another part of the step
-that was applied last. For the functions here that take `goes_on`, it tells that they are of others.
+that was applied last. The functions here are told so by `goes_on`.
 """
 
 import enum
@@ -64,7 +64,7 @@ class Stage(enum.IntEnum):
         """Whether the gradients that are applied now are still scaled.
 
         Args:
-            goes_on: bool.
+            goes_on: bool. Whether they may be another part of the step that was applied last.
             is_early: bool. Whether these gradients were unscaled for a wrapper.
         """
         if self is Stage.APPLIED_EARLY:

@@ -21,7 +21,7 @@ def made_at_once() -> contextlib.AbstractContextManager[None]:
 
 
 def in_one_trace(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method that makes variables, in `init_scope`s of its own.
+    """Returns a method; what it makes in an `init_scope` needs no second trace.
 
     Args:
         original: the method.

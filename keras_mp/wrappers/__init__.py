@@ -1,1 +1,4 @@
-"""What all optimizer wrappers have in common: delegation, saving, older spellings."""
+"""What all optimizer wrappers have in common.
+
+Delegation to the inner optimizer, saving, the properties of a loss scale, older spellings.
+"""

@@ -240,7 +240,7 @@ def _by_themselves(
     """Runs each layer again, and says which of them lose more than rounding explains.
 
     Args:
-        rows: of each call of the run, as far as it is known.
+        rows: what is known so far of each call of the run.
         run: Run in 16 bits.
         other: Run in float32.
 

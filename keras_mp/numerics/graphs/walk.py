@@ -45,8 +45,7 @@ class Node(NamedTuple):
         outputs: shapes of its outputs.
         sources: the paths of the nodes, or arguments, that its inputs come from.
         turns: int. How often it runs in one call.
-        is_least: bool. Whether it is in a loop of unknown length. It is counted
-            once then.
+        is_least: bool. Whether it is in a loop of unknown length. It is counted once then.
         is_compiled: bool. Whether it is in a function that XLA compiles.
     """
 

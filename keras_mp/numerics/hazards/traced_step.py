@@ -250,7 +250,7 @@ def shapes_of(operation: tf.Operation) -> tuple[list[work.Shape], list[work.Shap
 
 
 def before(tensor: tf.Tensor, types: Container[str]) -> tf.Tensor:
-    """Returns the tensor that operations of some types have made another one of."""
+    """Returns the tensor from which operations of some types have made this one."""
     while tensor.op.type in types:
         tensor = tensor.op.inputs[0]
     return tensor

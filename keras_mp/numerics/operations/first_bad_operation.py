@@ -1,8 +1,8 @@
 """Finds the first operation whose result is not finite, its layer and its line.
 
 While it is looked for, TensorFlow calls back for each operation that runs in eager or becomes a
-part of a graph, and `operation_rows` and `graph_recorder` measure what each returned. When a
-function returns to eager, the measurements are read, and it is decided whether to stop.
+part of a graph, and `rows` and `graph_recorder` measure what each returned. When a function returns
+to eager, the measurements are read, and it is decided whether to stop.
 """
 
 import contextlib
