@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from keras_mp.step.record import Truth
 
-# Facts about all optimizers: a loss was scaled; applying unscales, so `get_unscaled_gradients` is
-# not called; a tape has scaled the loss, and unscaled its gradients.
-SCALED, TO_APPLY, BY_TAPE = 1, 2, 4
+# Facts about all optimizers: a loss was scaled; a tape has scaled the loss, and unscaled its
+# gradients.
+SCALED, BY_TAPE = 1, 2
 # Facts about one optimizer: its gradients were unscaled; a step was made of them; something was
 # wrong, and was reported; its gradients were unscaled after the last loss was scaled; one of them
 # was not finite.
@@ -29,7 +29,7 @@ ALL_BITS = 2**63 - 1
 
 def bits_of(index: int, facts: int) -> int:
     """Returns the bits of facts about one optimizer."""
-    return facts << (3 + 5 * index)
+    return facts << (2 + 5 * index)
 
 
 def bits_of_any(facts: int) -> int:
