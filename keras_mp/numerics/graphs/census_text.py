@@ -43,17 +43,17 @@ def lines(census: "Census", most: int | None) -> Iterator[str]:
             rows += list(_rows(title, graph))
     yield from text_tables.aligned(rows)
     yield ""
-    total = sum(census.runs.work().values())
+    total, is_apart = sum(census.runs.work().values()), most is None
     products = [each for each in census.runs.operations if each.work]
     rows = [
         (f"{amount / total:.1%}", dtype, name, why)
-        for name, (dtype, why), amount, _ in _grouped(products, _layer, _about, "work", most)
+        for name, (dtype, why), amount, _ in _grouped(products, _layer, _about, "work", is_apart)
     ]
     yield from _table(("work", "dtype", "layer", "why"), rows, most)
     rows = [
         (_bytes(amount), str(count), source, to, name, why)
         for name, (source, to, why), amount, count in _grouped(
-            census.runs.casts, _between, _about_cast, "bytes", most
+            census.runs.casts, _between, _about_cast, "bytes", is_apart
         )
     ]
     yield from _table(("bytes cast", "casts", "from", "to", "between", "why"), rows, most)
@@ -64,7 +64,7 @@ def _grouped(
     name: Callable[[_Item], str],
     about: Callable[[_Item], tuple[str, ...]],
     amount: str,
-    most: int | None,
+    is_apart: bool,
 ) -> list[tuple[str, tuple[str, ...], int, int]]:
     """Adds up operations or casts of equal layers; the largest sum first.
 
@@ -73,12 +73,11 @@ def _grouped(
         name: called with each; returns the name of its layer.
         about: called with each; returns what else those have in common that are added up.
         amount: str. The attribute that is added up.
-        most: int; None to leave layers of different numbers apart.
+        is_apart: bool. Whether layers whose names differ in numbers are left apart.
 
     Returns:
         list of a name for all of the layers, what they have in common, the sum, and their number.
     """
-    is_apart = most is None
     groups = text_tables.merged(items, name, lambda each: (about(each), is_apart and name(each)))
     found = [
         (title, about(group[0]), sum(getattr(each, amount) for each in group), len(group))
@@ -105,7 +104,7 @@ def _sentences(census: "Census") -> Iterator[str]:
         part = f"{_percent(count / total)} in {dtype}"
         if parts or dtype not in LOW_PRECISION_NAMES:
             products = [e for e in graph.operations if e.dtype == dtype and e.work]
-            layers = [each for each, *_ in _grouped(products, _layer, lambda _: (), "work", 0)]
+            layers = [each for each, *_ in _grouped(products, _layer, lambda _: (), "work", False)]
             whys = sums((each.why, each.work) for each in products)
             part += f" ({next(iter(whys))}: {', '.join(layers[:3])})"
         parts.append(part)
