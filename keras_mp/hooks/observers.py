@@ -51,14 +51,14 @@ class Observer:
         self,
         pairs: Sequence[tuple[Any, Any]],
         divisor: tf.Tensor | None,
-        factor: tf.Tensor | None,
+        scaled_by: tf.Tensor | None,
     ) -> None:
         """Is called with a replica's gradients in a step, before anything changes them.
 
         Args:
             pairs: the (gradient, variable) pairs.
             divisor: float32 scalar, the number that unscales them; None if they are not scaled.
-            factor: float32 scalar, the number by which the loss was multiplied, or None.
+            scaled_by: float32 scalar, the number by which the loss was multiplied, or None.
         """
 
 

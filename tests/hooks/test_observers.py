@@ -39,7 +39,7 @@ class Notes(observers.Observer):
     def step_begins(self):
         self.calls.append(("step_begins",))
 
-    def gradients(self, pairs, divisor, factor):
+    def gradients(self, pairs, divisor, scaled_by):
         found = [float(tf.reduce_sum(gradient)) for gradient, _ in pairs]
         self.calls.append(("gradients", found, divisor and float(divisor)))
 
