@@ -43,8 +43,10 @@ _TESTS = {
     "keras_mp/step/loss_scales.py": ["tests/step/test_loss_scale.py", *_STEP],
     "keras_mp/step/schedule.py": ["tests/step/test_loss_scale.py", *_STEP],
     "keras_mp/step/scaled_step.py": ["tests/step/test_skipped_steps.py", *_STEP, "tests/replicas"],
+    "keras_mp/step/summing.py": ["tests/step/test_reduce_dtype.py", *_STEP, "tests/replicas"],
     "keras_mp/reports/overflows.py": ["tests/step/test_overflows.py", *_STEP, "tests/replicas"],
     "keras_mp/reports/skipped_step.py": ["tests/step/test_overflows.py", *_STEP, "tests/replicas"],
+    "keras_mp/reports/skip_report.py": ["tests/step/test_skipped_steps.py", *_STEP],
     "keras_mp/step/outcomes.py": [
         "tests/test_grad_scaler.py",
         "tests/step/test_grad_scaler_calls.py",
@@ -53,6 +55,7 @@ _TESTS = {
     "keras_mp/step/record.py": [*_CALLS, "tests/test_grad_scaler.py", *_STEP],
     "keras_mp/step/optimizer_calls.py": [*_CALLS[::2], *_STEP],
     "keras_mp/step/grad_scaler_calls.py": [*_CALLS[1:], "tests/test_grad_scaler.py"],
+    "keras_mp/step/facts.py": [*_CALLS[1:], "tests/test_grad_scaler.py"],
     "keras_mp/variables/autocast_variable.py": _VARIABLES,
     "keras_mp/variables/casts.py": _VARIABLES,
     "keras_mp/losses.py": ["tests/test_losses.py", "tests/kernels"],
