@@ -231,14 +231,18 @@ def _parameters(tool: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]
         elif Sequence[float] in kinds:
             how |= {"action": "extend", "nargs": "+", "type": float}
         elif isinstance(default, int | float | str):
-            how = {"help": f"{how['help']} (default: %(default)s)", "type": type(default)}
-            how |= {"default": default}
+            how = {"help": f"{how['help']} (default: %(default)s)", "default": default}
+            how["type"] = _number_or_name if {int, str} <= {*kinds} else type(default)
         elif int in kinds or str in kinds:
             how |= {"type": int if int in kinds else str}
         else:
             continue
         if name != "policy":
             yield name, how
+
+
+def _number_or_name(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:

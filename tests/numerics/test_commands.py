@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.__main__ import main
+from keras_mp.numerics import watch
 
 K = tf.keras
 
@@ -58,3 +59,18 @@ def test_files_that_cannot_be_used(files, capsys):
             main(["check", str(files / model), str(files / batch)])
         assert ended.value.code == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "frequency"), [("2", 2), ("epoch", "epoch")])
+def test_a_number_or_a_name(files, text, frequency, monkeypatch):
+    made = []
+    monkeypatch.setattr(watch, "on_train_begin", lambda self, logs=None: made.append(self))
+    model, batch = str(files / "model.keras"), str(files / "good.npz")
+    assert main(["watch", model, batch, "--read-freq", text]) == 0
+    assert [each.read_freq for each in made] == [frequency]
+
+
+def test_a_name_that_is_none(files, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["watch", str(files / "model.keras"), str(files / "good.npz"), "--read-freq", "day"])
+    assert "read_freq" in capsys.readouterr().err
