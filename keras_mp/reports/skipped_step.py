@@ -69,8 +69,8 @@ class SkippedStep(NamedTuple):
         if not self.may_be_empty:
             return True
         is_bad = tf.reduce_any(self.counts[:, 1 : 1 + len(self.variables)] != 0, [1, 2])
-        replicas = slice(-1 if self.has_total else None)
-        of_replicas, has_examples = is_bad[replicas], self.counts[replicas, 0, 2] <= 0
+        rows = slice(-1 if self.has_total else None)
+        of_replicas, has_examples = is_bad[rows], self.counts[rows, 0, 2] <= 0
         is_only_the_sum = is_bad[-1] & tf.logical_not(tf.reduce_any(of_replicas))
         has_cause = tf.reduce_any(of_replicas & has_examples) | is_only_the_sum
         return has_cause | tf.reduce_all(has_examples)
