@@ -85,6 +85,7 @@ class _Keras(observers.Observer):
         saved_files.install(Policy)
 
     def policy_is_set(self, policy: Policy) -> None:
+        # The other Keras may have been imported since, whose models are refused.
         compile_hook.install(Policy)
 
 
