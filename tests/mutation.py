@@ -44,8 +44,12 @@ _TESTS = {
     "keras_mp/step/schedule.py": ["tests/step/test_loss_scale.py", *_STEP],
     "keras_mp/step/scaled_step.py": ["tests/step/test_skipped_steps.py", *_STEP, "tests/replicas"],
     "keras_mp/step/summing.py": ["tests/step/test_reduce_dtype.py", *_STEP, "tests/replicas"],
-    "keras_mp/reports/overflows.py": ["tests/step/test_overflows.py", *_STEP, "tests/replicas"],
-    "keras_mp/reports/skipped_step.py": ["tests/step/test_overflows.py", *_STEP, "tests/replicas"],
+    "keras_mp/reports/overflows.py": ["tests/reports/test_overflows.py", *_STEP, "tests/replicas"],
+    "keras_mp/reports/skipped_step.py": [
+        "tests/reports/test_overflows.py",
+        *_STEP,
+        "tests/replicas",
+    ],
     "keras_mp/reports/skip_report.py": ["tests/step/test_skipped_steps.py", *_STEP],
     "keras_mp/step/outcomes.py": [
         "tests/test_grad_scaler.py",
