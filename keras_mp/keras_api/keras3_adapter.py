@@ -165,7 +165,9 @@ def _building_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-IN_ONE_TRACE = (Replacement(Method(keras.optimizers.Optimizer, "apply"), _building_at_once),)
+# The class that defines it, where a step of the user's own wraps it as well.
+_BASE = next(cls for cls in keras.optimizers.Optimizer.__mro__ if "apply" in vars(cls))
+IN_ONE_TRACE = (Replacement(Method(_BASE, "apply"), _building_at_once),)
 
 
 def _native(variable: "tf.Variable | keras.Variable") -> tf.Variable:
