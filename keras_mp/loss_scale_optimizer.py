@@ -17,7 +17,7 @@ from keras_mp.loss_scale import LossScaleArgument
 from keras_mp.optimizer_wrapper import OptimizerWrapper, chain, refuse_all_reduce
 from keras_mp.step import gradients
 from keras_mp.step.calls import GradientState
-from keras_mp.step.optimizer_adapter import Loss, VarList
+from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
 from keras_mp.step.optimizer_calls import OptimizerCalls, UnscaledOptimizerCalls
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.step.scaler import Scaler
@@ -310,9 +310,7 @@ class LossScaleOptimizer(
                 lambda: by_tape,
                 calls.losses(),
             )
-            self.build([variable for _, variable in pairs])
-            step = ScaledStep(self._adapter, state, self._scaler, names=self._names_of)
-            operation, _ = step.make(pairs, name=name)
+            operation, _ = self._step(pairs, state).make(pairs, name=name)
         return self.iterations if operation is None else operation
 
     @do_not_convert
@@ -385,8 +383,7 @@ class LossScaleOptimizer(
             if scaled:
                 calls.begin_by_hand([g for g, _ in pairs])
             with calls.applying(self, [v for _, v in pairs]) as state:
-                self.build([variable for _, variable in pairs])
-                step = ScaledStep(self._adapter, state, self._scaler, names=self._names_of)
+                step = self._step(pairs, state)
                 operation, _ = step.make(pairs, aggregate=aggregate, name=name)
         return self.iterations if operation is None else operation
 
@@ -398,6 +395,11 @@ class LossScaleOptimizer(
         """
         self._scaler.collect_reports()
         super().finalize_variable_values(var_list)
+
+    def _step(self, pairs: Pairs, state: GradientState) -> ScaledStep:
+        """Builds the inner optimizer, and returns the step that is to be made."""
+        self.build([variable for _, variable in pairs])
+        return ScaledStep(self._adapter, state, self._scaler, names=self._names_of)
 
     def _scales_on_tape(self) -> bool:
         """Whether the tape has to scale, as the inner optimizer needs the loss unscaled."""

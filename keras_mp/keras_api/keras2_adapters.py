@@ -44,26 +44,26 @@ def let_functions_find_variables() -> None:
         keras2_names.AutoCastVariable.get().__tf_tracing_type__ = type_of
 
 
-def _made_at_once(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+def _made_at_once(owner: Any) -> contextlib.AbstractContextManager[None]:
     # Nadam counts its traces: with one less, it would make other steps than without keras_mp.
-    is_nadam = isinstance(optimizer, keras.optimizers.Nadam)
+    is_nadam = isinstance(owner, keras.optimizers.Nadam)
     return contextlib.nullcontext() if is_nadam else new_variables.made_at_once()
 
 
 def _in_one_trace(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `apply_gradients`, in which an optimizer makes its variables at once."""
+    """Returns a method in which an optimizer or a metric makes its variables at once."""
 
-    def apply_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _made_at_once(self):
             return original(self, *args, **kwargs)
 
-    return apply_gradients
+    return call
 
 
 IN_ONE_TRACE = (
     Replacement(Method(_Optimizer, "apply_gradients"), _in_one_trace),
     Replacement(Method(_LegacyOptimizer, "apply_gradients"), _in_one_trace),
-    Replacement(Method(keras.metrics.Metric, "add_weight"), new_variables.in_one_trace),
+    Replacement(Method(keras.metrics.Metric, "add_weight"), _in_one_trace),
 )
 
 

@@ -7,8 +7,6 @@ counts the values, and `overflow_report` has what users see. This module needs T
 import collections
 import contextlib
 import itertools
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,6 +25,7 @@ from keras_mp.step import replicas
 from keras_mp.step.finiteness import COUNTS
 from keras_mp.step.loss_scales import state_variable
 from keras_mp.support import host
+from keras_mp.support.references import reference
 
 # The header of a record describes its last step: the number of skipped steps so far, including
 # those before a restored checkpoint; the number of steps that the optimizer had made by then, or
@@ -57,7 +56,7 @@ class _Record:
         self.has_total = seen.has_total
         self.names, self.inputs = _names(seen), tuple(seen.inputs)
         self.sizes = [tf.TensorShape(v.shape).num_elements() for v in seen.variables]
-        self._variables = [_reference(variable) for variable in seen.variables]
+        self._variables = [reference(variable) for variable in seen.variables]
         strategy = tf.distribute.get_strategy()
         self._is_on_each = _is_on_each()
         rows = strategy.num_replicas_in_sync + seen.has_total
@@ -264,10 +263,3 @@ def _is_on_each() -> bool:
     """
     is_alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
     return is_alone or replicas.need_not_meet()
-
-
-def _reference(variable: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(variable)
-    except TypeError:  # Some variables have slots, but none for references.
-        return lambda: variable

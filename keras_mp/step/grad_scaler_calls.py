@@ -9,7 +9,6 @@ import functools
 import operator
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -37,6 +36,7 @@ from keras_mp.step.facts import (
 )
 from keras_mp.step.record import Record, Truth
 from keras_mp.support import host, messages
+from keras_mp.support.references import reference
 from keras_mp.support.selection import chosen
 
 
@@ -317,21 +317,12 @@ class _NumberedOptimizers:
             free = [index for index in free if not facts & bits_of(index, EVERY_FACT)]
         index = next(iter([*never_given, *free]), OTHERS)
         if index != OTHERS:
-            self._references[index] = _reference(optimizer)
+            self._references[index] = reference(optimizer)
         return index
 
 
 def _is_method(optimizer: Any) -> bool:
     return isinstance(optimizer, types.MethodType)
-
-
-def _reference(optimizer: Any) -> Callable[[], Any]:
-    try:
-        if _is_method(optimizer):
-            return weakref.WeakMethod(optimizer)
-        return weakref.ref(optimizer)
-    except TypeError:  # Some objects have slots, but none for weak references.
-        return lambda: optimizer
 
 
 def _checked_loss(loss: Any) -> tf.Tensor:

@@ -20,20 +20,6 @@ def made_at_once() -> contextlib.AbstractContextManager[None]:
     return tf.variable_creator_scope(_make)
 
 
-def in_one_trace(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method; what it makes in an `init_scope` needs no second trace.
-
-    Args:
-        original: the method.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with made_at_once():
-            return original(*args, **kwargs)
-
-    return call
-
-
 def _make(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
     if tf.executing_eagerly():
         kwargs["experimental_enable_variable_lifting"] = False
