@@ -307,7 +307,7 @@ class _NumberedOptimizers:
             self._was_left_out = True
             return next(iter(living), UNNAMED)
         for index, each in living.items():
-            if each == optimizer if _is_method(optimizer) else each is optimizer:
+            if each == optimizer if isinstance(optimizer, types.MethodType) else each is optimizer:
                 return index
         if living and self._was_left_out and not isinstance(optimizer, types.FunctionType):
             raise ValueError(_WHOSE.format([*living.values(), optimizer]))
@@ -319,10 +319,6 @@ class _NumberedOptimizers:
         if index != OTHERS:
             self._references[index] = reference(optimizer)
         return index
-
-
-def _is_method(optimizer: Any) -> bool:
-    return isinstance(optimizer, types.MethodType)
 
 
 def _checked_loss(loss: Any) -> tf.Tensor:
