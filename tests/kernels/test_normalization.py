@@ -62,7 +62,7 @@ def of_step(layer, x, mode, **kwargs):
 CASES = pairs(
     ["eager", "graph"],
     ["bfloat16", "float16"],
-    [(8, 6, 6, 4), (8, 4), (4, 6, 4), (2, 3, 3, 3, 4)],
+    [(8, 6, 6, 4), (8, 6, 6, 16), (8, 4), (4, 6, 16), (2, 3, 3, 3, 4)],
     [{}, {"scale": False}, {"center": False}, {"epsilon": 1e-6, "momentum": 0.5}],
 )
 

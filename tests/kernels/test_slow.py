@@ -9,6 +9,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import kernels
 from keras_mp.hardware import turns
+from keras_mp.hooks import reach
 from keras_mp.kernels import replaced, slow, sums, tables
 from tests.common import once
 
@@ -99,6 +100,51 @@ def test_depthwise_convolutions_that_are_slow_compute_in_float32(answer):
     if not answer:  # The gradient of a filter may be wrong in float16, and is float32 for that.
         found.pop("DepthwiseConv2dNativeBackpropFilter")
     assert set(found.values()) == {tf.float32 if answer else tf.float16}
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize(
+    ("dtype", "channels", "options", "expected"),
+    [
+        ("bfloat16", 12, {}, tf.float32),
+        ("bfloat16", 100, {}, tf.float32),
+        ("bfloat16", 32, {}, tf.bfloat16),
+        ("bfloat16", None, {}, tf.bfloat16),
+        ("bfloat16", 12, {"data_format": "NCHW"}, tf.bfloat16),
+        ("float16", 12, {}, tf.float16),
+        ("float32", 12, {}, tf.float32),
+    ],
+    ids=str,
+)
+def test_channels_that_fill_no_vectors_are_normalized_in_float32(
+    dtype, channels, options, expected, is_training
+):
+    shape = [None, channels, 4, 4] if options else [None, 4, 4, channels]
+
+    def normalized(x, scale):
+        given = {} if is_training else {"mean": scale, "variance": scale}
+        how = {**given, **options, "is_training": is_training}
+        y, *_ = tf.compat.v1.nn.fused_batch_norm(x, scale, scale, **how)
+        return tf.gradients(y, [x, scale])
+
+    with tables.on_trial({}), reach.entered(dtype):
+        graph = (
+            tf.function(normalized)
+            .get_concrete_function(tf.TensorSpec(shape, dtype), tf.TensorSpec([channels]))
+            .graph
+        )
+    found = {op.get_attr("T") for op in graph.get_operations() if "BatchNorm" in op.type}
+    assert found == {expected}
+
+
+def test_a_normalization_in_float32_is_rounded_once():
+    x = tf.random.stateless_normal([8, 4, 4, 12], [1, 2], dtype=tf.bfloat16)
+    options = {"scale": tf.fill([12], 1.5), "offset": tf.fill([12], 0.5), "epsilon": 1e-3}
+    with reach.entered("bfloat16"):
+        found, *statistics = tf.compat.v1.nn.fused_batch_norm(x, **options)
+    exact, *expected = tf.compat.v1.nn.fused_batch_norm(tf.cast(x, tf.float32), **options)
+    np.testing.assert_array_equal(found, tf.cast(exact, tf.bfloat16))
+    np.testing.assert_array_equal(statistics, expected)
 
 
 @pytest.mark.parametrize(("time", "expected"), [(1.4, False), (1.6, True)])
