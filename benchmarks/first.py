@@ -10,7 +10,7 @@ import time
 
 from benchmarks import common
 
-TURNS = 5
+TURNS = 3
 BLOCKS = 10
 POLICIES = ("mixed_bfloat16", "mixed_float16")
 WHOSE = ("Keras", "keras_mp")
