@@ -169,7 +169,7 @@ def compute(op: str, **arguments: Any) -> tf.Tensor:
     """
     own = getattr(tf.raw_ops, op)
     dtype = next(each.dtype for each in arguments.values() if tf.is_tensor(each))
-    case = KERNELS[op].case(**arguments)
+    case = _TABLE.kernels[op].case(**arguments)
     return in_float32(own, **arguments) if is_slow(op, dtype, case) else own(**arguments)
 
 
