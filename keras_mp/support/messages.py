@@ -1,16 +1,20 @@
 """Warnings of keras_mp: one category, raised at the user's own line."""
 
 import contextlib
+import contextvars
+import functools
 import inspect
 import os
+import re
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 _PACKAGES = ("keras_mp", "tensorflow", "keras", "tf_keras")
-_AUTOGRAPH = "__autograph_generated_file"
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+# Both Kerases call a layer by way of optree or tree.
+_OTHERS = re.compile(r"__autograph_generated_file|site-packages[\\/](optree|tree)[\\/]")
 
 # By file: the registry in which Python's filters note the warnings that they have shown.
 _registries: dict[str, dict[Any, Any]] = {}
@@ -61,20 +65,15 @@ def warn(message: str, line: Line | None = None) -> None:
         message: str. The problem and the cure.
         line: Line. The line to point at; by default the one that is being executed.
     """
-    if _thread.is_unheard:
+    if _is_unheard.get():
         return
     file, number = line or users_line()
     registry = _registries.setdefault(file, {})
     warnings.warn_explicit(message, MixedPrecisionWarning, file, number, registry=registry)
 
 
-class _Thread(threading.local):
-    """Whether this thread leaves out warnings."""
-
-    is_unheard = False
-
-
-_thread = _Thread()
+# Whether this thread leaves out warnings.
+_is_unheard = contextvars.ContextVar("is_unheard", default=False)
 
 
 @contextlib.contextmanager
@@ -83,22 +82,26 @@ def unheard() -> Iterator[None]:
 
     Python's own filter, which `warnings.catch_warnings` sets, applies to all threads.
     """
-    before, _thread.is_unheard = _thread.is_unheard, True
+    token = _is_unheard.set(True)
     try:
         yield
     finally:
-        _thread.is_unheard = before
+        _is_unheard.reset(token)
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file is one of TensorFlow, Keras, AutoGraph or this package."""
+    """Whether a file is one of Python, TensorFlow, Keras, AutoGraph or this package."""
+    return library_of(filename) is not None
+
+
+@functools.cache
+def library_of(filename: str) -> str | None:
+    """Returns the package of a library's file, "python" for the others; None for a program's."""
     if filename.endswith("__main__.py"):
-        return False
-    loaded = (sys.modules.get(package) for package in _PACKAGES)
-    files = [module.__file__ for module in loaded if module is not None]
-    folders = [os.path.dirname(file) for file in files if file is not None]
-    return (
-        _AUTOGRAPH in filename
-        or filename == contextlib.__file__
-        or any(filename.startswith(folder + os.sep) for folder in folders)
-    )
+        return None
+    for package in _PACKAGES:
+        file = getattr(sys.modules.get(package), "__file__", None)
+        if file and filename.startswith(os.path.dirname(file) + os.sep):
+            return package
+    is_python = filename.startswith(_PYTHON) and "-packages" not in filename
+    return "python" if is_python or _OTHERS.search(filename) else None

@@ -6,6 +6,9 @@ from keras_mp.numerics import batches, copies, own_thread
 from keras_mp.numerics.check import Check
 from keras_mp.numerics.comparison import compare as comparing
 from keras_mp.numerics.exponents import what_if as running
+from keras_mp.numerics.graphs import traces
+from keras_mp.numerics.hazards.traced_step import TracedStep
+from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 SCALES = tuple(2.0**exponent for exponent in range(0, 25, 3))
@@ -16,6 +19,26 @@ def audit(model, batch, device=None):
     made = batches.listed(model, batch)
     found = auditing.of_batches([auditing.audit(model, each, device) for each in made])
     return Check(model.name, auditing.policy_of(model), tuple(found))
+
+
+def operations(model, batch, layer=""):
+    """Returns a line for each operation of the forward pass: of a layer, or of all."""
+    [made], scopes, lines = batches.listed(model, batch), {}, []
+
+    @do_not_convert
+    def inspect(result):
+        step = TracedStep(model, made, result, scopes)
+        for each in step.forward:
+            takes, gives = (
+                ", ".join(f"{tensor.dtype.name}{tensor.shape}" for tensor in of)
+                for of in (each.inputs, each.outputs)
+            )
+            if layer in step.where(each):
+                lines.append(f"{step.where(each)}: {each.type}({takes}) -> {gives}")
+        return result
+
+    traces.step_of(model, made, scopes, inspect)
+    return "\n".join(lines)
 
 
 def runners(model, x, y=None, sample_weight=None, reference="float32", **how):

@@ -15,9 +15,8 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.layer_calls import model_outputs, raw_inputs
 from keras_mp.models.layer_paths import layers_by_path
-from keras_mp.numerics import own_thread, watching
+from keras_mp.numerics import origins, own_thread, watching
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
-from keras_mp.numerics.operations.call_sites import is_safe, place
 from keras_mp.support import op_callbacks
 from keras_mp.support.messages import Line
 
@@ -245,11 +244,11 @@ class KeptOperations:
         kind = kind.decode() if isinstance(kind, bytes) else kind
         if not any(value.dtype.is_floating for value in outputs):
             return
-        if not is_safe(kind, outputs):
-            maker, at = len(self.operations), place()
+        if not origins.is_safe(kind, outputs):
+            maker, origin = len(self.operations), origins.running()
             path = f"{tf.get_current_name_scope()}/{kind}".strip("/")
             made = Call((maker,), path, kind, None, tuple(inputs), outputs=list(outputs))
-            made.is_gradient, made.line = at.is_gradient, at.at
+            made.is_gradient, made.line = origin.is_gradient, origin.line
             self.operations.append(made)
         else:
             maker = next((self._makers[id(v)] for v in inputs if self.is_computed(v)), None)

@@ -14,8 +14,8 @@ import tensorflow as tf
 from keras_mp.grappler import optimize, passes
 from keras_mp.grappler import report as rewrites
 from keras_mp.layer_calls import model_outputs
-from keras_mp.numerics import batches, own_thread
-from keras_mp.numerics.graphs import census_text, origins, sending, traces
+from keras_mp.numerics import batches, origins, own_thread
+from keras_mp.numerics.graphs import census_text, sending, traces
 from keras_mp.numerics.graphs import work as works
 from keras_mp.numerics.graphs.census_text import sums
 from keras_mp.numerics.graphs.sending import Sending

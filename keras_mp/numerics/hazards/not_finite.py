@@ -8,9 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.models.layer_paths import native_variable
-from keras_mp.numerics import causes
+from keras_mp.numerics import causes, origins
 from keras_mp.numerics.distances import LARGEST, SMALLEST
-from keras_mp.numerics.graphs import origins
 from keras_mp.numerics.hazards.traced_step import (
     Observed,
     Said,

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from keras_mp.numerics.distances import LIMIT, UNIT_ROUNDOFF
-from keras_mp.numerics.graphs.origins import MOVES
 from keras_mp.numerics.hazards.traced_step import Observed, Said, TracedStep, static_value, widened
+from keras_mp.numerics.origins import MOVES
 from keras_mp.support.dtypes import LOW_PRECISION
 
 # By how much an operation that writes a variable multiplies its old value, and what it is given.

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.models import low_precision_weights
-from keras_mp.numerics.graphs import origins
+from keras_mp.numerics import origins
 from keras_mp.numerics.hazards.traced_step import (
     Observed,
     Said,

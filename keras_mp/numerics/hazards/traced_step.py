@@ -10,8 +10,9 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.layer_calls import model_outputs
 from keras_mp.models import layer_paths
+from keras_mp.numerics import origins
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.graphs import origins, traces, work
+from keras_mp.numerics.graphs import traces, work
 from keras_mp.support import kept_casts
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.messages import Line
@@ -249,9 +250,15 @@ def shapes_of(operation: tf.Operation) -> tuple[list[work.Shape], list[work.Shap
     return shapes(operation.inputs), shapes(operation.outputs)
 
 
-def before(tensor: tf.Tensor, types: Container[str]) -> tf.Tensor:
-    """Returns the tensor from which operations of some types have made this one."""
-    while tensor.op.type in types:
+def before(tensor: tf.Tensor, types: Container[str], until: Container[tf.DType] = ()) -> tf.Tensor:
+    """Returns the tensor from which operations have made this one.
+
+    Args:
+        tensor: tensor of the graph.
+        types: names of operations, which are followed from their results to their first inputs.
+        until: dtypes, of which a tensor is not followed further. Defaults to none.
+    """
+    while tensor.op.type in types and tensor.dtype not in until:
         tensor = tensor.op.inputs[0]
     return tensor
 

@@ -6,13 +6,14 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.models.model_steps import has_own_train_step
+from keras_mp.numerics import origins
 from keras_mp.numerics.distances import SMALLEST, UNIT_ROUNDOFF
-from keras_mp.numerics.graphs import origins
 from keras_mp.numerics.hazards.traced_step import (
     MOST_VARIANCE,
     Observed,
     Said,
     TracedStep,
+    before,
     count,
     share_of_variance,
     static_value,
@@ -158,7 +159,8 @@ def inputs(step: TracedStep) -> Iterator[Observed]:
             continue
         source, rounded = operation.inputs[0], operation.outputs[0]
         size, rank = source.shape.num_elements(), source.shape.rank
-        if _source(source).op.type != "Placeholder" or not size or rank < 2:
+        given = before(source, ("Identity", "ExpandDims", "Cast"), until=LOW_PRECISION)
+        if given.op.type != "Placeholder" or not size or rank < 2:
             continue
         takers = [taker for taker in rounded.consumers() if taker in step.forward]
         # A few numbers may be close to one another by chance.
@@ -212,23 +214,13 @@ def _in_a_layer(step: TracedStep, takers: list[tf.Operation]) -> tf.Operation:
     return first
 
 
-def _source(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the tensor that another one has the values of."""
-    while tensor.op.type in ("Identity", "ExpandDims") or (
-        tensor.op.type == "Cast" and tensor.dtype not in LOW_PRECISION
-    ):
-        tensor = tensor.op.inputs[0]
-    return tensor
-
-
 def written_weights(step: TracedStep) -> Iterator[Observed]:
     """A layer assigns to a float32 weight what it computed from 16 bits."""
     for operation in step.forward:
         if operation.type != "AssignVariableOp" or operation.inputs[0].ref() not in step.trained:
             continue
-        value = source = operation.inputs[1]
-        while source.op.type in _SAME and source.dtype not in LOW_PRECISION:
-            source = source.op.inputs[0]
+        value = operation.inputs[1]
+        source = before(value, _SAME, until=LOW_PRECISION)
         if value.dtype == tf.float32 and source.dtype in LOW_PRECISION:
             largest = tf.reduce_max(tf.abs(value))
             yield Observed(operation, dtype=source.dtype.name, largest=largest)

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics import handles, watching
-from keras_mp.numerics.operations.call_sites import CallSite, place_in
-from keras_mp.numerics.operations.rows import PASSED_IN, READS, OperationTable, layers_of_scope
+from keras_mp.numerics import handles
+from keras_mp.numerics.operations.rows import PASSED_IN, READS, OperationTable
+from keras_mp.numerics.origins import GraphOrigins, Origin
 from keras_mp.support import function_graphs, kept_casts
-from keras_mp.support.messages import Line
 
 # Rows of a variable. Operations that come later are not watched.
 CAPACITY = 2**14
@@ -36,10 +35,7 @@ class GraphRecorder(OperationTable):
         self.not_watched = 0
         # How many numbers that are not finite a row's operation returned, as a tensor of its graph.
         self._bad: dict[int, tf.Tensor] = {}
-        # The layer and the line of each operation of a forward pass, by its name; and the layers of
-        # the scopes that they are in.
-        self._forward: dict[str, tuple[str, Line | None]] = {}
-        self._layer_of_scope: dict[str, str] = {}
+        self._origins = GraphOrigins()
         # By device: each replica has one.
         self._states: dict[str, tf.Tensor] = {}
 
@@ -75,12 +71,9 @@ class GraphRecorder(OperationTable):
         if len(self.rows) + len(inputs) >= CAPACITY:
             self.not_watched += 1
             return
-        stack = ((each.filename, each.lineno) for each in reversed(outputs[0].op.traceback))
-        site = place_in(stack)
-        if site.is_data or site.is_of_a_tool:
+        origin = self._origins.of(outputs[0].op, name or "")
+        if origin.is_data or origin.is_of_a_tool:
             return
-        layer, line = self._origin(kind, layers_of_scope(name or ""), site)
-        site = site._replace(at=line)
         for value in inputs:
             if not value.dtype.is_floating or self.rows_of([value]):
                 continue
@@ -90,48 +83,22 @@ class GraphRecorder(OperationTable):
             if source is not None and was_there and source.dtype.is_floating:
                 # Was it the cast that overflowed, or was it not finite before?
                 if not self.rows_of([source]):
-                    self._measure(graph, source.op.type, layer, site, [source], [], is_given=True)
+                    self._measure(graph, source.op.type, origin, [source], [], is_given=True)
                 before = self.rows_of([source])
-            self._measure(graph, value.op.type, layer, site, [value], before, is_given=True)
-        self._measure(graph, kind, layer, site, checked, self.rows_of(inputs))
-
-    def _origin(self, kind: str, name: str, site: CallSite) -> tuple[str, Line | None]:
-        """Returns the layer and the line of an operation; for a gradient, of what it is of."""
-        scope, running = name.rpartition("/")[0], watching.running_layer()
-        if not site.is_gradient:
-            if running:
-                self._layer_of_scope[scope] = running
-            self._forward[name] = running or scope, site.at
-            return self._forward[name]
-        # The name scope of a gradient is the name of the operation that it is of.
-        if scope in self._forward:
-            return self._forward[scope]
-        if running:
-            # A custom gradient, whose operations have no scope of the forward pass.
-            return running, site.at
-        # Or the two are next to each other, SqrtGrad and Sqrt.
-        beside = f"{scope}/{kind.removesuffix('Grad')}".strip("/")
-        if beside in self._forward:
-            return self._forward[beside]
-        around = scope
-        while around:
-            around = around.rpartition("/")[0]
-            if around in self._layer_of_scope:
-                return self._layer_of_scope[around], site.at
-        return scope, site.at
+            self._measure(graph, value.op.type, origin, [value], before, is_given=True)
+        self._measure(graph, kind, origin, checked, self.rows_of(inputs))
 
     def _measure(
         self,
         graph: tf.Graph,
         kind: str,
-        layer: str,
-        site: CallSite,
+        origin: Origin,
         values: Sequence[tf.Tensor],
         inputs: list[int],
         is_given: bool = False,
     ) -> None:
         """Gives an operation a row, which is measured when the graph runs."""
-        index = self.add(kind, layer, site, values, inputs, is_given)
+        index = self.add(kind, origin, values, inputs, is_given)
         # Tensors of another graph cannot be used.
         found = [self._bad[i] for i in set(inputs) if i in self._bad]
         before = [bad for bad in found if bad.graph is graph]

@@ -7,7 +7,6 @@ kept beside the table: `EagerRecorder` measures it at once, `graph_recorder` in 
 import dataclasses
 import functools
 import math
-import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics import causes, watching
-from keras_mp.numerics.operations.call_sites import CallSite, is_safe, place
+from keras_mp.numerics import causes, origins
 from keras_mp.numerics.operations.not_finite import Range
+from keras_mp.numerics.origins import Origin
 from keras_mp.support import op_table
 
 # How many operations run in eager before the rows are read.
@@ -101,7 +100,7 @@ class OperationTable:
             outputs: what it returns.
         """
         known = self.rows_of(inputs)
-        if is_safe(kind, outputs):
+        if origins.is_safe(kind, outputs):
             # The result is as good as what goes in.
             if known:
                 self._keep(known[0], outputs)
@@ -119,8 +118,7 @@ class OperationTable:
     def add(
         self,
         kind: str,
-        layer: str,
-        site: CallSite,
+        origin: Origin,
         values: Sequence[tf.Tensor],
         inputs: list[int],
         is_given: bool = False,
@@ -129,8 +127,7 @@ class OperationTable:
 
         Args:
             kind: its type.
-            layer: the path of its layer.
-            site: where it comes from.
+            origin: where it comes from.
             values: tensors that it returned.
             inputs: the rows of what went in.
             is_given: as in `OperationRow`.
@@ -140,9 +137,9 @@ class OperationTable:
         """
         index = len(self.rows)
         # What is made of gradients, such as their sum over replicas, overflows as they do.
-        is_gradient = site.is_gradient or any(self.rows[i].is_gradient for i in inputs)
-        dtype = values[0].dtype.name
-        row = OperationRow(kind, layer, site.line, dtype, is_gradient, inputs, is_given)
+        is_gradient = origin.is_gradient or any(self.rows[i].is_gradient for i in inputs)
+        dtype, line = values[0].dtype.name, origin.line and origin.line.short
+        row = OperationRow(kind, origin.layer, line, dtype, is_gradient, inputs, is_given)
         self.rows.append(row)
         for i in inputs:
             self.rows[i].is_used = True
@@ -178,12 +175,11 @@ class EagerRecorder(OperationTable):
         checked = self.outputs_to_check(kind, inputs, outputs)
         if not checked:
             return
-        site = place()
-        if site.is_of_a_tool:
+        origin = origins.running()
+        if origin.is_of_a_tool:
             return
-        layer = watching.running_layer() or layers_of_scope(tf.get_current_name_scope())
         known = self.rows_of(inputs)
-        self.add(kind, layer, site, checked, known)
+        self.add(kind, origin, checked, known)
         numbers = np.concatenate([value.numpy().ravel() for value in checked])
         numbers = numbers.astype(np.float64)
         finite = numbers[np.isfinite(numbers)]
@@ -249,8 +245,3 @@ def first_bad(
     # What is given to a graph inside of another one, to a loop's body, has been computed outside.
     results = [i for i in culprits if not rows[i].is_given]
     return min(results or culprits, default=None)
-
-
-def layers_of_scope(scope: str) -> str:
-    """Returns the layers of a name scope; that of a gradient is the one of its forward pass."""
-    return re.sub(r"(^|/)(gradient_tape|replica_\d+)(?=/|$)", "", scope).strip("/")

@@ -18,7 +18,7 @@ from keras_mp.numerics.comparison import calls as calls_of
 from keras_mp.numerics.comparison import runs
 from keras_mp.numerics.comparison.compare import compare_records
 from keras_mp.numerics.distances import Distance, apart, relative, underflow
-from keras_mp.numerics.operations.call_sites import place_in
+from keras_mp.numerics.origins import Frame, of_stack
 from tests import common
 from tests.numerics.tools import compare
 
@@ -374,9 +374,13 @@ def test_a_gradient_that_is_zero_but_for_rounding():
 @common.once
 def test_the_line_of_a_gradient_is_not_that_of_who_asks_for_it():
     tape, tool = "tensorflow/python/eager/backprop.py", runs.__file__
-    assert place_in([(tape, 1), (tool, 2), (__file__, 3)]).line is None
-    assert place_in([(__file__, 1), (tape, 2), (tool, 3)]).line == "test_compare.py:1"
-    assert place_in([(tool, 1), (__file__, 2)]).line == "test_compare.py:2"
+
+    def line(*files):
+        return of_stack(Frame(file, i) for i, file in enumerate(files, 1)).line
+
+    assert line(tape, tool, __file__) is None
+    assert line(__file__, tape, tool) == (__file__, 1)
+    assert line(tool, __file__) == (__file__, 2)
 
 
 @common.once

@@ -1,0 +1,339 @@
+"""The origin of an operation, in eager and in graphs: its layer, its line, whose code it is."""
+
+import functools
+import inspect
+import itertools
+import os
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from keras_mp.kernels import compositions
+from keras_mp.models.layer_paths import layers_by_path
+from keras_mp.numerics import watching
+from keras_mp.support import messages, op_table
+from keras_mp.support.autograph import do_not_convert
+from keras_mp.support.messages import Line
+
+_GRADIENT = "gradient_tape"
+# Whose code a file is, by its package; of the others, which are Python's, TensorFlow's.
+_MAKERS = {"keras": "Keras", "tf_keras": "Keras", "keras_mp": "keras_mp"}
+_NUMERICS = os.path.dirname(__file__) + os.sep
+# They hand on the numbers that they get.
+MOVES = op_table.ops("identities", "reshapes", "views")
+# They move or rename numbers, and compute none.
+_SAFE = op_table.ops(
+    *("arguments", "constants", "reads of variables", "fills", "no numbers"),
+    *op_table.SAME_NUMBERS,
+)
+# What is in the place of TensorFlow's functions: the code that calls it makes the operation.
+_LIKE_TENSORFLOW = tuple(os.path.join("src", each) + os.sep for each in ("ops", "backend", "utils"))
+# Files and functions that call one of TensorFlow, and do no more unless it has refused.
+_HANDING_ON = {
+    os.path.join("hooks", "installer.py"): ("call",),
+    os.path.join("op_autocast", "dispatch.py"): ("call",),
+    os.path.join("op_autocast", "promotion.py"): (
+        *("apply_op_helper", "assign", "make", "cast", "multiply"),
+    ),
+    os.path.join("kernels", "backward.py"): ("make",),
+}
+# Functions of these files call gradient functions.
+_GRADIENT_FILES = tuple(
+    os.path.join("tensorflow", "python", *path)
+    for path in (("eager", "backprop.py"), ("ops", "gradients_util.py"))
+)
+_DATA_FOLDER = os.path.join("tensorflow", "python", "data", "")
+# Tools of keras_mp make their own operations through these files, two of which replace functions of
+# TensorFlow that make any operation of a graph.
+_BELOW_TOOLS = (
+    os.path.join("tensorflow", "python", ""),
+    os.path.join("keras_mp", "support", ""),
+    os.path.join("keras_mp", "hooks", ""),
+    os.path.join("keras_mp", "op_autocast", "promotion.py"),
+    os.path.join("keras_mp", "kernels", "backward.py"),
+    os.sep + "contextlib.py",
+)
+# They call every layer.
+_BASE_LAYERS = ("layer.py", "base_layer.py")
+
+
+class Layers:
+    """Finds the layer that an operation belongs to, by the scopes in its name.
+
+    What a layer is called does not tell its scope: Keras 3 enters "dense_1" for a layer "dense"
+    whose name is taken in the graph. So the scopes are those that were seen in calls.
+
+    Args:
+        model: a model of `tf.keras`, or None for functions of other code, which have no layers.
+        scopes: dict of scopes and of the paths of the layers whose calls ran in them, as
+            `traces.step_of` notes them.
+    """
+
+    def __init__(
+        self, model: tf.keras.Model | None = None, scopes: Mapping[str, str] | None = None
+    ) -> None:
+        self._layers = {} if model is None else layers_by_path(model)
+        self._scopes = scopes or {}
+        self._found = functools.cache(self._find)
+
+    def path(self, name: str) -> tuple[tuple[str, tf.keras.layers.Layer], ...]:
+        """Returns the layers around an operation, the outermost first, each with its path.
+
+        Args:
+            name: str. The operation's name; one of the backward pass has its layer's name in it.
+        """
+        return self._found(name.rpartition("/")[0])
+
+    @do_not_convert
+    def _find(self, scopes: str) -> tuple[tuple[str, tf.keras.layers.Layer], ...]:
+        parts = [part for part in scopes.split("/") if part != _GRADIENT]
+        # Grappler puts names of its own before that which an operation had.
+        known = [
+            tuple(
+                self._scopes[scope]
+                for end in range(start + 1, len(parts) + 1)
+                if (scope := "/".join(parts[start:end])) in self._scopes
+            )
+            for start in range(len(parts))
+        ]
+        around = dict.fromkeys(max(known, key=len, default=()))
+        return tuple((path, self._layers[path]) for path in around if path in self._layers)
+
+    def name(self, name: str) -> str:
+        """Returns the path of the layer of an operation, such as "encoder/dense"; "" for none."""
+        path = self.path(name)
+        return path[-1][0] if path else ""
+
+    def layer(self, name: str) -> tf.keras.layers.Layer | None:
+        """Returns the innermost layer of an operation, or None."""
+        path = self.path(name)
+        return path[-1][1] if path else None
+
+
+def forward_name(name: str, known: Container[str]) -> str:
+    """Returns the name of the operation that one of the backward pass belongs to.
+
+    Args:
+        name: str. Of any operation.
+        known: the names of all operations.
+    """
+    before, is_gradient, after = name.partition(f"{_GRADIENT}/")
+    around = before + after if is_gradient else ""
+    while around:
+        around = around.rpartition("/")[0]
+        if around in known:
+            return around
+    return name
+
+
+def is_of_backward_pass(name: str) -> bool:
+    """Whether an operation with this name belongs to the backward pass."""
+    return _GRADIENT in name.split("/")
+
+
+def is_safe(kind: str, outputs: Sequence[tf.Tensor]) -> bool:
+    """Whether an operation returns the numbers that it takes: a cast to 8 bits changes many."""
+    return kind in _SAFE and not any(each.dtype.size == 1 for each in outputs)
+
+
+def layers_of_scope(scope: str) -> str:
+    """Returns the layers of a name scope; that of a gradient is the one of its forward pass."""
+    return re.sub(r"(^|/)(gradient_tape|replica_\d+)(?=/|$)", "", scope).strip("/")
+
+
+class Frame(NamedTuple):
+    """A function that was running when an operation was made.
+
+    Attributes:
+        file: str. The name of its file.
+        number: int. The number of its line.
+        name: str. Its name.
+    """
+
+    file: str
+    number: int
+    name: str = ""
+
+
+def line_of(operation: tf.Operation) -> Line | None:
+    """Returns the innermost line, in a program or in a layer that is not Keras's, of an operation.
+
+    Args:
+        operation: `tf.Operation`.
+
+    Returns:
+        The line; None if only TensorFlow, Keras and keras_mp had a part in it.
+    """
+    for file, number, _ in _inside_of_tools(operation):
+        if not messages.is_library(file):
+            return Line(file, number)
+    return None
+
+
+def maker_of(operation: tf.Operation) -> str:
+    """Returns whose code made an operation: "TensorFlow", "Keras", "keras_mp" or "user".
+
+    What is in the place of TensorFlow's functions is looked through, as is TensorFlow.
+
+    Args:
+        operation: `tf.Operation`.
+    """
+    for file, _, name in _inside_of_tools(operation):
+        package = messages.library_of(file)
+        if package is None:
+            return "user"
+        if file == compositions.__file__:
+            continue  # It stands in for a function of TensorFlow.
+        if any(file.endswith(end) and name in names for end, names in _HANDING_ON.items()):
+            continue
+        if package in _MAKERS and not any(part in file for part in _LIKE_TENSORFLOW):
+            return _MAKERS[package]
+    return "TensorFlow"
+
+
+def is_made_in(
+    operation: tf.Operation, files: Sequence[str], functions: Sequence[str] = ()
+) -> bool:
+    """Whether an operation was made by one of these functions, or by what they call.
+
+    Args:
+        operation: `tf.Operation`.
+        files: ends of file names; empty for any file of a library.
+        functions: names of functions; empty for any.
+    """
+    return any(
+        (file.endswith(tuple(files)) if files else messages.is_library(file))
+        and (not functions or name in functions)
+        for file, _, name in _inside_of_tools(operation)
+    )
+
+
+class Origin(NamedTuple):
+    """Where an operation comes from while a program runs.
+
+    Attributes:
+        is_gradient: whether it is a part of a gradient.
+        line: the innermost line that is the user's own or that of a layer of Keras, or None.
+        is_data: whether it belongs to a pipeline of `tf.data`.
+        is_of_a_tool: whether a tool of this subpackage made it, such as histograms that count.
+        layer: the path of its layer, or else its name scopes.
+    """
+
+    is_gradient: bool
+    line: Line | None
+    is_data: bool
+    is_of_a_tool: bool
+    layer: str = ""
+
+
+def running() -> Origin:
+    """Returns the origin of the operation that is running in eager."""
+    layer = watching.running_layer() or layers_of_scope(tf.get_current_name_scope())
+    return of_stack(_running_frames())._replace(layer=layer)
+
+
+def of_stack(frames: Iterable[Frame]) -> Origin:
+    """Finds the origin of an operation in a stack.
+
+    Args:
+        frames: the innermost first.
+    """
+    is_gradient, is_data, line = False, False, None
+    # The operation belongs to the caller of TensorFlow. In eager, this runs inside of TensorFlow.
+    was_below, is_of_a_tool = False, None
+    for file, number, _ in frames:
+        kind = _kind_of_file(file)
+        if any(part in file for part in _BELOW_TOOLS):
+            was_below = True
+        elif was_below and is_of_a_tool is None:
+            is_of_a_tool = kind == "tool"
+        # A gradient has a line only if it is a custom one; the line below is that of the tool.
+        if kind == "tool" and (line is not None or is_gradient):
+            break
+        if kind == "shown" and line is None:
+            line = Line(file, number)
+        is_gradient = is_gradient or kind == "gradient"
+        is_data = is_data or kind == "data"
+    return Origin(is_gradient, line, is_data, bool(is_of_a_tool))
+
+
+class GraphOrigins:
+    """Where operations come from that become a part of graphs, one after the other."""
+
+    def __init__(self) -> None:
+        # Of each operation of a forward pass, by its name; and the layers of the scopes that they
+        # are in.
+        self._forward: dict[str, tuple[str, Line | None]] = {}
+        self._layer_of_scope: dict[str, str] = {}
+
+    def of(self, operation: tf.Operation, name: str) -> Origin:
+        """Returns the origin of the next operation; of a gradient, with that of what it is of.
+
+        Args:
+            operation: `tf.Operation`.
+            name: str. Its name in the graph, which it may not have yet.
+        """
+        origin = of_stack(_frames(operation))
+        if origin.is_data or origin.is_of_a_tool:
+            return origin
+        layer, line = self._layer_and_line(operation.type, layers_of_scope(name), origin)
+        return origin._replace(layer=layer, line=line)
+
+    def _layer_and_line(self, kind: str, name: str, origin: Origin) -> tuple[str, Line | None]:
+        scope, running = name.rpartition("/")[0], watching.running_layer()
+        if not origin.is_gradient:
+            if running:
+                self._layer_of_scope[scope] = running
+            self._forward[name] = running or scope, origin.line
+            return self._forward[name]
+        # The name scope of a gradient is the name of the operation that it is of.
+        if scope in self._forward:
+            return self._forward[scope]
+        if running:
+            # A custom gradient, whose operations have no scope of the forward pass.
+            return running, origin.line
+        # Or the two are next to each other, SqrtGrad and Sqrt.
+        beside = f"{scope}/{kind.removesuffix('Grad')}".strip("/")
+        if beside in self._forward:
+            return self._forward[beside]
+        around = scope
+        while around:
+            around = around.rpartition("/")[0]
+            if around in self._layer_of_scope:
+                return self._layer_of_scope[around], origin.line
+        return scope, origin.line
+
+
+def _frames(operation: tf.Operation) -> Iterator[Frame]:
+    for frame in reversed(operation.traceback):
+        yield Frame(frame.filename, frame.lineno or 0, frame.name)
+
+
+def _inside_of_tools(operation: tf.Operation) -> Iterator[Frame]:
+    """Returns the frames of an operation up to those that traced it."""
+    return itertools.takewhile(lambda each: not each.file.startswith(_NUMERICS), _frames(operation))
+
+
+def _running_frames() -> Iterator[Frame]:
+    here = inspect.currentframe()
+    frame = here and here.f_back
+    while frame is not None:
+        yield Frame(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+
+
+@functools.cache
+def _kind_of_file(file: str) -> str:
+    if file == __file__:
+        return "library"
+    if file.startswith(_NUMERICS):
+        # The frames below are those of code that called a tool of this subpackage.
+        return "tool"
+    if file.endswith(_GRADIENT_FILES):
+        return "gradient"
+    if _DATA_FOLDER in file:
+        return "data"
+    is_layer = f"{os.sep}layers{os.sep}" in file and not file.endswith(_BASE_LAYERS)
+    return "shown" if is_layer or not messages.is_library(file) else "library"
