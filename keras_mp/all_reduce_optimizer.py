@@ -10,10 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.optimizer_wrapper import OptimizerWrapper, chain, refuse_all_reduce
+from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step import gradients, replicas, workers
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support.autograph import do_not_convert
+from keras_mp.wrappers.inner_optimizers import chain, refuse_all_reduce
 
 _CHOICES = ("bfloat16", "float32")
 _HINT = (

@@ -16,20 +16,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hooks, keras_api, losses, model_summary, optimizer_wrapper, regularizers
+from keras_mp import hooks, keras_api, losses, model_summary, regularizers
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.hooks import Method, Replacement, When, observers, reach
-from keras_mp.loss_scale_optimizer import (
-    LossScaleOptimizer,
-    find_loss_scale_optimizer,
-    wrapper_of,
-    wrappers_among,
-)
+from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrapper_of, wrappers_among
 from keras_mp.models import low_precision_weights, model_steps
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.wrappers.inner_optimizers import find_loss_scale_optimizer, has_all_reduce
 
 Compile = Callable[..., None]
 
@@ -206,7 +202,7 @@ def _sums_itself(model: tf.keras.Model, optimizers: Any) -> bool:
 
     It happens where a file is loaded under another policy, since Keras does not save a model's own.
     """
-    if not any(map(optimizer_wrapper.has_all_reduce, tf.nest.flatten(optimizers))):
+    if not any(map(has_all_reduce, tf.nest.flatten(optimizers))):
         return False
     layers = [
         layer

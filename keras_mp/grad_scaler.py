@@ -12,9 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import loss_scale as loss_scale_lib
-from keras_mp import optimizer_wrapper
 from keras_mp.hooks import observers
-from keras_mp.loss_scale_optimizer import find_loss_scale_optimizer
 from keras_mp.step import gradients, optimizer_adapter, replicas, state_rollback
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.grad_scaler_calls import GradScalerCalls, UnscaledGradScalerCalls
@@ -24,6 +22,7 @@ from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import host, selection, validation
 from keras_mp.support.autograph import do_not_convert
+from keras_mp.wrappers import inner_optimizers
 from keras_mp.wrappers.scaler_properties import ScalerProperties
 
 NewScale = float | tf.Tensor | tf.Variable | LossScale
@@ -331,7 +330,7 @@ def _scales_itself(optimizer: Any) -> bool:
         return True
     if isinstance(optimizer, v1.mixed_precision.MixedPrecisionLossScaleOptimizer):
         return True
-    return find_loss_scale_optimizer(optimizer) is not None
+    return inner_optimizers.find_loss_scale_optimizer(optimizer) is not None
 
 
 def _adapter_of(optimizer: Any) -> OptimizerAdapter:
@@ -342,8 +341,8 @@ def _adapter_of(optimizer: Any) -> OptimizerAdapter:
             "its own, and the loss would be scaled twice. Pass its `inner_optimizer`, and use "
             f"only that. Received: optimizer={optimizer!r}"
         )
-    optimizer_wrapper.refuse_all_reduce(optimizer, "GradScaler")
-    adapter, hint = optimizer_wrapper.adapter_of(optimizer), optimizer_wrapper.hint(optimizer)
+    inner_optimizers.refuse_all_reduce(optimizer, "GradScaler")
+    adapter, hint = inner_optimizers.adapter_of(optimizer), inner_optimizers.hint(optimizer)
     if adapter is None and not hint:
         adapter = optimizer_adapter.other_adapter(optimizer)
     if adapter is None:

@@ -20,8 +20,9 @@ from keras_mp.grappler import optimize, passes
 from keras_mp.grappler import report as reports
 from keras_mp.grappler.report import RewriteReport, RewrittenOperation
 from keras_mp.kernels import sums
-from keras_mp.loss_scale_optimizer import LossScaleOptimizer, find_loss_scale_optimizer, wrapper_of
+from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrapper_of
 from keras_mp.support import cpu, messages
+from keras_mp.wrappers.inner_optimizers import find_loss_scale_optimizer
 
 _Optimizer: TypeAlias = tf.keras.optimizers.Optimizer | tf.compat.v1.train.Optimizer
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.hooks import observers
 from keras_mp.loss_scale import LossScaleArgument
-from keras_mp.optimizer_wrapper import OptimizerWrapper, chain, refuse_all_reduce
+from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step import gradients
 from keras_mp.step.calls import GradientState
 from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
@@ -23,7 +23,7 @@ from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
-from keras_mp.wrappers import older_spellings
+from keras_mp.wrappers import inner_optimizers, older_spellings
 from keras_mp.wrappers.loss_scale_saving import LossScaleSaving
 from keras_mp.wrappers.scaler_properties import ScalerProperties
 
@@ -42,26 +42,13 @@ def wrapper_of(optimizer: tf.keras.optimizers.Optimizer) -> "LossScaleOptimizer 
     return None if reference is None else reference()
 
 
-def find_loss_scale_optimizer(optimizer: tf.keras.optimizers.Optimizer | None) -> Any:
-    """Finds the optimizer that scales the loss, among one and those that it wraps.
-
-    Args:
-        optimizer: An optimizer of `tf.keras`, or None.
-
-    Returns:
-        A `LossScaleOptimizer`, ours or Keras's own, or None.
-    """
-    scaling = (o for o in chain(optimizer) if isinstance(o, keras_api.KerasLossScaleOptimizer))
-    return next(scaling, None)
-
-
 def wrappers_among(optimizers: Any) -> "list[LossScaleOptimizer]":
     """Returns the optimizers of this class that scale the loss of a model.
 
     Args:
         optimizers: An optimizer, None, or a structure of them, as a model was compiled with.
     """
-    found = map(find_loss_scale_optimizer, tf.nest.flatten(optimizers))
+    found = map(inner_optimizers.find_loss_scale_optimizer, tf.nest.flatten(optimizers))
     return [optimizer for optimizer in found if isinstance(optimizer, LossScaleOptimizer)]
 
 
@@ -172,15 +159,15 @@ class LossScaleOptimizer(
         older_spellings.refuse_arguments_of_inner_optimizers(kwargs)
         if isinstance(inner_optimizer, (str, dict)):
             inner_optimizer = keras_api.get_optimizer(inner_optimizer)
-        if find_loss_scale_optimizer(inner_optimizer) is not None:
+        if inner_optimizers.find_loss_scale_optimizer(inner_optimizer) is not None:
             raise TypeError(
                 "A LossScaleOptimizer cannot wrap a LossScaleOptimizer: the loss would be scaled "
                 "twice. Use the one that you have, or wrap its `inner_optimizer`. "
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
-        refuse_all_reduce(inner_optimizer, "LossScaleOptimizer")
+        inner_optimizers.refuse_all_reduce(inner_optimizer, "LossScaleOptimizer")
         super().__init__(inner_optimizer, jit_compile)
-        wrapped = list(chain(inner_optimizer))
+        wrapped = list(inner_optimizers.chain(inner_optimizer))
         if any(wrapper_of(optimizer) is not None for optimizer in wrapped):
             raise ValueError(
                 "The optimizer is wrapped by a LossScaleOptimizer already (Model.compile may have "

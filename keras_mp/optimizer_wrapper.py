@@ -14,11 +14,11 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.models.layer_paths import paths_of_weights
 from keras_mp.step import gradients
-from keras_mp.step.optimizer_adapter import Loss, OptimizerAdapter, VarList
+from keras_mp.step.optimizer_adapter import Loss, VarList
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support import trackables, validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
-from keras_mp.wrappers.wrapper_adapter import WrapperAdapter
+from keras_mp.wrappers.inner_optimizers import adapter_of, chain, hint
 from keras_mp.wrappers.wrapper_delegation import WrapperDelegation, delegate_rest, names_of_wrappers
 from keras_mp.wrappers.wrapper_saving import WrapperSaving
 
@@ -344,69 +344,9 @@ class OptimizerWrapper(
         return self.iterations if operation is None else operation
 
 
-def chain(optimizer: tf.keras.optimizers.Optimizer | None) -> Iterator[Any]:
-    """Yields an optimizer, then its inner optimizer, and so on.
-
-    Args:
-        optimizer: An optimizer of `tf.keras`, or None, which yields nothing.
-    """
-    while optimizer is not None:
-        yield optimizer
-        optimizer = getattr(optimizer, "inner_optimizer", None)
-
-
-def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
-    """Returns the adapter of an optimizer of `tf.keras`, or of a wrapper of one.
-
-    Args:
-        optimizer: Any.
-
-    Returns:
-        An `OptimizerAdapter`, or None where the object is neither.
-    """
-    if isinstance(optimizer, OptimizerWrapper):
-        return WrapperAdapter(optimizer)
-    return keras_api.optimizer_adapter(optimizer)
-
-
-def has_all_reduce(optimizer: Any) -> bool:
-    """Whether an optimizer is an `AllReduceOptimizer`, or wraps one.
-
-    Args:
-        optimizer: An optimizer of `tf.keras`, or anything else.
-    """
-    wrappers = (each for each in chain(optimizer) if isinstance(each, OptimizerWrapper))
-    return any(type(wrapper)._is_all_reduce for wrapper in wrappers)
-
-
-def refuse_all_reduce(optimizer: Any, wrapper: str) -> None:
-    """Refuses an `AllReduceOptimizer` inside of a wrapper that sums gradients itself.
-
-    Args:
-        optimizer: An optimizer of `tf.keras`, or anything else.
-        wrapper: str. The name of the wrapper.
-
-    Raises:
-        TypeError: `optimizer` is an `AllReduceOptimizer`, or wraps one.
-    """
-    if has_all_reduce(optimizer):
-        raise TypeError(
-            f"The {wrapper} sums gradients over replicas itself, so the AllReduceOptimizer inside "
-            f"would never do so. Pass `reduce_dtype` to the {wrapper}, and let it wrap the inner "
-            f"optimizer directly. Received: {optimizer!r}"
-        )
-
-
 def _is_of_keras_mp(method: Callable[..., Any]) -> bool:
     return (method.__module__ or "").startswith("keras_mp.")
 
 
 delegate_rest(OptimizerWrapper)
 keras_api.convert_wrappers_to_legacy(OptimizerWrapper, OptimizerWrapper._with_inner)
-
-
-def hint(optimizer: Any) -> str:
-    """Returns a hint for an optimizer of the other Keras; empty for anything else."""
-    if type(optimizer).__module__.partition(".")[0] == keras_api.OTHER_PACKAGE:
-        return f". To use one of {keras_api.OTHER_PACKAGE}, {keras_api.switch_hint()}"
-    return ""

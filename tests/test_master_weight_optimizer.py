@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 import keras_mp
-from keras_mp.optimizer_wrapper import adapter_of, chain
+from keras_mp.wrappers.inner_optimizers import adapter_of, chain
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,

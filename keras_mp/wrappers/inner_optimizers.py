@@ -1,0 +1,123 @@
+"""Optimizers inside of others: which there are, and how a wrapper calls one."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp import keras_api
+from keras_mp.step.optimizer_adapter import Applied, DelegatingAdapter, OptimizerAdapter, Pairs
+
+
+class WrapperAdapter(DelegatingAdapter):
+    """A wrapper that is wrapped itself.
+
+    Args:
+        wrapper: An `OptimizerWrapper`.
+    """
+
+    # The wrapper saves the variables that Keras does not save.
+    is_saved_by_keras = True
+
+    def __init__(self, wrapper: tf.keras.optimizers.Optimizer) -> None:
+        super().__init__(wrapper, wrapper._adapter)
+
+    @property
+    def only_differentiates(self) -> bool:
+        return self.optimizer._only_differentiates()
+
+    @property
+    def overrides_minimize(self) -> bool:
+        return self.optimizer._overrides_minimize()
+
+    def hyperparameters(self) -> frozenset[str]:
+        return self.optimizer._hyperparameters
+
+    def build(self, variables: Sequence[Any]) -> None:
+        self.optimizer.build(variables)
+
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None,
+        grad_loss: tf.Tensor | None,
+    ) -> list[tuple[Any, Any]]:
+        return self.optimizer.compute_gradients(loss, var_list, tape, grad_loss)
+
+    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
+        return self.optimizer.apply_gradients(
+            grads_and_vars, name=name, skip_gradients_aggregation=not aggregate
+        )
+
+
+def chain(optimizer: tf.keras.optimizers.Optimizer | None) -> Iterator[Any]:
+    """Yields an optimizer, then its inner optimizer, and so on.
+
+    Args:
+        optimizer: An optimizer of `tf.keras`, or None, which yields nothing.
+    """
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def find_loss_scale_optimizer(optimizer: tf.keras.optimizers.Optimizer | None) -> Any:
+    """Finds the optimizer that scales the loss, among one and those that it wraps.
+
+    Args:
+        optimizer: An optimizer of `tf.keras`, or None.
+
+    Returns:
+        A `LossScaleOptimizer`, ours or Keras's own, or None.
+    """
+    scaling = (o for o in chain(optimizer) if isinstance(o, keras_api.KerasLossScaleOptimizer))
+    return next(scaling, None)
+
+
+def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
+    """Returns the adapter of an optimizer of `tf.keras`, or of a wrapper of one.
+
+    Args:
+        optimizer: Any.
+
+    Returns:
+        An `OptimizerAdapter`, or None where the object is neither.
+    """
+    if isinstance(getattr(optimizer, "_adapter", None), OptimizerAdapter):
+        return WrapperAdapter(optimizer)
+    return keras_api.optimizer_adapter(optimizer)
+
+
+def has_all_reduce(optimizer: Any) -> bool:
+    """Whether an optimizer is an `AllReduceOptimizer`, or wraps one.
+
+    Args:
+        optimizer: An optimizer of `tf.keras`, or anything else.
+    """
+    return any(getattr(type(each), "_is_all_reduce", False) for each in chain(optimizer))
+
+
+def refuse_all_reduce(optimizer: Any, wrapper: str) -> None:
+    """Refuses an `AllReduceOptimizer` inside of a wrapper that sums gradients itself.
+
+    Args:
+        optimizer: An optimizer of `tf.keras`, or anything else.
+        wrapper: str. The name of the wrapper.
+
+    Raises:
+        TypeError: `optimizer` is an `AllReduceOptimizer`, or wraps one.
+    """
+    if has_all_reduce(optimizer):
+        raise TypeError(
+            f"The {wrapper} sums gradients over replicas itself, so the AllReduceOptimizer inside "
+            f"would never do so. Pass `reduce_dtype` to the {wrapper}, and let it wrap the inner "
+            f"optimizer directly. Received: {optimizer!r}"
+        )
+
+
+def hint(optimizer: Any) -> str:
+    """Returns a hint for an optimizer of the other Keras; empty for anything else."""
+    if type(optimizer).__module__.partition(".")[0] == keras_api.OTHER_PACKAGE:
+        return f". To use one of {keras_api.OTHER_PACKAGE}, {keras_api.switch_hint()}"
+    return ""
