@@ -35,6 +35,7 @@ CURES = {
     "use its lowest number, {lowest:.5g}, or tf.where on the result.",
     "too large": "Compute it in float32, or scale its inputs down.",
     "too large for float16": "Compute it in float32, scale its inputs down, or use mixed_bfloat16.",
+    "too large for float32": "Scale its inputs down: float32 alone is not enough.",
     "too small": "Compute it in float32, or scale its inputs up. An epsilon must be a number that "
     "{dtype} can represent.",
     "not finite": "Keep its inputs where its results are finite: for example, with "
@@ -66,21 +67,27 @@ def of_weights(largest: float) -> str:
     return f"Weights {reached}: if training has made them so, it has diverged. {restart}."
 
 
-def of_overflow(dtype: str, largest_weight: float, largest_input: float) -> tuple[str, str]:
+def of_overflow(
+    dtype: str, largest_weight: float, largest_input: float, in_float32: int = 0
+) -> tuple[str, str]:
     """Returns what to add to a sentence about an overflow, and its cure.
 
     Args:
         dtype: str. In which it is.
         largest_weight: float, of the model; NaN where weights are not finite.
         largest_input: float, of the batch.
+        in_float32: int. How many of the results are not finite in float32, either.
     """
-    cure = CURES["too large for float16" if dtype == "float16" else "too large"]
+    why, cure = "", CURES["too large for float16" if dtype == "float16" else "too large"]
+    if in_float32:
+        why = f" {in_float32:,} of its results are not finite in float32, either."
+        cure = CURES["too large for float32"]
     later = cure[0].lower() + cure[1:]
     if not largest_weight < LARGE_WEIGHTS:
-        return f" Weights reach {largest_weight:.3g}.", CURES["weights"] + later
+        return f"{why} Weights reach {largest_weight:.3g}.", CURES["weights"] + later
     if largest_input >= LARGE_INPUTS:
-        return f" The inputs of the batch reach {largest_input:.3g}.", CURES["inputs"] + later
-    return "", cure
+        return f"{why} The inputs of the batch reach {largest_input:.3g}.", CURES["inputs"] + later
+    return why, cure
 
 
 def begun(

@@ -131,6 +131,17 @@ def test_a_mask_of_minus_1e9():
     assert "-65504" in finding.cure
 
 
+def test_a_dropout_rate_that_is_1_in_bfloat16():
+    x = np.ones([8, 16], "float32")
+    model = classifier(lambda: L.Dropout(0.999, name="drop"), dtype="bfloat16")
+    finding = found(model, (x, CLASSES))["a dropout rate that 16 bits do not hold"]
+    assert finding.where == "drop"
+    assert "0.00% of all numbers are kept, and 0.10% should be" in finding.why
+    assert "0 of 128 are" in finding.why
+    sound = (lambda: L.Dropout(0.9), lambda: L.Dropout(0.999, dtype="float32"))
+    assert not found(classifier(*sound, dtype="bfloat16"), (x, CLASSES))
+
+
 class MaskedRows(L.Layer):
     def call(self, x):
         scores = tf.where(x > 100, x, x * 0 + x.dtype.as_numpy_dtype(-1e9))

@@ -39,6 +39,7 @@ HAZARDS = (
     Hazard(step.weights, step.judge_weights),
     Hazard(step.replicas, step.judge_replicas),
     Hazard(step.updates, step.judge_updates),
+    Hazard(values.dropouts, values.judge_dropout),
     Hazard(values.written_weights, values.judge_written_weight),
     Hazard(states.sums, states.judge_sum),
     Hazard(states.averages, states.judge_average),

@@ -68,6 +68,7 @@ class _Cause(NamedTuple):
         origin: the place of the one where it began.
         ended: that of the one whose numbers are counted: the first with NaN, if there is one.
         number: float. How many of them are not finite.
+        begun: float. How many of the first one are not.
         are: str. What they are, and what follows from it.
         zeros: array. How many numbers of each result are 0 in 16 bits only.
         bad: array. How many numbers of each are not finite in float32 either.
@@ -77,6 +78,7 @@ class _Cause(NamedTuple):
     origin: int
     ended: int
     number: float
+    begun: float
     are: str
     zeros: np.ndarray
     bad: np.ndarray
@@ -144,7 +146,8 @@ def judge(
         return None
     number, what = (counts[ended, 2], "NaN") if nan[ended] else (counts[ended].sum(), "infinite")
     so = "so is the loss" if loss else "so are gradients, though the loss is not"
-    found = _Cause(results, origin, ended, number, f"are {what}; {so}", *exact.T)
+    begun, are = counts[origin].sum(), f"are {what}; {so}"
+    found = _Cause(results, origin, ended, number, begun, are, *exact.T)
     return (
         _constant(found, is_bad)
         or _large_input(found, dict(zip(inputs, map(float, sizes[1:]))))
@@ -285,9 +288,9 @@ def _underflow(cause: _Cause) -> Said | None:
 
 
 def _in_every_dtype(cause: _Cause) -> Said | None:
-    """The result is not finite in float32 either."""
+    """The result is not finite in float32 either, for the most part."""
     origin = cause.results[cause.origin]
-    if origin.is_narrow and not cause.bad[cause.origin]:
+    if origin.is_narrow and 2 * cause.bad[cause.origin] < cause.begun:
         return None
     if origin.constant is not None or origin.type == "Placeholder":
         return None
@@ -307,7 +310,9 @@ def _overflow(cause: _Cause, largest_input: float, largest_weight: float) -> Sai
         return None
     largest = LARGEST.get(origin.dtype)
     beyond = f" (the largest {origin.dtype} is {largest:,.0f})" if largest else ""
-    more, cure = causes.of_overflow(origin.dtype, largest_weight, largest_input)
+    more, cure = causes.of_overflow(
+        origin.dtype, largest_weight, largest_input, int(cause.bad[cause.origin])
+    )
     return Said(
         "an overflow in the forward pass",
         f"{origin.type} in {origin.dtype} is the first operation with finite inputs whose results "

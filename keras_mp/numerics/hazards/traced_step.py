@@ -85,7 +85,7 @@ class TracedStep:
         return {operation.name: operation for operation in self.operations}
 
     def in_16_bits(self, types: Iterable[str], forward: bool = True) -> Iterator[tf.Operation]:
-        """Yields operations of some types that compute in 16 bits.
+        """Yields operations of some types that return numbers in 16 bits.
 
         Args:
             types: names of operations.

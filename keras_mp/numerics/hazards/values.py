@@ -1,5 +1,6 @@
-"""Values that 16 bits cannot hold: epsilons, sums, labels, inputs, what is written."""
+"""Values that 16 bits cannot hold: epsilons, sums, labels, inputs, rates, what is written."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -24,6 +25,10 @@ from keras_mp.support.dtypes import LOW_PRECISION
 
 _DIVIDE = op_table.ops("divisions", "reciprocals") | {"Log"}
 _FEW = 8
+# From random numbers between 0 and 1 to those that a program asks for.
+_FROM_RANDOM = op_table.ops("additions", "multiplications")
+# By which share what a dropout keeps may be wrong.
+_MOST_OFF = 0.05
 _SAME = ("Identity", "Cast", "Reshape", "ExpandDims", "Squeeze")
 
 
@@ -212,6 +217,43 @@ def _in_a_layer(step: TracedStep, takers: list[tf.Operation]) -> tf.Operation:
                 return taker
         takers = [after for each in takers for out in each.outputs for after in out.consumers()]
     return first
+
+
+def dropouts(step: TracedStep) -> Iterator[Observed]:
+    """A dropout compares random numbers in 16 bits with its rate."""
+    for operation in step.in_16_bits(("SelectV2",)):
+        compared, scaled = (each.op for each in operation.inputs[:2])
+        if compared.type != "GreaterEqual" or scaled.type != "Mul":
+            continue
+        numbers, dtype = compared.inputs[0], compared.inputs[0].dtype
+        rate, factor = (static_value(each.inputs[1]) for each in (compared, scaled))
+        is_random = "RandomUniform" in before(numbers, _FROM_RANDOM).op.type
+        if not is_random or dtype not in LOW_PRECISION or rate is None or factor is None:
+            continue
+        yield Observed(
+            operation,
+            dtype=dtype.name,
+            # Both are rounded; the layer has the number that the program asked for.
+            rate=getattr(step.layers.layer(operation.name), "rate", 1 - 1 / float(factor)),
+            rounded=float(rate),
+            kept=count(compared.outputs[0]),
+            size=tf.size(numbers),
+        )
+
+
+def judge_dropout(dtype: str, rate: float, rounded: float, kept: int, size: int) -> Said | None:
+    """There are few random numbers in 16 bits, and the rate is rounded as well."""
+    spacing = 2 * UNIT_ROUNDOFF[dtype]
+    share = 1 - math.ceil(rounded / spacing) * spacing
+    if share and abs(share - (1 - rate)) <= _MOST_OFF * (1 - rate):
+        return None
+    return Said(
+        "a dropout rate that 16 bits do not hold",
+        f"Its rate, {rate:.6g}, is compared with random numbers in {dtype}, which are multiples "
+        f"of {spacing:.2g}: {share:.2%} of all numbers are kept, and {1 - rate:.2%} should be. Of "
+        f"this batch {kept:,} of {size:,} are.",
+        'Give this layer dtype="float32".',
+    )
 
 
 def written_weights(step: TracedStep) -> Iterator[Observed]:

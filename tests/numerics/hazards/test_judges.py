@@ -35,6 +35,11 @@ JUDGED = {
         | {"largest": 300.0},
         *("inputs that are rounded", "go up to 300, 7 become other integers"),
     ),
+    values.judge_dropout: (
+        {"dtype": "bfloat16", "rate": 0.9, "rounded": 0.8984375, "kept": 12, "size": 128},
+        {"dtype": "bfloat16", "rate": 0.99, "rounded": 0.98828125, "kept": 1, "size": 128},
+        *("a dropout rate that 16 bits do not hold", "0.78% of all numbers are kept, and 1.00%"),
+    ),
     states.judge_sum: (
         {"dtype": "bfloat16", "least": -1.0, "most": 1.0},
         {"dtype": "bfloat16", "least": 1.0, "most": 1.0},
@@ -172,7 +177,7 @@ def judged(*results, nan=(), infinite=(), loss=1.0, gradients=0.0, zeros=(), wid
         "loss": loss,
         "gradients": gradients,
         "counts": np.array(counts),
-        "exact": np.array([[3 * (i in zeros), i in wide] for i in places]),
+        "exact": np.array([[3 * (i in zeros), dict(wide).get(i, 0)] for i in places]),
         "sizes": np.array([0.0, 1.0]),
         "largest_weight": 1.0,
     }
@@ -207,20 +212,27 @@ def test_nothing_is_said_of_finite_numbers_or_of_what_has_no_effect():
             "finite (the largest float16 is 65,504): 2 results of Mean are NaN; so is the loss.",
         ),
         (
-            {"infinite": [2, 3], "zeros": [1], "wide": [2]},
+            {"infinite": [1, 2], "nan": [3], "wide": {1: 1, 2: 4}},
+            *("an overflow in the forward pass", "Square"),
+            "Square in float16 is the first operation with finite inputs whose results are not "
+            "finite (the largest float16 is 65,504): 2 results of Mean are NaN; so is the loss. 1 "
+            "of its results are not finite in float32, either.",
+        ),
+        (
+            {"infinite": [2, 3], "zeros": [1], "wide": {2: 4}},
             *("an underflow in the forward pass", "Square"),
             "3 results of Square are 0 in float16, whose smallest number is 6e-08, but not in "
             "float32. Log of them is the first result that is not finite: 4 of Log are infinite; "
             "so is the loss.",
         ),
         (
-            {"nan": [2, 3], "wide": [2], "loss": 0.0, "gradients": 1.0},
+            {"nan": [2, 3], "wide": {2: 1}, "loss": 0.0, "gradients": 1.0},
             *("a result that is not finite in any dtype", "Log"),
             "Log is the first operation with finite inputs whose results are not finite, in "
             "float32, too: 2 results of Log are NaN; so are gradients, though the loss is not.",
         ),
     ],
-    ids=["overflow", "underflow", "any_dtype"],
+    ids=["overflow", "overflow_in_float32", "underflow", "any_dtype"],
 )
 def test_the_cause_of_what_is_not_finite(where, hazard, at, why):
     said = judged(*CHAIN, **where)
