@@ -1,9 +1,7 @@
-"""The observer of layers: what each returns and which of them is running, while a step is made.
+"""Observers of layers: what each returns and which of them is running, while a step is made.
 
-Meanwhile a layer that is observed has a function around its `call`, an attribute of the instance
-that all observers share. Calls are shown in the thread that observes, which may be that of a
-replica; which layer is running is known in each thread. It works in eager and while a graph is
-made.
+Outputs are shown in the thread that observes, which may be that of a replica; which layer is
+running is known in each thread.
 """
 
 import contextlib
@@ -16,10 +14,10 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.hooks import observers, wrapped
-from keras_mp.layer_calls import raw_inputs
+from keras_mp.layer_calls import layer_observers, raw_inputs
+from keras_mp.layer_calls.layer_observers import LayerCall, LayerObserver
 from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.support import attributes, marks
-from keras_mp.support.autograph import do_not_convert
 from keras_mp.tensorflow_api import gradients
 
 Watcher = Callable[[str, tf.Tensor, list[Any]], tf.Tensor]
@@ -60,6 +58,49 @@ def watching_calls(
         yield
 
 
+class _Outputs(LayerObserver):
+    """Shows a watcher what layers return."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+
+    def outputs(self, call: LayerCall, outputs: Any) -> Any:
+        if keras_api.is_symbolic():
+            return outputs
+
+        def shown(value: Any) -> Any:
+            if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
+                return value
+            result = self._watcher(call.path, value, tf.nest.flatten((call.args, call.kwargs)))
+            if result is value:
+                return value
+            raw_inputs.copy_note(value, result)
+            return marks.copy(value, result)
+
+        return tf.nest.map_structure(shown, outputs)
+
+    def failed(self, call: LayerCall) -> None:
+        _thread.raised_in = _thread.raised_in or call.layer
+
+
+class _Running(LayerObserver):
+    """Notes which layers a thread is calling."""
+
+    def inputs(self, call: LayerCall) -> None:
+        _thread.running = (*_thread.running, id(call.layer))
+
+    def outputs(self, call: LayerCall, outputs: Any) -> Any:
+        self.failed(call)
+        return outputs
+
+    def failed(self, call: LayerCall) -> None:
+        del call
+        _thread.running = _thread.running[:-1]
+
+
+_running = _Running()
+
+
 def watching_outputs(
     layers: Mapping[str, Any], watcher: Watcher
 ) -> contextlib.AbstractContextManager[None]:
@@ -72,21 +113,7 @@ def watching_outputs(
             tensor's place. Not called while Keras only asks for shapes.
     """
     _thread.raised_in = None
-
-    def wrap(path: str, layer: Any, call: Callable[..., _T]) -> Callable[..., _T]:
-        # AutoGraph converts this one, and so what it calls, which a user may have written.
-        @functools.wraps(call)
-        def shown(*args: Any, **kwargs: Any) -> _T:
-            try:
-                result = raw_inputs.rounded(layer, call(*args, **kwargs))
-            except Exception:
-                _thread.raised_in = _thread.raised_in or layer
-                raise
-            return _shown(path, watcher, result, (args, kwargs))
-
-        return shown
-
-    return watching_calls(layers.items(), wrap)
+    return layer_observers.attached(_Outputs(watcher), layers.items())
 
 
 @contextlib.contextmanager
@@ -107,9 +134,7 @@ def naming(models: Iterable[tf.keras.Model]) -> Iterator[None]:
     _namings[id(paths)] = paths
     try:
         with contextlib.ExitStack() as stack:
-            for _, layer in named:
-                wrap = functools.partial(_running, layer)
-                stack.enter_context(wrapped.everywhere(layer, "call", wrap))
+            stack.enter_context(layer_observers.attached(_running, named, to_all_threads=True))
             hook = gradients.record_operation
             wrap = _with_layer_in_backward_pass
             stack.enter_context(wrapped.everywhere(hook.owner, hook.attribute, wrap))
@@ -145,15 +170,6 @@ def watching_gradients(
     return wrapped.everywhere(optimizer, "apply_gradients", _told)
 
 
-def _running(layer: Any, call: Callable[..., _T]) -> Callable[..., _T]:
-    @functools.wraps(call)
-    def running(*args: Any, **kwargs: Any) -> _T:
-        with attributes.replaced(_thread, "running", (*_thread.running, id(layer))):
-            return raw_inputs.rounded(layer, call(*args, **kwargs))
-
-    return running
-
-
 def _with_layer_in_backward_pass(record_operation: Callable[..., _T]) -> Callable[..., _T]:
     """Makes the layer known again while a gradient function of the program runs.
 
@@ -177,23 +193,6 @@ def _with_layer_in_backward_pass(record_operation: Callable[..., _T]) -> Callabl
         return record_operation(op_type, output_tensors, input_tensors, backward, forward_function)
 
     return recorded
-
-
-@do_not_convert
-def _shown(path: str, watcher: Watcher, outputs: _T, arguments: tuple[Any, ...]) -> _T:
-    if keras_api.is_symbolic():
-        return outputs
-
-    def shown(value: Any) -> Any:
-        if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
-            return value
-        result = watcher(path, value, tf.nest.flatten(arguments))
-        if result is value:
-            return value
-        raw_inputs.copy_note(value, result)
-        return marks.copy(value, result)
-
-    return tf.nest.map_structure(shown, outputs)
 
 
 def _told(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:
