@@ -187,9 +187,6 @@ class Report:
     Graphs of TensorFlow 1 have it, which would save every variable that a report has.
     """
 
-    def look_next_time(self) -> None:
-        """Makes the next `record` look, after `warn_after` or the like has changed."""
-
     def watch(self) -> None:
         """Prepares the function that is being traced for `record`."""
 
