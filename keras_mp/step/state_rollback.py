@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.support import host, messages
+from keras_mp.support import function_graphs, host, messages, variable_ops
 from keras_mp.support.autograph import do_not_convert
-from keras_mp.variables import casts, scope
+from keras_mp.variables import scope
 
 
 class Weight(NamedTuple):
@@ -328,7 +328,7 @@ class _Step:
             return [(w.handle, values[key]) for key, w in weights.items() if key in values]
         histories = [
             _History(graph, self._starts.get(graph, 0))
-            for graph in casts.graphs_of_branches(host.current_graph())
+            for graph in function_graphs.graphs_of_branches(host.current_graph())
         ]
         old, unknown = [], []
         for weight in weights.values():
@@ -373,7 +373,7 @@ class _History:
         uses = {self._places[op.name]: op for op in inside.consumers()}
         for place in sorted(uses):
             if place >= self._start:
-                yield uses[place], not casts.only_reads(uses[place], inside)
+                yield uses[place], not variable_ops.only_reads(uses[place], inside)
 
 
 def _before_first_write(

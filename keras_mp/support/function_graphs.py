@@ -5,6 +5,7 @@ This module needs TensorFlow only.
 
 import functools
 from concurrent import futures
+from typing import Any
 
 import tensorflow as tf
 
@@ -38,6 +39,18 @@ def is_branch(graph: object) -> bool:
         graph: any graph, or None.
     """
     return isinstance(graph, _classes()[1])
+
+
+def graphs_of_branches(graph: tf.Graph) -> list[tf.Graph]:
+    """Returns a graph, preceded by the graphs around it if it is a branch.
+
+    The outermost graph comes first. A graph that is no branch of a condition comes alone. Each of
+    them runs once where the others do.
+    """
+    graphs: list[Any] = [graph]
+    while is_branch(graphs[0]):
+        graphs.insert(0, graphs[0].outer_graph)
+    return graphs
 
 
 @functools.cache

@@ -2,8 +2,10 @@
 
 Other modules decide by kind: the dtype of an operation in a region of `autocast`
 (`op_autocast/cast_policy.py`), and which operations count as computations, sums or divisions. This
-module is data only, and imports nothing.
+module is data only.
 """
+
+from keras_mp.support import variable_ops
 
 _TABLE = {
     # Products and convolutions.
@@ -89,8 +91,8 @@ _TABLE = {
     "constants": "Const",
     "results": "_Retval",
     "variables": "VarHandleOp",
-    "reads of variables": "ReadVariableOp ResourceGather ResourceGatherNd VariableV2",
-    "looks at variables": "VariableShape VarIsInitializedOp",
+    "reads of variables": variable_ops.READS,
+    "looks at variables": variable_ops.LOOKS,
     "writes of variables": "AssignVariableOp",
     "files": "SaveV2",
     # Calls, conditions, loops; loops that grappler has lowered consist of frames.

@@ -15,11 +15,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.support import attributes, features, host, op_table
+from keras_mp.support import attributes, features, host, variable_ops
 from keras_mp.tensorflow_api import graphs
 from keras_mp.tensorflow_api.features import WITHOUT_BRANCHES
 
-_READS = op_table.ops("reads of variables", "looks at variables")
 # Operations that write to the rows of a variable that the second input names.
 _ROW_WRITES = frozenset(
     f"ResourceScatter{kind}" for kind in ("Add", "Sub", "Mul", "Div", "Min", "Max", "Update")
@@ -136,7 +135,7 @@ def writes_only_if(condition: tf.Tensor) -> Iterator[None]:
     def create(op_type: str, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> tf.Operation:
         nonlocal is_own
         # Collectives order themselves.
-        is_read = op_type in _READS or op_type.startswith("Collective")
+        is_read = op_type in variable_ops.THAT_ONLY_READ or op_type.startswith("Collective")
         handles = [] if is_own or is_read else list(filter(_is_of_variable, inputs))
         if not handles:
             return own(op_type, inputs, *args, **kwargs)

@@ -17,14 +17,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp.hooks import own_gradient
-from keras_mp.support import features, function_graphs, host, op_table
+from keras_mp.support import features, function_graphs, host, variable_ops
 from keras_mp.support.attributes import replaced
 from keras_mp.tensorflow_api.features import SHARED_CASTS
-
-# Operations that take the handle of a variable and leave its value alone.
-_READS = op_table.ops("reads of variables", "looks at variables")
-# The attribute of operations that call a function: which of their inputs the function only reads.
-_READ_ONLY_INPUTS = "_read_only_resource_inputs"
 
 
 class _SharedCast(NamedTuple):
@@ -180,18 +175,6 @@ def hold(casts: Mapping[int, tf.Tensor]) -> contextlib.AbstractContextManager[No
     return replaced(_thread, "held", {**_thread.held, **held})
 
 
-def graphs_of_branches(graph: tf.Graph) -> list[tf.Graph]:
-    """Returns a graph, preceded by the graphs around it if it is a branch.
-
-    The outermost graph comes first. A graph that is no branch of a condition comes alone. Each of
-    them runs once where the others do.
-    """
-    graphs: list[Any] = [graph]
-    while function_graphs.is_branch(graphs[0]):
-        graphs.insert(0, graphs[0].outer_graph)
-    return graphs
-
-
 def _graphs_within(outer: tf.Graph | None) -> list[tf.Graph] | None:
     """Returns the graphs of branches and loops being built in a graph.
 
@@ -235,18 +218,7 @@ def _writers(handle: tf.Tensor) -> frozenset[str] | None:
 
     Returns None if some of them may be unseen.
     """
-    writers = [op for op in handle.consumers() if not only_reads(op, handle)]
+    writers = [op for op in handle.consumers() if not variable_ops.only_reads(op, handle)]
     if any(output.dtype == tf.resource for op in writers for output in op.outputs):
         return None
     return frozenset(op.name for op in writers)
-
-
-def only_reads(op: tf.Operation, handle: tf.Tensor) -> bool:
-    """Whether an operation with a variable's handle as input leaves its value alone."""
-    if op.type in _READS:
-        return True
-    try:
-        read_only = set(op.get_attr(_READ_ONLY_INPUTS))
-    except ValueError:
-        return False
-    return all(i in read_only for i, value in enumerate(op.inputs) if value is handle)
