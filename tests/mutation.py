@@ -50,6 +50,7 @@ _TESTS = {
         *_STEP,
         "tests/replicas",
     ],
+    "keras_mp/reports/value_counts.py": ["tests/reports/test_overflows.py", *_STEP],
     "keras_mp/reports/skip_report.py": ["tests/step/test_skipped_steps.py", *_STEP],
     "keras_mp/step/outcomes.py": [
         "tests/test_grad_scaler.py",

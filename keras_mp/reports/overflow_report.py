@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.step.finiteness import UNCOUNTED
+from keras_mp.reports.value_counts import UNCOUNTED
 from keras_mp.support import text_tables
 
 # How many variables a text names.

@@ -21,8 +21,8 @@ from keras_mp.reports.overflow_report import (
     places_of,
 )
 from keras_mp.reports.skipped_step import UNKNOWN, SkippedStep
+from keras_mp.reports.value_counts import COUNTS
 from keras_mp.step import replicas
-from keras_mp.step.finiteness import COUNTS
 from keras_mp.step.loss_scales import state_variable
 from keras_mp.support import host
 from keras_mp.support.references import reference

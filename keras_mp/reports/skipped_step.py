@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.step import finiteness, gradients, replicas
-from keras_mp.step.finiteness import COUNTS
+from keras_mp.reports import value_counts
+from keras_mp.reports.value_counts import COUNTS
+from keras_mp.step import gradients, replicas
 from keras_mp.step.scaled_step import Names
 from keras_mp.step.state_rollback import Input, Weight, name_of
 from keras_mp.support import host, selection
@@ -32,7 +33,7 @@ class SkippedStep(NamedTuple):
         counts: `COUNTS` tensor of shape [rows, 1 + variables + inputs, 3]. Each replica has a row;
             with `has_total`, a last row is for the gradients that were tested. A row begins with
             the loss: -1 if it is unknown, and a third number of 1 if the replica had no examples.
-            `finiteness.count_not_finite` defines the numbers of gradients. The third number of an
+            `value_counts.count_not_finite` defines the numbers of gradients. The third number of an
             input is how many values are infinite only in the dtype of the model.
         zeros: int64 scalar tensor. How many in a thousand values of the gradients are 0; -1 if they
             were not counted.
@@ -166,7 +167,7 @@ def _row_of_replica(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Counts a replica's values that are not finite, and zeros in what it sent."""
     is_counted = not selection.is_without_branches()
-    zeros = gradients.zeros_in_a_thousand(sent) if is_counted else tf.constant(-1, tf.int64)
+    zeros = value_counts.zeros_in_a_thousand(sent) if is_counted else tf.constant(-1, tf.int64)
     before = [*unclipped, *[None] * (len(sent) - len(unclipped))] if unclipped else []
     counts = _counts([*losses, *before, *sent])
     if not before and len(losses) == 1 and losses[0].shape.rank == 0:
@@ -190,13 +191,13 @@ def _row_of_totals(totals: Sequence[gradients.Gradient], inputs: int) -> tf.Tens
     return tf.concat([tf.zeros([1, 3], COUNTS), counts, tf.zeros([inputs, 3], COUNTS)], 0)
 
 
-_counts_of = host.shared_operation(finiteness.count_not_finite)
-_compiled_flags_of = host.shared_operation(finiteness.flag_not_finite, jit_compile=True)
+_counts_of = host.shared_operation(value_counts.count_not_finite)
+_compiled_flags_of = host.shared_operation(value_counts.flag_not_finite, jit_compile=True)
 
 
 def _counts(
     values: Sequence[gradients.Gradient],
-    count: Callable[..., tf.Tensor] = finiteness.count_not_finite,
+    count: Callable[..., tf.Tensor] = value_counts.count_not_finite,
 ) -> tf.Tensor:
     """Counts values that are not finite.
 
@@ -205,7 +206,7 @@ def _counts(
     if selection.is_selecting():
         count = _compiled_flags_of
     elif selection.is_without_branches():
-        count = finiteness.flag_not_finite
+        count = value_counts.flag_not_finite
     return count(values)
 
 
@@ -213,10 +214,10 @@ def _row_of_input(given: Input) -> tf.Tensor:
     """Counts values that are not finite in an input, or not as the model casts it."""
     third = tf.constant([0, 0, 1], COUNTS)
     if selection.is_without_branches():
-        flags = finiteness.flag_not_finite([given.value])
-        is_large = finiteness.is_any_at_least(given.value, given.limit)
+        flags = value_counts.flag_not_finite([given.value])
+        is_large = value_counts.is_any_at_least(given.value, given.limit)
         is_only_large = is_large & tf.reduce_all(tf.equal(flags, 0))
-        return flags + tf.where(is_only_large, finiteness.UNCOUNTED * third, 0)
+        return flags + tf.where(is_only_large, value_counts.UNCOUNTED * third, 0)
     is_large = tf.abs(given.value) >= tf.cast(given.limit, given.value.dtype)
     large = tf.reduce_sum(tf.cast(is_large & tf.math.is_finite(given.value), COUNTS))
-    return finiteness.count_not_finite([given.value]) * [1, 1, 0] + large * third
+    return value_counts.count_not_finite([given.value]) * [1, 1, 0] + large * third

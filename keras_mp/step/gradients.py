@@ -374,13 +374,3 @@ class ScalingTape(tf.GradientTape):
     def _unscaled(self, computed: Any) -> Any:
         flat = unscale(tf.nest.flatten(computed), self._loss_scale)
         return tf.nest.pack_sequence_as(computed, flat)
-
-
-def zeros_in_a_thousand(grads: Sequence[Gradient]) -> tf.Tensor:
-    """Returns how many in a thousand gradient values are 0, an int64 scalar tensor."""
-    values = [each for each in map(_values, grads) if each is not None]
-    if not values:
-        return tf.zeros([], tf.int64)
-    nonzeros = tf.add_n([tf.math.count_nonzero(each) for each in values])
-    size = tf.maximum(tf.add_n([tf.size(each, tf.int64) for each in values]), 1)
-    return 1000 - tf.cast(tf.round(1000 * nonzeros / size), tf.int64)
