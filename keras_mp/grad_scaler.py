@@ -13,11 +13,12 @@ import tensorflow as tf
 
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.hooks import observers
-from keras_mp.step import gradients, optimizer_adapter, replicas, state_rollback
+from keras_mp.step import gradients, replicas, state_rollback
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.grad_scaler_calls import GradScalerCalls, UnscaledGradScalerCalls
 from keras_mp.step.loss_scales import FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.step.other_adapters import other_adapter
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import host, selection, validation
@@ -344,7 +345,7 @@ def _adapter_of(optimizer: Any) -> OptimizerAdapter:
     inner_optimizers.refuse_all_reduce(optimizer, "GradScaler")
     adapter, hint = inner_optimizers.adapter_of(optimizer), inner_optimizers.hint(optimizer)
     if adapter is None and not hint:
-        adapter = optimizer_adapter.other_adapter(optimizer)
+        adapter = other_adapter(optimizer)
     if adapter is None:
         raise TypeError(
             "Expected an optimizer of `tf.keras`, a tf.compat.v1.train.Optimizer, an object with a "

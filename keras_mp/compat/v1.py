@@ -23,7 +23,8 @@ from keras_mp.hooks import observers
 from keras_mp.step import gradients, replicas
 from keras_mp.step.calls import Calls, GradientState
 from keras_mp.step.loss_scales import LossScale
-from keras_mp.step.optimizer_adapter import Loss, V1Optimizer
+from keras_mp.step.optimizer_adapter import Loss
+from keras_mp.step.other_adapters import V1Optimizer
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import messages, trackables

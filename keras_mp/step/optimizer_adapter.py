@@ -1,7 +1,6 @@
 """The interface by which a step calls an optimizer.
 
-The adapters for optimizers of `tf.keras` are in `keras_api`. At the end of this module are those
-for optimizers of TensorFlow 1, for Sonnet's, and for functions.
+The adapters for optimizers of `tf.keras` are in `keras_api`, those for others in `other_adapters`.
 """
 
 import abc
@@ -13,10 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step import gradients, replicas, scaled_losses
+from keras_mp.step import gradients, scaled_losses
 from keras_mp.step.compiled_update import CompiledUpdates, Pairs
 from keras_mp.support import attributes, host
-from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION
 
 Loss = tf.Tensor | Callable[[], tf.Tensor]
@@ -250,88 +248,3 @@ for _name in (
     *("accumulates", "completes_step", "totals", "drop_accumulated", "is_overwritten"),
 ):
     setattr(DelegatingAdapter, _name, property(operator.attrgetter(f"_inner.{_name}")))
-
-
-def other_adapter(optimizer: Any) -> OptimizerAdapter | None:
-    """Returns the adapter of an object that is not an optimizer of Keras.
-
-    Args:
-        optimizer: A `tf.compat.v1.train.Optimizer`, an object with a method `apply(updates,
-            parameters)`, or a function that takes the list of (gradient, variable) pairs.
-
-    Returns:
-        An `OptimizerAdapter`, or None for anything else.
-    """
-    if isinstance(optimizer, type):
-        return None
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        return V1Optimizer(optimizer)
-    if callable(getattr(optimizer, "apply", None)):
-        # Like the `apply` of Sonnet's optimizers, this one takes two lists.
-        of_lists = allow_conversion(optimizer.apply)
-        return Function(
-            optimizer, lambda pairs: of_lists([g for g, _ in pairs], [v for _, v in pairs])
-        )
-    return Function(optimizer, allow_conversion(optimizer)) if callable(optimizer) else None
-
-
-class V1Optimizer(OptimizerAdapter):
-    """The adapter for `tf.compat.v1.train.Optimizer`, also in graphs of TensorFlow 1.
-
-    Args:
-        optimizer: The optimizer.
-        global_step: variable that each step increments, unless it is skipped; or None.
-    """
-
-    def __init__(
-        self, optimizer: tf.compat.v1.train.Optimizer, global_step: tf.Variable | None = None
-    ) -> None:
-        super().__init__(optimizer)
-        self._global_step = global_step
-
-    def build(self, variables: Sequence[Any]) -> None:
-        # If Python runs along with the step, `apply` makes the slots. A graph of TensorFlow 1 would
-        # name slots after the branch in which they are made, and each replica would make its own.
-        meets = not replicas.need_not_meet()
-        if not host.in_v1_graph() and not (tf.distribute.has_strategy() and meets):
-            return
-
-        @do_not_convert
-        def build(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
-            del strategy
-            with tf.init_scope():
-                self.optimizer._create_slots(variables)
-
-        tf.distribute.get_replica_context().merge_call(build, args=(list(variables),))
-
-    def steps_made(self) -> tf.Tensor | None:
-        if self._global_step is None:
-            return None
-        return tf.cast(tf.convert_to_tensor(self._global_step), tf.int64)
-
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
-        # A user's subclass that overrides the method may not take the argument.
-        is_summed = tf.distribute.has_strategy() and not aggregate
-        summed = {"skip_gradients_aggregation": True} if is_summed else {}
-        return self.optimizer.apply_gradients(
-            grads_and_vars, global_step=self._global_step, name=name, **summed
-        )
-
-
-class Function(OptimizerAdapter):
-    """The adapter for a function that applies gradients.
-
-    An object with such a function will do, too.
-
-    Args:
-        optimizer: The function, or the object.
-        apply: takes the list of (gradient, variable) pairs.
-    """
-
-    def __init__(self, optimizer: Any, apply: Callable[[list[tuple[Any, Any]]], Applied]) -> None:
-        super().__init__(optimizer)
-        self._apply = apply
-
-    def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
-        del name, aggregate
-        return self._apply(list(grads_and_vars))
