@@ -3,6 +3,8 @@
 Each class stands for something that the core does not import.
 """
 
+import functools
+
 import tensorflow as tf
 
 from keras_mp import compile_hook, hardware, keras_api, kernels
@@ -11,6 +13,7 @@ from keras_mp.hooks import observers
 from keras_mp.kernels import normalization, recurrent, slow
 from keras_mp.layer_calls import layer_call
 from keras_mp.models import saved_files
+from keras_mp.models.layer_paths import paths_of_weights
 from keras_mp.policy import MIXED, Policy
 from keras_mp.reports.skip_report import SkipReport
 from keras_mp.step import workers
@@ -94,5 +97,5 @@ def attach() -> None:
     for observer in (_Kernels(), _Hardware(), _GraphRewrite(), _Keras()):
         observers.attach(observer)
     compile_hook.install(Policy)
-    SkippedSteps.new_report = SkipReport
+    SkippedSteps.new_report = functools.partial(SkipReport, paths_of_weights)
     workers.FACTS["kernels in float32 (see keras_mp.hardware.use_table)"] = slow.fact_for_workers

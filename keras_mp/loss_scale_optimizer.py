@@ -386,7 +386,7 @@ class LossScaleOptimizer(
     def _step(self, pairs: Pairs, state: GradientState) -> ScaledStep:
         """Builds the inner optimizer, and returns the step that is to be made."""
         self.build([variable for _, variable in pairs])
-        return ScaledStep(self._adapter, state, self._scaler, names=self._names_of)
+        return ScaledStep(self._adapter, state, self._scaler, model=self._model)
 
     def _scales_on_tape(self) -> bool:
         """Whether the tape has to scale, as the inner optimizer needs the loss unscaled."""

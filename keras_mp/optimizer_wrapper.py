@@ -12,7 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.models.layer_paths import paths_of_weights
 from keras_mp.step import gradients
 from keras_mp.step.optimizer_adapter import Loss, VarList
 from keras_mp.step.scaled_step import ScaledStep
@@ -167,12 +166,6 @@ class OptimizerWrapper(
     def _model(self) -> tf.keras.Model | None:
         reference = _models.get(self)
         return None if reference is None else reference()
-
-    def _names_of(self, variables: Sequence[Any]) -> list[str | None]:
-        """Returns the paths of variables in the model that is trained, None for others."""
-        model = self._model()
-        paths = {} if model is None or not model.built else paths_of_weights(model)
-        return [paths.get(id(variable)) for variable in variables]
 
     def _variables_of_model(self) -> Sequence[Any]:
         model = self._model()

@@ -3,8 +3,9 @@
 This module needs TensorFlow only.
 """
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -29,11 +30,14 @@ class SkipReport(outcomes.Report):
     most steps are good; and when the first steps have a loss that is not finite.
 
     Args:
+        paths_of: function that returns the paths of a model's weights, by their ids.
         skipped: the `SkippedSteps`.
     """
 
-    def __init__(self, skipped: outcomes.SkippedSteps) -> None:
-        self._skipped = skipped
+    def __init__(
+        self, paths_of: Callable[[Any], dict[int, str]], skipped: outcomes.SkippedSteps
+    ) -> None:
+        self._paths_of, self._skipped = paths_of, skipped
         # The weights that a warning looks at, by weak references, since models come and go.
         self._looked_at: Sequence[tuple[str, Any, tf.DType]] = ()
         # The warnings that were given already; each is given once.
@@ -75,7 +79,7 @@ class SkipReport(outcomes.Report):
             zeros,
             has_total=totals is not None,
             steps_made=steps_made,
-            names=first.step.names,
+            paths=functools.partial(self._paths, first.step.model),
             may_be_empty=first.has_examples is not None,
         )
 
@@ -129,6 +133,10 @@ class SkipReport(outcomes.Report):
 
     def collect(self) -> None:
         self._callback.collect()
+
+    def _paths(self, model: Callable[[], Any] | None) -> dict[int, str]:
+        trained = model and model()
+        return {} if trained is None or not trained.built else self._paths_of(trained)
 
     def _is_at_floor(self, loss_scale: tf.Tensor) -> Any:
         floor = getattr(self._skipped.loss_scale, "min_loss_scale", None)

@@ -12,7 +12,6 @@ import tensorflow as tf
 from keras_mp.reports import value_counts
 from keras_mp.reports.value_counts import COUNTS
 from keras_mp.step import gradients, replicas
-from keras_mp.step.scaled_step import Names
 from keras_mp.step.state_rollback import Input, Weight, name_of
 from keras_mp.support import host, selection
 from keras_mp.support.autograph import do_not_convert
@@ -40,7 +39,7 @@ class SkippedStep(NamedTuple):
         has_total: bool. Whether the gradients that were tested are other than those of single
             replicas.
         steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
-        names: takes variables and returns the users' names for them, None for unknown ones.
+        paths: function that returns the paths of the model's weights, by their ids.
         may_be_empty: bool. Whether a replica may have had no examples. Defaults to False.
     """
 
@@ -51,7 +50,7 @@ class SkippedStep(NamedTuple):
     zeros: tf.Tensor
     has_total: bool
     steps_made: tf.Tensor | None
-    names: Names | None
+    paths: Callable[[], dict[int, str]]
     may_be_empty: bool = False
 
     def loss_is_finite(self) -> tf.Tensor:
@@ -77,9 +76,9 @@ class SkippedStep(NamedTuple):
         return has_cause | tf.reduce_all(has_examples)
 
     def names_of(self, variables: Sequence[Any]) -> list[str]:
-        """Returns names for variables: those of `names`, else their paths or own names."""
-        known = self.names(variables) if self.names else [None] * len(variables)
-        return [name or name_of(variable) for name, variable in zip(known, variables, strict=True)]
+        """Returns names for variables: their paths in the model, else their own."""
+        paths = self.paths()
+        return [paths.get(id(variable)) or name_of(variable) for variable in variables]
 
 
 class ReplicaValues(NamedTuple):

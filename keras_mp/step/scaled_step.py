@@ -29,7 +29,6 @@ from keras_mp.step.summing import summed
 from keras_mp.support import host, selection
 
 _NEVER_SCALED = GradientState()
-Names = Callable[[Sequence[Any]], list[str | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +42,15 @@ class ScaledStep:
         scaler: the `Scaler` of the step; None (the default) if nothing is scaled or skipped.
         reduce_dtype: DType in which float32 gradients are summed over replicas without a scaler.
             Defaults to float32.
-        names: takes variables and returns the users' names for them; or None (the default).
+        model: function that returns the model that is trained, or None; None (the default) if there
+            is no model.
     """
 
     adapter: OptimizerAdapter
     state: GradientState = _NEVER_SCALED
     scaler: Scaler | None = None
     reduce_dtype: tf.DType = tf.float32
-    names: Names | None = None
+    model: Callable[[], Any] | None = None
 
     @property
     def handler(self) -> OutcomeHandler | None:
