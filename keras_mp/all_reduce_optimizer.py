@@ -10,8 +10,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
+from keras_mp.hooks import observers
 from keras_mp.optimizer_wrapper import OptimizerWrapper
-from keras_mp.step import gradients, replicas, workers
+from keras_mp.step import gradients, replicas
 from keras_mp.step.scaled_step import ScaledStep
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.wrappers.inner_optimizers import chain, refuse_all_reduce
@@ -122,10 +123,9 @@ class AllReduceOptimizer(OptimizerWrapper):
         if not pairs:
             return self.iterations
         self.build([variable for _, variable in pairs])
-        if workers.are_several():
-            workers.check_alike(
-                self, [gradient for gradient, _ in pairs], reduce_dtype=self.reduce_dtype
-            )
+        if replicas.number_of_workers() > 1:
+            grads, facts = [gradient for gradient, _ in pairs], {"reduce_dtype": self.reduce_dtype}
+            observers.tell(observers.Observer.workers_meet, self, grads, facts)
         operation, _ = ScaledStep(self._adapter, reduce_dtype=self._reduce_dtype).make(
             pairs,
             aggregate=experimental_aggregate_gradients and not skip_gradients_aggregation,

@@ -4,17 +4,20 @@ Each class stands for something that the core does not import.
 """
 
 import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from keras_mp import compile_hook, hardware, keras_api, kernels
+from keras_mp._version import __version__
 from keras_mp.grappler import passes
 from keras_mp.hooks import observers
 from keras_mp.kernels import normalization, recurrent, slow
 from keras_mp.layer_calls import layer_call
 from keras_mp.models import saved_files
 from keras_mp.models.layer_paths import paths_of_weights
-from keras_mp.policy import MIXED, Policy
+from keras_mp.policy import MIXED, Policy, global_policy
 from keras_mp.reports.skip_report import SkipReport
 from keras_mp.step import workers
 from keras_mp.step.outcomes import SkippedSteps
@@ -92,10 +95,19 @@ class _Keras(observers.Observer):
         compile_hook.install(Policy)
 
 
+class _Workers(observers.Observer):
+    """Checks that all workers train alike."""
+
+    def workers_meet(self, owner: Any, grads: Sequence[Any], facts: Mapping[str, Any]) -> None:
+        workers.check_alike(owner, grads, facts)
+
+
 def attach() -> None:
     """Attaches all of them once, for `import keras_mp`."""
-    for observer in (_Kernels(), _Hardware(), _GraphRewrite(), _Keras()):
+    for observer in (_Kernels(), _Hardware(), _GraphRewrite(), _Keras(), _Workers()):
         observers.attach(observer)
     compile_hook.install(Policy)
     SkippedSteps.new_report = functools.partial(SkipReport, paths_of_weights)
+    workers.FACTS["global policy"] = lambda: repr(global_policy())
+    workers.FACTS["version of keras_mp"] = lambda: __version__
     workers.FACTS["kernels in float32 (see keras_mp.hardware.use_table)"] = slow.fact_for_workers

@@ -12,9 +12,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp import loss_scale as loss_scale_lib
-from keras_mp._version import __version__
 from keras_mp.hooks import observers
-from keras_mp.step import workers
 from keras_mp.support import dtypes, messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
@@ -316,10 +314,6 @@ def global_policy() -> Any:
     Source: RFC 293, "The global policy".
     """
     return _to_policy(keras_api.get_global_policy())
-
-
-workers.FACTS["global policy"] = lambda: repr(global_policy())
-workers.FACTS["version of keras_mp"] = lambda: __version__
 
 
 def set_global_policy(policy: Any) -> None:

@@ -8,7 +8,7 @@ its tools run. This module needs TensorFlow only.
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -45,6 +45,15 @@ class Observer:
         """Is called when an object that scales losses begins a step of an optimizer.
 
         It is called in eager, or in a trace.
+        """
+
+    def workers_meet(self, owner: Any, grads: Sequence[Any], facts: Mapping[str, Any]) -> None:
+        """Is called in a step of one of several workers, before they sum gradients.
+
+        Args:
+            owner: the object that makes the step.
+            grads: the gradients of this worker.
+            facts: dict of what has to be the same on all workers, by name.
         """
 
     def gradients(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import tensorflow as tf
 
-from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.tensorflow_api.features import Feature
 
 if TYPE_CHECKING:
     from keras_mp.hooks import Replacement
+    from keras_mp.step.optimizer_adapter import OptimizerAdapter
 
 
 class KerasApi(Protocol):

@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.keras_api import keras3_names
-from keras_mp.step import replicas, workers
+from keras_mp.step import replicas
 from keras_mp.support import features
 from keras_mp.support.attributes import replaced
 
@@ -54,7 +54,7 @@ def patch_fit(model: keras.Model) -> None:
     Args:
         model: the model. It gets attributes, in which methods of its class are called.
     """
-    if not workers.are_several(model.distribute_strategy):
+    if replicas.number_of_workers(model.distribute_strategy) == 1:
         return
     replicas.let_gather_bfloat16(model.distribute_strategy)
     if not features.is_on(keras3_names.WORKERS):

@@ -37,18 +37,18 @@ _TPU_STRATEGIES = (
     tf.distribute.experimental.TPUStrategy,
     tf.compat.v1.distribute.experimental.TPUStrategy,
 )
-
-
+_OF_WORKERS = (
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
+)
 # The replicas of these strategies sum gradients and update together.
 _SUPPORTED_STRATEGIES = (
-    *_TPU_STRATEGIES,
+    *(*_TPU_STRATEGIES, *_OF_WORKERS),
     tf.distribute.OneDeviceStrategy,
     tf.distribute.MirroredStrategy,
-    tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.experimental.CentralStorageStrategy,
     tf.compat.v1.distribute.OneDeviceStrategy,
     tf.compat.v1.distribute.MirroredStrategy,
-    tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
 )
 
 
@@ -85,6 +85,19 @@ def check_strategy(may_skip: bool = True) -> None:
 def are_several() -> bool:
     """Whether the current strategy has several replicas."""
     return tf.distribute.get_strategy().num_replicas_in_sync > 1
+
+
+def number_of_workers(strategy: tf.distribute.Strategy | None = None) -> int:
+    """Returns the number of processes with replicas that sum gradients together.
+
+    Args:
+        strategy: a strategy. Defaults to the current one.
+    """
+    strategy = strategy or tf.distribute.get_strategy()
+    if not isinstance(strategy, _OF_WORKERS):
+        return 1
+    # All of them have the same number of devices.
+    return strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
 
 
 def to_reduce_dtype(

@@ -18,7 +18,6 @@ from keras_mp.step import (
     replicas,
     scaled_losses,
     state_rollback,
-    workers,
 )
 from keras_mp.step.calls import GradientState
 from keras_mp.step.gradients import Gradient, Sums
@@ -193,7 +192,7 @@ class ScaledStep:
         if tf.executing_eagerly() or host.in_v1_graph() or host.is_compiled_by_xla():
             return False
         has_replicas = replicas.are_several()
-        if has_replicas and (workers.are_several() or self.state.is_allowed is not None):
+        if has_replicas and (replicas.number_of_workers() > 1 or self.state.is_allowed is not None):
             return False
         pairs = list(zip(step.sums.one_by_one(), step.variables))
         return adapter.can_compile(pairs, step.sums.divisor, judged=has_replicas)
@@ -400,7 +399,7 @@ def _replicas_may_meet() -> bool:
     """Whether several replicas or workers run this code, each for itself."""
     if not tf.distribute.has_strategy():
         return False
-    return not tf.distribute.in_cross_replica_context() or workers.are_several()
+    return not tf.distribute.in_cross_replica_context() or replicas.number_of_workers() > 1
 
 
 def _operation(result: Any) -> tf.Operation | None:

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import tensorflow as tf
 
 from keras_mp.hooks import observers
-from keras_mp.step import replicas, state_rollback, workers
+from keras_mp.step import replicas, state_rollback
 from keras_mp.step.calls import Calls
 from keras_mp.step.gradients import Gradient
 from keras_mp.step.loss_scales import LossScale
@@ -75,13 +75,10 @@ class Scaler(Generic[C]):
         self.collect_reports()
         # Checked again, since the scaler may have been made outside of the strategy's scope.
         replicas.check_strategy(may_skip=self.handler is not None)
-        if workers.are_several():
-            workers.check_alike(
-                self,
-                grads,
-                loss_scale=f"{type(self.loss_scale).__name__}({self.loss_scale.get_config()})",
-                reduce_dtype=self.reduce_dtype.name,
-            )
+        if replicas.number_of_workers() > 1:
+            scale = f"{type(self.loss_scale).__name__}({self.loss_scale.get_config()})"
+            facts = {"loss_scale": scale, "reduce_dtype": self.reduce_dtype.name}
+            observers.tell(observers.Observer.workers_meet, self, grads, facts)
 
     def end_step(self) -> None:
         """Ends a step that was made or skipped, unless `update` ends it."""

@@ -3,6 +3,7 @@
 They exchange facts, and errors show the differences. Workers sum gradients while these are scaled.
 Then each of them divides by its own scale, and each asks for sums in its own dtype. If these
 differ, weights drift apart, or a sum never ends. Programs with one worker pay nothing.
+`step/summing.py` checks the scales of each step.
 """
 
 import collections
@@ -10,22 +11,19 @@ import hashlib
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.step.gradients import Gradient, map_values
+from keras_mp.step import replicas
+from keras_mp.step.gradients import Gradient
 from keras_mp.support import host
 
 # Further facts that have to be the same on all workers, by name. Other modules add theirs.
 FACTS: dict[str, Callable[[], str]] = {}
 
-_STRATEGIES = (
-    tf.distribute.MultiWorkerMirroredStrategy,
-    tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
-)
 # All workers send this many bytes. Longer texts end with their hash.
 _BYTES = 4096
 # How long a worker waits for the others to make their first step.
@@ -36,17 +34,7 @@ _instance_keys = itertools.count(1)
 _known_to_be_alike: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def are_several(strategy: tf.distribute.Strategy | None = None) -> bool:
-    """Whether there are replicas in other processes.
-
-    Args:
-        strategy: a strategy. Defaults to the current one.
-    """
-    strategy = strategy or tf.distribute.get_strategy()
-    return isinstance(strategy, _STRATEGIES) and _count(strategy) > 1
-
-
-def check_alike(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
+def check_alike(owner: Any, grads: Sequence[Gradient], facts: Mapping[str, Any]) -> None:
     """Checks, at an owner's first step, that its facts are the same on all workers.
 
     Workers exchange facts before their first sum, since a sum of two dtypes would never end.
@@ -54,7 +42,7 @@ def check_alike(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
     Args:
         owner: the object that makes steps. A weak reference to it is kept.
         grads: the gradients of the step.
-        **facts: the facts that have to be the same. They are compared as text.
+        facts: dict of the facts that have to be the same, by name. They are compared as text.
 
     Raises:
         ValueError: something differs. All workers raise it.
@@ -99,70 +87,6 @@ def check_alike(owner: Any, grads: Sequence[Gradient], **facts: Any) -> None:
     _known_to_be_alike.add(owner)
 
 
-def with_scale(
-    grads: list[Any], scaled_by: tf.Tensor | None, divisor: tf.Tensor | None
-) -> list[Any]:
-    """Adds the loss scale to a replica's gradients; `checked` takes it out again.
-
-    Each replica has a place in a vector that is zero elsewhere. It sends two numbers byte by byte,
-    since numbers up to 255 are the same in every dtype in which gradients are sent.
-
-    Args:
-        grads: the gradients that are sent.
-        scaled_by: float32 scalar tensor, or None where nothing scales a loss.
-        divisor: float32 scalar tensor. The number that unscales the sums; None if there is none. It
-            is not the scale if the program has scaled no loss.
-    """
-    if scaled_by is None or not are_several():
-        return grads
-    count = tf.distribute.get_strategy().num_replicas_in_sync
-    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-    numbers = tf.stack([scaled_by, tf.constant(1.0) if divisor is None else divisor])
-    own = tf.cast(tf.reshape(tf.bitcast(numbers, tf.uint8), [-1]), tf.float32)
-    return [*grads, tf.reshape(tf.one_hot(replica, count)[:, tf.newaxis] * own, [-1])]
-
-
-def checked(sums: list[Any], scaled_by: tf.Tensor | None) -> list[Any]:
-    """Returns the sums of gradients, after checking that all replicas scale alike.
-
-    Args:
-        sums: the sums of the gradients of `with_scale`.
-        scaled_by: as in `with_scale`.
-
-    Raises:
-        tf.errors.InvalidArgumentError: the scales differ. It is raised where and when the step
-            runs, on all workers.
-    """
-    if scaled_by is None or not are_several():
-        return sums
-    numbers = tf.reshape(tf.cast(tf.cast(sums[-1], tf.int32), tf.uint8), [-1, 2, 4])
-    scales = tf.bitcast(numbers, tf.float32)
-    are_equal = tf.reduce_all(tf.equal(scales, scales[0]))
-    with tf.control_dependencies([tf.debugging.Assert(are_equal, _of_each_worker(scales))]):
-        return [map_values(tf.identity, gradient) for gradient in sums[:-1]]
-
-
-def _of_each_worker(scales: tf.Tensor) -> list[Any]:
-    count = _count(tf.distribute.get_strategy())
-    of_workers = tf.unstack(tf.reshape(scales, [count, -1, 2])[:, 0])
-    text = (
-        "The workers use different loss scales, so sums of their gradients are wrong. Give all of "
-        "them the same loss scale, load the same checkpoint on all, and scale the loss on all or "
-        "on none. The loss scales, and the numbers by which the sums of gradients still have to "
-        "be divided:"
-    )
-    named = ((f"worker {i}:", scale) for i, scale in enumerate(of_workers))
-    return [text, *itertools.chain.from_iterable(named)]
-
-
-def _count(strategy: Any) -> int:
-    """Returns the number of workers.
-
-    All of them have the same number of devices.
-    """
-    return strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
-
-
 def _exchange(own: dict[str, str]) -> list[dict[str, str]]:
     """Returns the facts of each worker, in the order of the workers."""
     strategy: Any = tf.distribute.get_strategy()
@@ -171,7 +95,7 @@ def _exchange(own: dict[str, str]) -> list[dict[str, str]]:
     with tf.init_scope(), tf.device("CPU:0"):
         gathered = tf.raw_ops.CollectiveGatherV2(
             input=numbers[np.newaxis],
-            group_size=_count(strategy),
+            group_size=replicas.number_of_workers(),
             group_key=_GROUP_KEY,
             instance_key=next(_instance_keys),
             ordering_token=[],
