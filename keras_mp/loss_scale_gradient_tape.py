@@ -16,6 +16,7 @@ from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.schedule import MIN_LOSS_SCALE
 from keras_mp.support import host, validation
 from keras_mp.support.autograph import do_not_convert
+from keras_mp.tensorflow_api import graphs
 
 
 class LossScaleGradientTape(tf.GradientTape):
@@ -220,7 +221,7 @@ class LossScaleGradientTape(tf.GradientTape):
 
         state = (tf.constant(0), finiteness.all_finite(first), *(first[i] for i in positions))
         if self._max_retries:
-            state = host.rare_loop(goes_on, again, state)
+            state = _rare_loop(goes_on, again, state)
         retries, finite, *found = state
         if self._moves_scale and isinstance(self._loss_scale, DynamicLossScale):
             self._move(self._loss_scale, retries, finite, loss_is_finite, scale_after)
@@ -259,6 +260,36 @@ class LossScaleGradientTape(tf.GradientTape):
 
         verdicts = [retries > 0, finite, loss_is_finite]
         replicas.once_for_all_replicas(move, [*verdicts, scale_after(retries)])
+
+
+def _rare_loop(
+    goes_on: Callable[..., tf.Tensor], body: Callable[..., Any], state: Sequence[Any]
+) -> Any:
+    """Is `tf.while_loop` for a loop that mostly ends before its first turn.
+
+    TensorFlow puts the operations of a loop into the graph, and goes through all of them before the
+    first step. Where there is one device, this loop stays one operation. (With several, that would
+    run on one of them, which may have no kernels for its body.)
+
+    Args:
+        goes_on: function of the state, which returns a bool scalar tensor.
+        body: function of the state, which returns the next one.
+        state: sequence of tensors.
+
+    Returns:
+        The last state.
+    """
+    graph = host.current_graph()
+    is_one_device = len(tf.config.list_logical_devices()) == 1
+    if graph is None or not is_one_device or not graphs.set_attribute.is_there():
+        return tf.while_loop(goes_on, body, state)
+    before = len(graph.get_operations())
+    result = tf.while_loop(goes_on, body, state)
+    for op in graph.get_operations()[before:]:
+        if op.type in ("While", "StatelessWhile"):
+            no = tf.compat.v1.AttrValue(b=False)
+            graphs.set_attribute(op, "_lower_using_switch_merge", no)
+    return result
 
 
 def _worst_of_all_replicas(

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from keras_mp import loss_scale_gradient_tape
 from tests.common import MODES, mirrored, once, placed, value
 
 pytestmark = once
@@ -237,3 +238,26 @@ def test_wrong_arguments():
         tape.batch_jacobian(None, None)
     with mirrored(2).scope(), pytest.raises(ValueError, match="replica context"):
         tape.gradient(tf.constant(1.0), [])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_rare_loop_stays_one_operation_where_there_is_one_device(devices, monkeypatch):
+    visible = tf.config.list_logical_devices()[:devices]
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda: visible)
+
+    def doubled_while_small(x):
+        return loss_scale_gradient_tape._rare_loop(lambda x: x < 10, lambda x: [2 * x], [x])[0]
+
+    @tf.function(input_signature=[tf.TensorSpec([])])
+    def slope(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = doubled_while_small(x)
+        return y, tape.gradient(y, x)
+
+    for x, expected in [(20.0, (20, 1)), (3.0, (12, 4))]:
+        assert doubled_while_small(tf.constant(x)) == expected[0]
+        assert tuple(map(float, slope(x))) == expected
+    function = tf.function(doubled_while_small).get_concrete_function(tf.TensorSpec([]))
+    [loop] = [op for op in function.graph.get_operations() if "While" in op.type]
+    assert loop.get_attr("_lower_using_switch_merge") == (devices > 1)

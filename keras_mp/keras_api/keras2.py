@@ -22,7 +22,7 @@ from keras_mp.keras_api import (
     keras2_recurrent,
     keras2_saving,
 )
-from keras_mp.step import replicas
+from keras_mp.keras_api.gathering import let_gather_bfloat16
 from keras_mp.support import features, softmax_and_cross_entropy
 from keras_mp.support.attributes import replaced
 
@@ -163,7 +163,7 @@ class BaseCallback(keras.callbacks.Callback):
 
 
 def patch_fit(model: keras.Model) -> None:
-    replicas.let_gather_bfloat16(model.distribute_strategy)  # All else works.
+    let_gather_bfloat16(model.distribute_strategy)  # All else works.
 
 
 def autocast_dtype() -> tf.DType | None:

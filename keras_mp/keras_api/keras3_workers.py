@@ -20,6 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.keras_api import keras3_names
+from keras_mp.keras_api.gathering import let_gather_bfloat16
 from keras_mp.step import replicas
 from keras_mp.support import features
 from keras_mp.support.attributes import replaced
@@ -56,7 +57,7 @@ def patch_fit(model: keras.Model) -> None:
     """
     if replicas.number_of_workers(model.distribute_strategy) == 1:
         return
-    replicas.let_gather_bfloat16(model.distribute_strategy)
+    let_gather_bfloat16(model.distribute_strategy)
     if not features.is_on(keras3_names.WORKERS):
         return
     vars(model)["fit"] = functools.partial(_fit, model)

@@ -373,32 +373,6 @@ def _let_threads_update_alone(strategy: tf.distribute.Strategy) -> None:
         vars(extended).update(update=update, broadcast_to=broadcast_to)
 
 
-def let_gather_bfloat16(strategy: tf.distribute.Strategy) -> None:
-    """Lets a strategy of several workers gather bfloat16 tensors.
-
-    Bit by bit, they are gathered as float16. TensorFlow's operation lacks the dtype, and `predict`
-    uses it.
-
-    Args:
-        strategy: any strategy. A `MultiWorkerMirroredStrategy` gets an attribute `gather` of its
-            own.
-    """
-    is_of_workers = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-    if not is_of_workers or "gather" in vars(strategy):
-        return
-    own = strategy.gather
-
-    @functools.wraps(own)
-    def gather(value: Any, axis: int) -> Any:
-        first, *_ = strategy.experimental_local_results(value)
-        if getattr(first, "dtype", None) != tf.bfloat16:
-            return own(value, axis)
-        bits = strategy.run(do_not_convert(lambda v: tf.bitcast(v, tf.float16)), args=(value,))
-        return tf.bitcast(own(bits, axis), tf.bfloat16)
-
-    vars(strategy)["gather"] = gather
-
-
 def _cannot_be_gathered(gradient: Gradient) -> bool:
     """Whether a gradient is sparse and bfloat16.
 

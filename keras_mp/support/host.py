@@ -230,36 +230,6 @@ def local_variable(name: str, value: Any, dtype: tf.DType = tf.int64) -> tf.Vari
         )
 
 
-def rare_loop(
-    goes_on: Callable[..., tf.Tensor], body: Callable[..., Any], state: Sequence[Any]
-) -> Any:
-    """Is `tf.while_loop` for a loop that mostly ends before its first turn.
-
-    TensorFlow puts the operations of a loop into the graph, and goes through all of them before the
-    first step. Where there is one device, this loop stays one operation. (With several, that would
-    run on one of them, which may have no kernels for its body.)
-
-    Args:
-        goes_on: function of the state, which returns a bool scalar tensor.
-        body: function of the state, which returns the next one.
-        state: sequence of tensors.
-
-    Returns:
-        The last state.
-    """
-    graph = current_graph()
-    is_one_device = len(tf.config.list_logical_devices()) == 1
-    if graph is None or not is_one_device or not graphs.set_attribute.is_there():
-        return tf.while_loop(goes_on, body, state)
-    before = len(graph.get_operations())
-    result = tf.while_loop(goes_on, body, state)
-    for op in graph.get_operations()[before:]:
-        if op.type in ("While", "StatelessWhile"):
-            no = tf.compat.v1.AttrValue(b=False)
-            graphs.set_attribute(op, "_lower_using_switch_merge", no)
-    return result
-
-
 def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes one operation of a function.
 

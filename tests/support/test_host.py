@@ -222,26 +222,3 @@ def test_what_is_shared_is_not_traced_with_an_observer_of_the_first_caller(obser
     found, shared = count(), fresh
     assert found == count()
     assert len(found) == 1
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_rare_loop_stays_one_operation_where_there_is_one_device(devices, monkeypatch):
-    visible = tf.config.list_logical_devices()[:devices]
-    monkeypatch.setattr(tf.config, "list_logical_devices", lambda: visible)
-
-    def doubled_while_small(x):
-        return host.rare_loop(lambda x: x < 10, lambda x: [2 * x], [x])[0]
-
-    @tf.function(input_signature=[tf.TensorSpec([])])
-    def slope(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = doubled_while_small(x)
-        return y, tape.gradient(y, x)
-
-    for x, expected in [(20.0, (20, 1)), (3.0, (12, 4))]:
-        assert doubled_while_small(tf.constant(x)) == expected[0]
-        assert tuple(map(float, slope(x))) == expected
-    function = tf.function(doubled_while_small).get_concrete_function(tf.TensorSpec([]))
-    [loop] = [op for op in function.graph.get_operations() if "While" in op.type]
-    assert loop.get_attr("_lower_using_switch_merge") == (devices > 1)
