@@ -4,20 +4,18 @@ import contextlib
 import functools
 import inspect
 import itertools
-import logging
 import random
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp import hooks, variables
-from keras_mp.hooks import Everywhere, Replacement, When, replica_threads, wrapped
-from keras_mp.hooks.once import once
+from keras_mp.hooks import Everywhere, Replacement, When, wrapped
 from keras_mp.keras_api import (
     keras2_adapters,
     keras2_names,
+    keras2_policies,
     keras2_raw_inputs,
     keras2_recurrent,
     keras2_saving,
@@ -39,6 +37,16 @@ enter_while_saving = keras2_saving.enter_while_saving
 export_as_called = keras2_saving.export_as_called
 deserialize_optimizer = keras2_saving.deserialize_optimizer
 
+BasePolicy = keras2_policies.BasePolicy
+register_policy = keras2_policies.register_policy
+init_base_policy = keras2_policies.init_base_policy
+policy_name = keras2_policies.policy_name
+get_global_policy = keras2_policies.get_global_policy
+set_global_policy = keras2_policies.set_global_policy
+thread_missed_global_policy = keras2_policies.thread_missed_global_policy
+policy_scope = keras2_policies.policy_scope
+quantized_policy = keras2_policies.quantized_policy
+
 PreprocessingLayer = keras2_raw_inputs.PreprocessingLayer
 is_operation = keras2_raw_inputs.is_operation
 note_input_casts = keras2_raw_inputs.note_input_casts
@@ -58,49 +66,9 @@ APPLY_TAKES_SCALED_GRADIENTS = False
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
 
-BasePolicy = keras.mixed_precision.Policy
-
 
 def rename(layer: Any, name: str) -> None:
     layer._name = name
-
-
-def register_policy(cls: Any) -> type:
-    # In an .h5 file Keras finds its own class by the name before it looks up registered ones.
-    cls = register_serializable(cls)
-
-    def deserializing_ours(original: Callable[..., Any]) -> Callable[..., Any]:
-        def deserialize(config: Any, custom_objects: Any = None) -> keras.mixed_precision.Policy:
-            if isinstance(config, dict) and "registered_name" in config:
-                found = keras.utils.get_registered_object(config["registered_name"], custom_objects)
-                if isinstance(found, type) and issubclass(found, cls):
-                    return found.from_config(config["config"])
-            return original(config, custom_objects)
-
-        return deserialize
-
-    place, feature = keras2_names.deserialize_policy, keras2_names.POLICIES
-    hooks.install([Replacement(place, deserializing_ours, When.ALWAYS, feature)])
-    return cls
-
-
-def init_base_policy(policy: keras.mixed_precision.Policy, name: str | None) -> None:
-    # Keras's own class logs a message about the hardware; keras_mp has one for both Kerases.
-    logger = tf.get_logger()
-    logger.addFilter(_is_not_compatibility_check)
-    try:
-        BasePolicy.__init__(policy, name)
-    finally:
-        logger.removeFilter(_is_not_compatibility_check)
-
-
-def policy_name(policy: keras.mixed_precision.Policy, name: str) -> str:
-    del policy  # Keras makes a layer with the whole config of its policy.
-    return name
-
-
-def _is_not_compatibility_check(record: logging.LogRecord) -> bool:
-    return "compatibility check" not in record.getMessage()
 
 
 def compile_without_wrapping(
@@ -331,18 +299,6 @@ def build_loss(model: keras.Model, predictions: Any) -> None:
             model.compiled_loss.build(predictions)
 
 
-class _ThreadScope(threading.local):
-    """The policy scope of this thread.
-
-    It is a tuple of the policy, or None outside of scopes.
-    """
-
-    policy: tuple[Any] | None = None
-
-
-_thread = _ThreadScope()
-
-
 @contextlib.contextmanager
 def own_seeds(seed: int) -> Iterator[None]:
     if not features.is_on(keras2_names.SEEDS):
@@ -367,72 +323,6 @@ def own_seeds(seed: int) -> Iterator[None]:
         wrapped.here(keras2_names.RandomGenerator.get(), "make_legacy_seed", make_legacy_seed),
     ):
         yield
-
-
-def get_global_policy() -> keras.mixed_precision.Policy:
-    return keras.mixed_precision.global_policy()
-
-
-def quantized_policy(name: str) -> None:
-    del name
-
-
-def thread_missed_global_policy() -> bool:
-    return False
-
-
-def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
-    keras.mixed_precision.set_global_policy(policy)
-
-
-@contextlib.contextmanager
-def policy_scope(policy: keras.mixed_precision.Policy | None) -> Iterator[None]:
-    if get_global_policy().name == "_infer":  # as in TensorFlow 1
-        keras.mixed_precision.set_global_policy(policy)  # Raises an error with the reason.
-    _make_scopes_the_threads_own()
-    with _entered((policy,)):
-        yield
-
-
-def _entered(scope: tuple[Any] | None) -> contextlib.AbstractContextManager[None]:
-    return replaced(_thread, "policy", scope)
-
-
-@once
-def _make_scopes_the_threads_own() -> None:
-    """Lets the functions of the global policy see this thread's scope.
-
-    They see it if the thread is in one.
-    """
-
-    def getting(original: Callable[[], Any]) -> Callable[[], Any]:
-        def global_policy() -> keras.mixed_precision.Policy:
-            if _thread.policy is None:
-                return original()
-            (policy,) = _thread.policy
-            return BasePolicy(keras.backend.floatx()) if policy is None else policy
-
-        return global_policy
-
-    def setting(original: Callable[[Any], None]) -> Callable[[Any], None]:
-        def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
-            if _thread.policy is None:
-                original(policy)
-            elif policy is None or isinstance(policy, BasePolicy):
-                _thread.policy = (policy,)
-            else:
-                _thread.policy = (BasePolicy(policy),)
-
-        return set_global_policy
-
-    public = keras.mixed_precision
-    hooks.install(
-        [
-            Replacement(Everywhere(public.global_policy), getting, When.ALWAYS),
-            Replacement(Everywhere(public.set_global_policy), setting, When.ALWAYS),
-            replica_threads.inheriting(lambda: _thread.policy, _entered),
-        ]
-    )
 
 
 KERAS_LAYOUT_CHILD = None

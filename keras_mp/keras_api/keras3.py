@@ -4,8 +4,6 @@ import contextlib
 import functools
 import inspect
 import random
-import re
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -13,14 +11,14 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import hooks, variables
-from keras_mp.hooks import Everywhere, Method, Replacement, When, replica_threads, wrapped
-from keras_mp.hooks.once import once
+from keras_mp.hooks import Method, Replacement, When, wrapped
 from keras_mp.keras_api import (
     keras3_adapter,
     keras3_images,
     keras3_lambdas,
     keras3_names,
     keras3_normalization,
+    keras3_policies,
     keras3_raw_inputs,
     keras3_recurrent,
     keras3_saving,
@@ -37,7 +35,6 @@ LAYERS_INSIDE = keras3_names.LAYERS_INSIDE
 LOSSES = keras3_names.LOSSES
 
 BaseCallback = keras.callbacks.Callback
-BasePolicy = keras.mixed_precision.Policy
 KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 OPTIMIZER_BASES: tuple[Any, ...] = (keras.optimizers.Optimizer,)
 APPLY_TAKES_SCALED_GRADIENTS = True
@@ -49,6 +46,16 @@ name_functions = keras3_lambdas.name_functions
 enter_while_saving = keras3_saving.enter_while_saving
 export_as_called = keras3_saving.export_as_called
 deserialize_optimizer = keras3_saving.deserialize_optimizer
+
+BasePolicy = keras3_policies.BasePolicy
+register_policy = keras3_policies.register_policy
+init_base_policy = keras3_policies.init_base_policy
+policy_name = keras3_policies.policy_name
+get_global_policy = keras3_policies.get_global_policy
+set_global_policy = keras3_policies.set_global_policy
+thread_missed_global_policy = keras3_policies.thread_missed_global_policy
+policy_scope = keras3_policies.policy_scope
+quantized_policy = keras3_policies.quantized_policy
 
 PreprocessingLayer = keras3_raw_inputs.PreprocessingLayer
 is_operation = keras3_raw_inputs.is_operation
@@ -73,50 +80,6 @@ def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[
     keras3_recurrent.replace_lstm(lstm)
     keras3_normalization.replace_batch_normalization(batch_normalization)
     keras3_images.replace_resize()
-
-
-def register_policy(cls: type) -> type:
-    # Keras writes the name of the class into configs, and reads this one without keras_mp as well.
-    cls = keras.utils.register_keras_serializable(package="keras_mp", name="Policy")(cls)
-    cls.__name__ = BasePolicy.__name__
-    return cls
-
-
-def init_base_policy(policy: keras.mixed_precision.Policy, name: str | None) -> None:
-    BasePolicy.__init__(policy, name)
-
-
-class _PolicyName(str):
-    """The name of a policy of keras_mp, with the policy itself.
-
-    Keras makes a layer of a config by the name of its policy alone, and so with one of its own.
-    """
-
-    policy: Any
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return str, (str(self),)
-
-
-def policy_name(policy: keras.mixed_precision.Policy, name: str) -> str:
-    _find_policies_by_name()
-    result = _PolicyName(name)
-    result.policy = policy
-    return result
-
-
-@once
-def _find_policies_by_name() -> None:
-    def with_policies_of_names(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def get(identifier: Any) -> Any:
-            return (
-                identifier.policy if isinstance(identifier, _PolicyName) else original(identifier)
-            )
-
-        return get
-
-    place = Everywhere(keras.dtype_policies.get)
-    hooks.install([Replacement(place, with_policies_of_names, When.ALWAYS)])
 
 
 def compile_without_wrapping(
@@ -333,25 +296,6 @@ def widen_predictions(model: keras.Model) -> None:
         metrics.__class__ = _wide_metrics(type(metrics))
 
 
-# Keras 3 keeps one global policy for each thread, and a new thread starts from floatx. `_process`
-# has the policy that any thread set last; None stands for floatx. `_thread` has the policy that
-# keras_mp gave this thread. If Keras has another one, Keras's own function has set it. None stays
-# None until Keras needs a policy; then Keras makes one, and keeps it.
-_process: dict[str, Any] = {"policy": None, "version": 0}
-
-
-class _ThreadPolicy(threading.local):
-    """The policy that this thread holds: the process's, or that of a scope of its own."""
-
-    holds = None
-    is_of_scope = False
-    version = 0
-    floatx: str | None = None
-
-
-_thread = _ThreadPolicy()
-
-
 def build_loss(model: keras.Model, predictions: Any) -> None:
     del model, predictions
 
@@ -375,78 +319,6 @@ def own_seeds(seed: int) -> Iterator[None]:
             yield
         finally:
             keras3_names.set_attribute(name, before)
-
-
-def get_global_policy() -> keras.mixed_precision.Policy:
-    if not features.is_on(keras3_names.THREADS):
-        return keras.mixed_precision.dtype_policy()
-    # Not the public function, which would make a policy of floatx and keep it.
-    current = keras3_names.get_attribute("dtype_policy")
-    if current is not _thread.holds and not (_thread.holds is None and _is_floatx(current)):
-        set_global_policy(current)
-    elif thread_missed_global_policy():
-        _hold(_process["policy"])
-    elif _thread.holds is None:
-        _hold(None)
-    return BasePolicy(keras.backend.floatx()) if _thread.holds is None else _thread.holds
-
-
-def _is_floatx(policy: keras.mixed_precision.Policy | None) -> bool:
-    """Whether Keras has made a policy of floatx, as it is now or was before."""
-    names = (keras.backend.floatx(), _thread.floatx)
-    return policy is None or (type(policy) is BasePolicy and policy.name in names)
-
-
-def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
-    if not _thread.is_of_scope:
-        _process["policy"] = policy
-        _process["version"] += 1
-    _hold(policy)
-
-
-def thread_missed_global_policy() -> bool:
-    return not _thread.is_of_scope and _thread.version != _process["version"]
-
-
-@contextlib.contextmanager
-def policy_scope(policy: keras.mixed_precision.Policy | None) -> Iterator[None]:
-    _let_replicas_inherit_scope()
-    get_global_policy()  # Notes a policy of Keras's own function, which outlives the scope.
-    was_of_scope, before = _thread.is_of_scope, _thread.holds
-    _thread.is_of_scope = True
-    _hold(policy)
-    try:
-        yield
-    finally:
-        _thread.is_of_scope = was_of_scope
-        _hold(before if was_of_scope else _process["policy"])
-
-
-@once
-def _let_replicas_inherit_scope() -> None:
-    def state() -> tuple[Any] | None:
-        return (_thread.holds,) if _thread.is_of_scope else None
-
-    def entered(scope: tuple[Any] | None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if scope is None else policy_scope(*scope)
-
-    hooks.install([replica_threads.inheriting(state, entered)])
-
-
-def _hold(policy: keras.mixed_precision.Policy | None) -> None:
-    _thread.holds, _thread.floatx = policy, keras.backend.floatx()
-    _thread.version = _process["version"]
-    if features.is_on(keras3_names.THREADS):
-        keras3_names.set_attribute("dtype_policy", policy)
-    else:
-        keras.mixed_precision.set_dtype_policy(policy or keras.backend.floatx())
-
-
-def quantized_policy(name: str) -> keras.mixed_precision.Policy | None:
-    if not re.search("._from_.", name):
-        return None
-    policy = keras.dtype_policies.get(name)
-    return None if type(policy) is BasePolicy else policy
 
 
 KERAS_LAYOUT_CHILD = "dynamic_scale"
