@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api, variables
-from keras_mp.layer_calls import raw_inputs
+from keras_mp.layer_calls import raw_inputs, unrounded
 from keras_mp.op_autocast import promotion
 from keras_mp.support import marks, messages, validation
 from keras_mp.support.dtypes import FLOATING
@@ -318,11 +318,11 @@ def _float_dtype(compute_dtype: str | None) -> tf.DType | None:
 def _cast(value: Any, dtype: tf.DType) -> Any:
     """Casts the tensors in an argument, and copies its containers."""
     if isinstance(value, _TENSORS):
-        return raw_inputs.cast_input(value, dtype)
+        return unrounded.cast(value, dtype)
     if keras_api.is_weight(value):
         return marks.cast(tf.convert_to_tensor(value), dtype)
     if isinstance(value, np.ndarray | np.generic) and value.dtype in (np.float16, "f4", "f8"):
-        return raw_inputs.cast_input(tf.convert_to_tensor(np.asarray(value)), dtype)
+        return unrounded.cast(tf.convert_to_tensor(np.asarray(value)), dtype)
     if isinstance(value, dict):
         before = list(value.values())
     elif isinstance(value, list | tuple):

@@ -28,7 +28,7 @@ from keras_mp.hooks import reach
 from keras_mp.hooks.reach import Region
 from keras_mp.kernels import again_in_float32, returned_outputs
 from keras_mp.kernels.again_in_float32 import how_made
-from keras_mp.layer_calls import raw_inputs
+from keras_mp.layer_calls import raw_inputs, unrounded
 from keras_mp.op_autocast import context_manager
 from keras_mp.op_autocast.exact_outputs import ExactOutputs
 from keras_mp.support import objects
@@ -261,7 +261,7 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
         if not is_to_be(getattr(output, "_keras_mp_policy", None)):
             return output
         # It may have been rounded by a layer for raw data.
-        result: Any = raw_inputs.before_rounding(output)
+        result: Any = unrounded.before_rounding(output)
         if not _is_float32(result):
             with keras_api.autocast_scope(None), _in_the_scope_of(output):
                 result = exact.of(output)

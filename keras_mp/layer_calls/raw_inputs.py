@@ -24,11 +24,11 @@ import tensorflow as tf
 from keras_mp import hooks, keras_api, variables
 from keras_mp.hooks import Method, Replacement, once
 from keras_mp.kernels import compositions
-from keras_mp.layer_calls import master_writes
+from keras_mp.layer_calls import master_writes, unrounded
 from keras_mp.op_autocast import promotion
 from keras_mp.support import features, marks
 from keras_mp.support.attributes import replaced
-from keras_mp.support.dtypes import FLOATING, LOW_PRECISION, LOW_PRECISION_NAMES, is_low
+from keras_mp.support.dtypes import FLOATING, LOW_PRECISION, LOW_PRECISION_NAMES
 
 
 class _Kind(NamedTuple):
@@ -142,15 +142,6 @@ _TABLE: dict[str, _Kind] = {
 _CONSTRAINTS = ("MaxNorm", "MinMaxNorm", "UnitNorm")
 _REGULARIZERS = ("L1", "L2", "L1L2", "OrthogonalRegularizer")
 
-# Operations that move the values of their first input, and change none.
-_MOVING_OPS = frozenset(
-    ("StridedSlice", "Slice", "Reshape", "Squeeze", "ExpandDims", "Transpose", "GatherV2")
-)
-
-
-# Arguments that the functions and the operations call by different names.
-_NAMES_OF_ARGUMENTS = {"dim": "axis", "squeeze_dims": "axis"}
-
 
 class _Reading(threading.local):
     """The layers that read raw inputs in this thread: the outermost and the innermost.
@@ -224,7 +215,7 @@ def install(policy_class: type) -> None:
     for cls, kind in _kinds().items():
         if kind is not _IDS:
             let_read_raw(cls)
-    keras_api.note_input_casts(policy_class, _note, before_rounding)
+    keras_api.note_input_casts(policy_class, unrounded.note, unrounded.before_rounding)
     keras_api.widen_functions(compositions.in_float32)
     # Layers also call them on their outputs. A penalty is part of the loss, so it stays in float32.
     for module, names, rounds in (
@@ -311,7 +302,7 @@ def call(
         # A policy of Keras's own would round again, and lose the mask in Keras 3.12.
         return keras_call(layer, *args, **kwargs)
     tensors = tf.nest.flatten((args, kwargs))
-    before = tensors if kind is None else [before_rounding(each) for each in tensors]
+    before = tensors if kind is None else [unrounded.before_rounding(each) for each in tensors]
     if is_of_float32:
         let_read_raw(type(layer))
         # Keras does not cast arguments that all layers take.
@@ -397,76 +388,5 @@ def _rounded(dtype: tf.DType, is_data: bool, value: Any) -> Any:
         return value
     result = marks.cast(value, dtype)
     if is_data:
-        _note(value, result)
+        unrounded.note(value, result)
     return result
-
-
-def cast_input(value: Any, dtype: tf.DType) -> Any:
-    """Casts an input as `marks.cast` does, and notes the tensor before the cast.
-
-    Args:
-        value: a tensor (also a ragged or sparse one) or a variable.
-        dtype: the DType to cast to.
-    """
-    result = marks.cast(value, dtype)
-    _note(value, result)
-    return result
-
-
-def _note(value: Any, rounded: Any) -> None:
-    """Notes on a 16-bit tensor what it was before it was rounded."""
-    if rounded is value or isinstance(value, tf.Variable):
-        return
-    if is_low(getattr(rounded, "dtype", None)):
-        rounded._keras_mp_unrounded = before_rounding(value)
-
-
-def copy_note(source: Any, result: Any) -> None:
-    """Copies the note about what a tensor was before it was rounded.
-
-    The other tensor takes its place.
-
-    Args:
-        source: tensor, with or without a note.
-        result: another tensor of the same shape.
-    """
-    if hasattr(source, "_keras_mp_unrounded"):
-        result._keras_mp_unrounded = source._keras_mp_unrounded
-
-
-def before_rounding(value: Any) -> Any:
-    """Returns what a tensor was before a model or layer rounded it, or the tensor.
-
-    Args:
-        value: Any.
-    """
-    noted = getattr(value, "_keras_mp_unrounded", None)
-    if noted is not None:
-        return noted
-    if not isinstance(value, tf.Tensor) or not is_low(value.dtype):
-        return value
-    is_symbolic = tf.is_symbolic_tensor(value)
-    return _moved_before_rounding(value) if is_symbolic else value
-
-
-def _moved_before_rounding(value: tf.Tensor) -> tf.Tensor:
-    """Repeats on the tensor before rounding what a graph did to it, such as slicing.
-
-    An eager tensor does not show what was done to it.
-    """
-    op = value.op
-    if op.type not in _MOVING_OPS or op.graph is not tf.compat.v1.get_default_graph():
-        return value
-    moved = op.inputs[0]
-    before = before_rounding(moved)
-    if before is moved:
-        return value
-    names = [arg.name for arg in op.op_def.input_arg]
-    arguments = dict(zip(names, [before, *op.inputs[1:]], strict=True))
-    for attribute in op.op_def.attr:
-        if attribute.type != "type":
-            arguments[attribute.name] = op.get_attr(attribute.name)
-    named: dict[str, Any] = {
-        str(_NAMES_OF_ARGUMENTS.get(name, name)): value for name, value in arguments.items()
-    }
-    return getattr(tf.raw_ops, op.type)(**named)
