@@ -63,7 +63,7 @@ _SMOOTHED_STEPS = 15
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class Trained:
     """The training run of one policy.
 
     Attributes:
@@ -229,7 +229,7 @@ def _train(
     epochs: int,
     strategy: tf.distribute.Strategy | None,
     progress: ProgressBar,
-) -> Result:
+) -> Trained:
     train_images, test_images, train_labels, test_labels = data
     # Every policy gets the same initial weights and the same order of batches.
     tf.keras.utils.set_random_seed(_SEED)
@@ -258,7 +258,7 @@ def _train(
         scores: Any = model.evaluate(
             test_images, test_labels, batch_size=len(test_labels), verbose=0, return_dict=True
         )
-    return Result(
+    return Trained(
         policy=name,
         accuracy=scores["accuracy"],
         activation_bytes=_activation_bytes(model, train_images[:_BATCH_SIZE]),
@@ -309,7 +309,7 @@ def _activation_bytes(model: tf.keras.Model, batch: np.ndarray) -> int:
     return sum(each.dtype.size * int(tf.size(each)) for each in outputs)
 
 
-def _format_table(results: Sequence[Result]) -> str:
+def _format_table(results: Sequence[Trained]) -> str:
     header = (
         "policy",
         "test accuracy",
@@ -328,7 +328,7 @@ def _format_table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def _compare_times(results: Sequence[Result]) -> list[str]:
+def _compare_times(results: Sequence[Trained]) -> list[str]:
     """Returns one line that says what 16 bits bring on this machine.
 
     There is none if float32 was not run.
@@ -347,7 +347,7 @@ def _compare_times(results: Sequence[Result]) -> list[str]:
     ]
 
 
-def _plot(results: Sequence[Result], path: pathlib.Path) -> None:
+def _plot(results: Sequence[Trained], path: pathlib.Path) -> None:
     # A figure without pyplot is drawn with Agg, and leaves the process's own backend alone.
     from matplotlib.figure import Figure
 
@@ -361,7 +361,7 @@ def _plot(results: Sequence[Result], path: pathlib.Path) -> None:
     figure.savefig(path, format="png", dpi=120)
 
 
-def _plot_losses(axes: "Axes", results: Sequence[Result]) -> None:
+def _plot_losses(axes: "Axes", results: Sequence[Trained]) -> None:
     for result in results:
         window = np.full(_SMOOTHED_STEPS, 1 / _SMOOTHED_STEPS)
         smoothed = np.convolve(result.steps.losses, window, mode="valid")

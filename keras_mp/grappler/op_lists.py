@@ -115,7 +115,23 @@ def change(changes: Mapping[str, Collection[str]]) -> None:
     Args:
         changes: mapping of the name of a list, or "none", to names of operations, which are taken
             from all other lists.
+
+    Raises:
+        TypeError: one is a str in place of names.
+        ValueError: TensorFlow has no such operation, or one is named twice.
     """
+    named: list[str] = []
+    for name, ops in changes.items():
+        if isinstance(ops, str):
+            raise TypeError(f"`{name}` must be a list of names. Received: {name}={ops!r}")
+        named += ops
+    unknown = [op for op in named if not (hasattr(tf.raw_ops, op) or op.startswith("_"))]
+    twice = sorted({op for op in named if named.count(op) > 1})
+    if unknown or twice:
+        raise ValueError(
+            "Expected names of TensorFlow's operations, as in tf.raw_ops, each once. Received: "
+            f"{unknown or twice}"
+        )
     with _lock:
         _Changes.changes = {name: frozenset(ops) for name, ops in changes.items() if ops}
         _write()

@@ -38,7 +38,7 @@ HALF = 50
 _KINDS = 3  # counts for each gradient: Inf, NaN, and 1 where only the sum is not finite
 
 
-class _Record:
+class _SkipRecord:
     """The record of skipped steps for the gradients of a list of variables.
 
     Attributes:
@@ -131,7 +131,7 @@ class Overflows:
     """The records of all skipped steps."""
 
     def __init__(self) -> None:
-        self._records: dict[int, _Record] = {}
+        self._records: dict[int, _SkipRecord] = {}
         self._numbers = itertools.count(1)
         with tf.init_scope():
             # The number of the record of the last skipped step; 0 if there was none.
@@ -223,11 +223,11 @@ class Overflows:
         of_records = {f"overflow_{i}": record.vector for i, record in enumerate(records)}
         return {"last_record": self._last, **of_records}
 
-    def _of(self, seen: SkippedStep) -> tuple[int, _Record]:
+    def _of(self, seen: SkippedStep) -> tuple[int, _SkipRecord]:
         for number, record in self._records.items():
             if record.is_of(seen):
                 return number, record
-        number, record = next(self._numbers), _Record(seen)
+        number, record = next(self._numbers), _SkipRecord(seen)
         alive = {n: each for n, each in self._records.items() if each.is_alive()}
         self._records = {**alive, number: record}
         return number, record

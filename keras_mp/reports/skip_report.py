@@ -22,7 +22,7 @@ from keras_mp.support import host, messages, selection
 _FIRST_STEPS, _MANY_BACK_OFFS = 3, 8
 
 
-class SkipReport(outcomes.Report):
+class SkipReport(outcomes.SkipObserver):
     """The report of the skipped steps of a loss scale.
 
     There is a warning after `warn_after` skips in a row; when half of the last hundred steps were

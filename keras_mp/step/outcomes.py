@@ -59,7 +59,7 @@ class OutcomeHandler:
         self._skipped.report.watch()
 
     def seen(self, steps: Sequence[Any]) -> Any:
-        """Looks for Inf and NaN in a skipped step, as `Report.seen` does."""
+        """Looks for Inf and NaN in a skipped step, as `SkipObserver.seen` does."""
         return self._skipped.report.seen(steps)
 
     def good(self) -> list[Any]:
@@ -181,7 +181,7 @@ class _Counter:
         return [self.num_bad_steps.assign(consecutive, read_value=False)], consecutive
 
 
-class Report:
+class SkipObserver:
     """What tells the user of skipped steps; this one tells nothing.
 
     Graphs of TensorFlow 1 have it, which would save every variable that a report has.
@@ -260,7 +260,7 @@ class SkippedSteps:
         raise_after: int or None. After so many skips in a row an error is raised; None never
             raises.
         beside: another callback of the same graphs, or None.
-        report: the `Report`.
+        report: the `SkipObserver` that tells the user of them.
 
     Args:
         loss_scale: as the attribute.
@@ -270,7 +270,7 @@ class SkippedSteps:
     """
 
     # `extensions` sets it, so that the core imports no report.
-    new_report: Callable[["SkippedSteps"], Report] = lambda skipped: Report()
+    new_report: Callable[["SkippedSteps"], SkipObserver] = lambda skipped: SkipObserver()
 
     def __init__(
         self,
@@ -283,10 +283,10 @@ class SkippedSteps:
         self.warn_after, self.raise_after = warn_after, raise_after
         with tf.init_scope():
             self.total = state_variable(0, tf.int64, "steps_skipped")
-        self.report = Report() if host.in_v1_graph() else type(self).new_report(self)
+        self.report = SkipObserver() if host.in_v1_graph() else type(self).new_report(self)
 
     def skip(self, seen: Any, *about: Any) -> list[Any]:
-        """Counts a skipped step, and records it as `Report.record` does.
+        """Counts a skipped step, and records it as `SkipObserver.record` does.
 
         It is called in the branch that skips.
         """
