@@ -22,6 +22,7 @@ from keras_mp.hooks import Method, Replacement, When, observers, reach
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrapper_of, wrappers_among
 from keras_mp.models import low_precision_weights, model_steps
 from keras_mp.optimizer_wrapper import OptimizerWrapper
+from keras_mp.policy import Policy
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -30,52 +31,46 @@ from keras_mp.wrappers.inner_optimizers import find_loss_scale_optimizer, has_al
 Compile = Callable[..., None]
 
 
-def install(policy_class: type) -> None:
-    """Hooks `Model.compile` once, also that of the other Keras if it is imported.
-
-    Args:
-        policy_class: the class of policies that add loss scaling to their models.
-    """
-    rows = [_row(keras_api.COMPILE_OWNER, _compile, policy_class)]
+def install() -> None:
+    """Hooks `Model.compile` once, also that of the other Keras if it is imported."""
+    rows = [_row(keras_api.COMPILE_OWNER, _compile)]
     model_class = getattr(sys.modules.get(keras_api.OTHER_PACKAGE), "Model", None)
     if model_class is not None:
         owner = next(cls for cls in model_class.__mro__ if "compile" in vars(cls))
-        rows.append(_row(owner, _refuse_other_keras, policy_class))
+        rows.append(_row(owner, _refuse_other_keras))
     hooks.install(rows)
 
 
 @functools.cache
-def _row(owner: type, replacement: Callable[..., Any], policy_class: type) -> Replacement:
+def _row(owner: type, replacement: Callable[..., Any]) -> Replacement:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def compile(self: tf.keras.Model, *args: Any, **kwargs: Any) -> None:
-            return replacement(policy_class, original, self, *args, **kwargs)
+            return replacement(original, self, *args, **kwargs)
 
         return compile
 
     return Replacement(Method(owner, "compile"), make, When.ALWAYS)
 
 
-def _compile(policy_class: type, keras_compile: Compile, *args: Any, **kwargs: Any) -> None:
+def _compile(keras_compile: Compile, *args: Any, **kwargs: Any) -> None:
     observers.tell(observers.Observer.model_is_compiled, args[0])
-    _compile_for_policy(policy_class, keras_compile, *args, **kwargs)
+    _compile_for_policy(keras_compile, *args, **kwargs)
     observers.tell(observers.Observer.model_was_compiled, args[0])
 
 
-def _compile_for_policy(
-    policy_class: type, keras_compile: Compile, *args: Any, **kwargs: Any
-) -> None:
+def _compile_for_policy(keras_compile: Compile, *args: Any, **kwargs: Any) -> None:
     try:
         call = inspect.signature(keras_compile).bind(*args, **kwargs)
     except TypeError:
         return keras_compile(*args, **kwargs)  # It raises an error with the reason.
     model, policy = args[0], args[0].dtype_policy
-    has_our_policy = isinstance(policy, policy_class)
+    has_our_policy = isinstance(policy, Policy)
     if not _warn_if_made_in_another_thread(model) and not has_our_policy:
         _warn_if_set_too_late(model)
     _warn_if_policy_is_not_followed(model, call)
     before = next(iter(wrappers_among(getattr(model, "optimizer", None))), None)
     if not has_our_policy and before is None and not _has_lost_its_policy(model, call):
-        _warn_if_set_with_keras(policy_class, model, call)
+        _warn_if_set_with_keras(model, call)
         result = keras_compile(*args, **kwargs)
         _tell_optimizers(model)
         _warn_if_unscaled(model)
@@ -307,14 +302,12 @@ def _warn_if_set_too_late(model: tf.keras.Model) -> None:
         )
 
 
-def _warn_if_set_with_keras(
-    policy_class: type, model: tf.keras.Model, call: inspect.BoundArguments
-) -> None:
+def _warn_if_set_with_keras(model: tf.keras.Model, call: inspect.BoundArguments) -> None:
     """Warns of a mixed global policy of Keras, unless Keras's wrapper is used as well."""
     policy, original = keras_api.get_global_policy(), model.dtype_policy
     optimizers = tf.nest.flatten(call.arguments.get("optimizer"))
     if (
-        not isinstance(policy, policy_class)
+        not isinstance(policy, Policy)
         and original.name == policy.name
         and original.compute_dtype != original.variable_dtype
         and keras_api.quantized_policy(policy.name) is None  # `set_global_policy` lets it pass.
@@ -329,11 +322,11 @@ def _warn_if_set_with_keras(
 
 
 def _refuse_other_keras(
-    policy_class: type, keras_compile: Compile, model: tf.keras.Model, *args: Any, **kwargs: Any
+    keras_compile: Compile, model: tf.keras.Model, *args: Any, **kwargs: Any
 ) -> None:
     optimizer = kwargs.get("optimizer", args[0] if args else None)
     policy = keras_api.get_global_policy()
-    if (isinstance(policy, policy_class) and policy.should_cast_variables) or any(
+    if (isinstance(policy, Policy) and policy.should_cast_variables) or any(
         isinstance(o, OptimizerWrapper) for o in tf.nest.flatten(optimizer)
     ):
         raise ValueError(

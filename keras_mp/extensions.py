@@ -87,12 +87,12 @@ class _Keras(observers.Observer):
     """Lets layers and models of `tf.keras` heed the whole of a policy."""
 
     def policy_was_made(self, policy: Policy) -> None:
-        layer_call.install(Policy)
-        saved_files.install(Policy)
+        layer_call.install()
+        saved_files.install()
 
     def policy_is_set(self, policy: Policy) -> None:
         # The other Keras may have been imported since, whose models are refused.
-        compile_hook.install(Policy)
+        compile_hook.install()
 
 
 class _Workers(observers.Observer):
@@ -106,7 +106,7 @@ def attach() -> None:
     """Attaches all of them once, for `import keras_mp`."""
     for observer in (_Kernels(), _Hardware(), _GraphRewrite(), _Keras(), _Workers()):
         observers.attach(observer)
-    compile_hook.install(Policy)
+    compile_hook.install()
     SkippedSteps.new_report = functools.partial(SkipReport, paths_of_weights)
     workers.FACTS["global policy"] = lambda: repr(global_policy())
     workers.FACTS["version of keras_mp"] = lambda: __version__

@@ -45,12 +45,12 @@ SUBPACKAGES = {
     },
     "layer_calls": {
         *("layer_calls", "keras_api", "step", "variables", "op_autocast", "kernels", "hooks"),
-        *("support", "regularizers"),
+        *("support", "regularizers", "policy"),
     },
     "models": {
         *("models", "layer_calls", "keras_api", "step", "variables", "hooks", "support"),
         *("loss_scale_gradient_tape", "loss_scale_optimizer", "master_weight_optimizer"),
-        *("optimizer_wrapper", "regularizers"),
+        *("optimizer_wrapper", "policy", "regularizers"),
     },
     # It uses the package as programs do.
     "hardware_check": {"hardware_check", "hooks", "keras_api", "hardware", "kernels", "support"},

@@ -8,7 +8,6 @@ no hook.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,26 +20,22 @@ from keras_mp.hooks.reach import Region
 from keras_mp.kernels import again_in_float32
 from keras_mp.layer_calls import added_losses, model_outputs, raw_inputs
 from keras_mp.op_autocast import context_manager, promotion
+from keras_mp.policy import Policy
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.variables import type_errors
 
 
 @once
-def install(policy_class: type) -> None:
-    """Makes layers of `tf.keras` heed the whole of their policy, once in a process.
-
-    Args:
-        policy_class: the class of policies of keras_mp.
-    """
+def install() -> None:
+    """Makes layers of `tf.keras` heed the whole of their policy, once in a process."""
     owner = next(cls for cls in tf.keras.layers.Layer.__mro__ if "__call__" in vars(cls))
-    heeding = functools.partial(_heeding_policies, policy_class)
-    hooks.install([Replacement(Method(owner, "__call__"), heeding, When.ALWAYS)])
+    hooks.install([Replacement(Method(owner, "__call__"), _heeding_policies, When.ALWAYS)])
     added_losses.install()
     promotion.install()
-    raw_inputs.install(policy_class)
+    raw_inputs.install()
 
 
-def _heeding_policies(policy_class: type, original: Callable[..., Any]) -> Callable[..., Any]:
+def _heeding_policies(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the method that calls a layer."""
 
     # If it were given `original` itself, AutoGraph would convert the function below the
@@ -53,14 +48,14 @@ def _heeding_policies(policy_class: type, original: Callable[..., Any]) -> Calla
         if keras_api.AUTOGRAPH_MAY_CONVERT and not tf.executing_eagerly():
             keras_call = allow_conversion(converted_call)
         policy: Any = getattr(self, "dtype_policy", None)
-        dtype = policy.low_precision_dtype if isinstance(policy, policy_class) else None
+        dtype = policy.low_precision_dtype if isinstance(policy, Policy) else None
         is_model = isinstance(self, tf.keras.Model)  # Its layers may have a policy of keras_mp.
         is_ours = is_model or dtype is not None or reach.current() is not None
         is_noted = is_ours and not keras_api.is_operation(self)
         notes = again_in_float32.noted() if is_noted else contextlib.nullcontext()
         try:
             with notes:
-                return _call_in(policy_class, policy, dtype, keras_call, self, args, kwargs)
+                return _call_in(policy, dtype, keras_call, self, args, kwargs)
         except type_errors.ERRORS as error:
             explained = _explained(error, self) if dtype is not None else None
             if explained is None:
@@ -74,7 +69,6 @@ def _heeding_policies(policy_class: type, original: Callable[..., Any]) -> Calla
 # AutoGraph converts `__call__` where a `tf.function` is made of the layer itself.
 @do_not_convert
 def _call_in(
-    policy_class: type,
     policy: Any,
     dtype: tf.DType | None,
     keras_call: Callable[..., Any],
@@ -91,7 +85,7 @@ def _call_in(
     is_at_rim = model_outputs.is_last(layer) or (
         is_model
         and not keras_api.is_in_a_layer(layer)
-        and (dtype is not None or _has_outputs_of(policy_class, layer))
+        and (dtype is not None or _has_outputs_of_ours(layer))
     )
     # A model that Keras 2 builds in its first call would get a layer for each cast.
     if is_at_rim and not any(map(keras_api.is_symbolic_input, tf.nest.flatten((args, kwargs)))):
@@ -111,13 +105,13 @@ def _call_in(
     return outputs
 
 
-def _has_outputs_of(policy_class: type, model: tf.keras.Model) -> bool:
+def _has_outputs_of_ours(model: tf.keras.Model) -> bool:
     """Whether a layer with a policy of keras_mp makes an output of a model.
 
     Keras does not save the policy of a model, only those of its layers.
     """
     layers = keras_api.output_layers(model) or ()
-    return any(isinstance(layer.dtype_policy, policy_class) for layer in layers)
+    return any(isinstance(layer.dtype_policy, Policy) for layer in layers)
 
 
 @contextlib.contextmanager

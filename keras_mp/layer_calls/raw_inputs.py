@@ -26,6 +26,7 @@ from keras_mp.hooks import Method, Replacement, once
 from keras_mp.kernels import compositions
 from keras_mp.layer_calls import master_writes, unrounded
 from keras_mp.op_autocast import promotion
+from keras_mp.policy import Policy
 from keras_mp.support import features, marks
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION, LOW_PRECISION_NAMES
@@ -204,18 +205,15 @@ def _makes_distributions(cls: type) -> bool:
     return is_theirs and cls.__name__ == "DistributionLambda"
 
 
-def install(policy_class: type) -> None:
+def install() -> None:
     """Lets the layers of the table ask here for their policy.
 
     It also notes the casts of inputs.
-
-    Args:
-        policy_class: the class of policies of keras_mp.
     """
     for cls, kind in _kinds().items():
         if kind is not _IDS:
             let_read_raw(cls)
-    keras_api.note_input_casts(policy_class, unrounded.note, unrounded.before_rounding)
+    keras_api.note_input_casts(Policy, unrounded.note, unrounded.before_rounding)
     keras_api.widen_functions(compositions.in_float32)
     # Layers also call them on their outputs. A penalty is part of the loss, so it stays in float32.
     for module, names, rounds in (

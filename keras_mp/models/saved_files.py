@@ -17,20 +17,17 @@ from keras_mp import keras_api, regularizers
 from keras_mp.hooks import wrapped
 from keras_mp.hooks.once import once
 from keras_mp.layer_calls import layer_call
+from keras_mp.policy import Policy
 
 
 @once
-def install(policy_class: type) -> None:
-    """Lets Keras save models with a 16-bit policy of keras_mp, once in a process.
-
-    Args:
-        policy_class: the class of these policies.
-    """
+def install() -> None:
+    """Lets Keras save models with a 16-bit policy of keras_mp, once in a process."""
 
     def is_ours(model: tf.keras.Model) -> bool:
         policies: list[Any] = [layer.dtype_policy for layer in keras_api.flatten_layers(model)]
         return any(
-            isinstance(policy, policy_class) and policy.low_precision_dtype is not None
+            isinstance(policy, Policy) and policy.low_precision_dtype is not None
             for policy in policies
         )
 
@@ -39,7 +36,7 @@ def install(policy_class: type) -> None:
 
     def tracing(layer: tf.keras.layers.Layer) -> contextlib.AbstractContextManager[None]:
         policy: Any = layer.dtype_policy
-        is_ours = isinstance(policy, policy_class)
+        is_ours = isinstance(policy, Policy)
         return layer_call.entered(policy, policy.low_precision_dtype if is_ours else None)
 
     def is_of_function(regularizer: Any) -> bool:
