@@ -87,7 +87,7 @@ def are_several() -> bool:
     return tf.distribute.get_strategy().num_replicas_in_sync > 1
 
 
-def number_of_workers(strategy: tf.distribute.Strategy | None = None) -> int:
+def number_of_workers(strategy: Any = None) -> int:
     """Returns the number of processes with replicas that sum gradients together.
 
     Args:

@@ -65,7 +65,7 @@ def test_the_interface_names_all_that_is_used():
     others |= {"AUTOGRAPH_MAY_CONVERT"}
     of_both = {"COMPILE_OWNER", "KerasLossScaleOptimizer", "get_optimizer", "serialize_optimizer"}
     of_both |= {"APPLY_METHODS", "flatten_layers", "layers_inside", "states", "variables"}
-    modules = {"interface", "keras"}  # keras2 and keras3
+    modules = {"interface", "gathering", "keras"}  # keras2 and keras3
     of_keras_api = {"LAYERS_INSIDE"}
     assert set(interface.NAMES) - of_keras_api <= used
     assert used - others - of_both - modules <= set(interface.NAMES)
