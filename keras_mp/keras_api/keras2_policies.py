@@ -1,4 +1,7 @@
-"""The dtype policies of Keras 2, and the global one, which a scope changes for its thread only."""
+"""The dtype policies of Keras 2, and the global one.
+
+A scope changes it for its thread only.
+"""
 
 import contextlib
 import logging

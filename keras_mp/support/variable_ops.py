@@ -1,4 +1,7 @@
-"""What operations do to variables, whose handles they take. This module needs TensorFlow only."""
+"""What operations do to variables, whose handles they take.
+
+This module needs TensorFlow only.
+"""
 
 import tensorflow as tf
 
