@@ -40,7 +40,7 @@ class LayerObserver:
         """Is called before a layer computes."""
 
     def outputs(self, call: LayerCall, outputs: Any) -> Any:
-        """Is called with what a layer has computed; what it returns takes the place of that."""
+        """Is called with what a layer has computed. What it returns takes its place."""
         del call
         return outputs
 

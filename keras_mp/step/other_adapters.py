@@ -1,4 +1,4 @@
-"""The adapters for optimizers that are not of Keras: TensorFlow 1, Sonnet, functions."""
+"""The adapters for optimizers of TensorFlow 1, for Sonnet's, and for functions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

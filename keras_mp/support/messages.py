@@ -96,7 +96,7 @@ def is_library(filename: str) -> bool:
 
 @functools.cache
 def library_of(filename: str) -> str | None:
-    """Returns the package of a library's file, "python" for the others; None for a program's."""
+    """Returns the package of a library's file, or "python"; None for a program's."""
     if filename.endswith("__main__.py"):
         return None
     for package in _PACKAGES:
