@@ -15,20 +15,19 @@ from keras_mp.grappler import optimize
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models.model_steps import has_own_train_step
-from keras_mp.numerics import audit, copies, own_thread
+from keras_mp.numerics import audit, own_thread
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch, Batches, Structure
-from keras_mp.numerics.comparison.compare import UNSCALED, compare, compare_records, record, runners
+from keras_mp.numerics.comparison.compare import UNSCALED, compare, compare_records, record
 from keras_mp.numerics.comparison.compare_function import compare_function
 from keras_mp.numerics.comparison.compared import Comparison
 from keras_mp.numerics.comparison.differences import MANY_ZEROS
 from keras_mp.numerics.comparison.records import Record
-from keras_mp.numerics.comparison.runs import LOSS
-from keras_mp.numerics.comparison.training_loss import GivenLoss, first_scale
 from keras_mp.numerics.exponents.advise import Advice, advise
 from keras_mp.numerics.exponents.histogram import exponent_of, round_down
 from keras_mp.numerics.exponents.what_if import WhatIf, what_if
 from keras_mp.numerics.results import Finding, Result
+from keras_mp.numerics.run import LOSS, GivenLoss, compiled, first_scale, runners
 from keras_mp.op_autocast.context_manager import autocast
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -344,7 +343,7 @@ def check(
     narrow = cast(tf.keras.Model, model)
     made = batches_of.listed(narrow, batches)
     if policy is not None:
-        narrow = copies.compiled(narrow, policy)
+        narrow = compiled(narrow, policy)
     dtypes = [name for name in LOW_PRECISION_NAMES if name in compute_dtypes(narrow)]
     if not dtypes and not isinstance(reference, tf.keras.Model | Record):
         raise ValueError(

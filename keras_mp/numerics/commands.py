@@ -24,12 +24,12 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics import copies
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.check import check
 from keras_mp.numerics.comparison.records import Record
 from keras_mp.numerics.profile import profile
 from keras_mp.numerics.results import Result
+from keras_mp.numerics.run import compiled
 from keras_mp.numerics.tune import tune
 from keras_mp.numerics.watch import watch
 from keras_mp.support import messages, text_tables
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         model, batch = _load_model(options.model), load_batch(options.batch)
         try:
             if options.policy:
-                model = copies.compiled(model, options.policy)
+                model = compiled(model, options.policy)
             result, status = options.command.run(model, batch, options)
         except (TypeError, ValueError, ImportError, tf.errors.OpError) as error:
             # For example, labels of another shape, or matplotlib is missing.

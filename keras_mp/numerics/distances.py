@@ -1,11 +1,15 @@
-"""How far numbers are apart."""
+"""How far numbers are apart, and the noise that tells what rounding explains of that."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import numpy as np
+import tensorflow as tf
+
+from keras_mp.support import kept_casts
 
 # The largest relative error of rounding to the nearest number of a dtype.
 UNIT_ROUNDOFF = {
@@ -31,6 +35,22 @@ LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 # 0.2 to 1, and gradients of convolutions in float16 up to 15, since kernels for CPUs add up some
 # thousand products in it. Planted defects begin at 100.
 LIMIT = 16.0
+
+# How far a run with noise moves each number at most, in unit roundoffs: twice as far as rounding
+# does. A few such runs then also flip the ReLUs that rounding may flip. (The mean error of rounding
+# is a third of the unit roundoff, and the mean of this noise is one unit.)
+NOISE = 2.0
+
+# The largest effect of so many runs with noise is what rounding explains.
+NOISY_RUNS = 4
+
+# To find the gradients that are rounding noise of float32, whose unit roundoff is 2**-24, numbers
+# are moved by up to this share of their size. A gradient is noise if it changes by more than this
+# share of its own size.
+_JITTER, _NOISE = 2.0**-20, 0.5
+
+# The root mean square of that share.
+RMS_OF_JITTER = _JITTER / math.sqrt(3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,3 +172,79 @@ def underflow(value: np.ndarray, reference: np.ndarray) -> float:
     """Returns which share of the reference's non-zero numbers is zero in `value`."""
     there = reference != 0
     return float(np.mean(value[there] == 0)) if there.any() else 0.0
+
+
+def array(value: tf.Tensor | tf.Variable | np.ndarray) -> np.ndarray:
+    """Returns a tensor as an array of float64, which holds all numbers of the other dtypes."""
+    return tf.cast(tf.convert_to_tensor(value), tf.float64).numpy()
+
+
+def are_finite(tensors: Iterable[tf.Tensor | None]) -> bool:
+    """Whether all numbers of the tensors are finite."""
+    found = (tf.convert_to_tensor(each) for each in tensors if each is not None)
+    return all(bool(tf.reduce_all(kept_casts.is_finite(each))) for each in found)
+
+
+class Noise:
+    """Moves numbers of a run in float32 at random, as far as rounding may.
+
+    Where the backward error of an algorithm is small, what it returns is what the exact one would
+    return for inputs that differ by a few roundings (N. Higham, "Accuracy and Stability of
+    Numerical Algorithms", 1.5); to move the numbers at random and look is Monte Carlo arithmetic
+    (D. Stott Parker, 1997).
+
+    Args:
+        unit: float. The unit roundoff whose effects are to be seen.
+        seed: int.
+    """
+
+    def __init__(self, unit: float, seed: int) -> None:
+        self._step = NOISE * unit
+        self._random = np.random.default_rng(seed)
+
+    def __call__(self, value: tf.Tensor) -> tf.Tensor:
+        """Moves each number, by up to twice the unit roundoff of its size.
+
+        A mask of zeros and ones is left alone. Every dtype holds it exactly, and with noise a layer
+        that multiplies 1 - mask by a large number would mask something else.
+        """
+        if tf.reduce_all((value == 0) | (value == 1)):
+            return value
+        dtype = value.dtype if value.dtype.size >= 4 else tf.float32
+        factors = self._factors(tuple(value.shape))
+        return tf.cast(tf.cast(value, dtype) * tf.cast(factors, dtype), value.dtype)
+
+    def both_ways(self, value: tf.Tensor) -> tf.Tensor:
+        """Moves each number, and the gradient in the backward pass too."""
+
+        @tf.custom_gradient
+        def moved(value: tf.Tensor) -> tuple[tf.Tensor, "Noise"]:
+            return self(value), self
+
+        return cast(tf.Tensor, moved(value))
+
+    def move_weights(self, layer: Any) -> None:
+        """Moves the weights of a layer or model."""
+        for weight in getattr(layer, "weights", ()):
+            if tf.as_dtype(weight.dtype).is_floating:
+                value = weight.numpy()
+                weight.assign((value * self._factors(value.shape)).astype(value.dtype))
+
+    def _factors(self, shape: tuple[int, ...]) -> np.ndarray:
+        return 1 + self._step * self._random.uniform(-1, 1, shape)
+
+
+def jitter(seed: int = 0) -> Noise:
+    """Returns noise that is so small that only gradients that are noise change with it."""
+    return Noise(_JITTER / NOISE, seed)
+
+
+def is_noise(values: np.ndarray, moved: np.ndarray) -> bool:
+    """Whether a gradient is nothing but rounding noise of float32.
+
+    Args:
+        values: array of float64, the gradient.
+        moved: the same, where `jitter` has moved the numbers.
+    """
+    are_finite = np.isfinite(values).all() and np.isfinite(moved).all()
+    return bool(are_finite) and relative(moved, values) > _NOISE

@@ -1,4 +1,4 @@
-"""What a tool needs for itself alone: random numbers, and functions that run in eager.
+"""What a tool needs for itself alone: random numbers, functions in eager, variables.
 
 The program's random numbers are neither drawn nor seeded, and other threads notice nothing.
 """
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.hooks import wrapped
-from keras_mp.numerics import handles
+from keras_mp.tensorflow_api import operations
 
 # The modules through which random operations are called, and the names of those that draw.
 _WITH_STATE, _OF_GENERATORS, *_OF_SEEDS = (
@@ -116,7 +116,7 @@ def _copy(generator: tf.Tensor) -> tf.Tensor:
     """Returns the handle of a variable with the state of a `tf.random.Generator`."""
     with tf.init_scope():
         state = tf.raw_ops.ReadVariableOp(resource=generator, dtype=tf.int64)
-        copy = handles.variable(state.dtype, state.shape)
+        copy = variable(state.dtype, state.shape)
         tf.raw_ops.AssignVariableOp(resource=copy, value=state)
     return copy
 
@@ -186,3 +186,24 @@ def eager_functions() -> contextlib.AbstractContextManager[None]:
         return runs
 
     return wrapped.here(_FUNCTION, "_run_functions_eagerly", runs_eagerly)
+
+
+def variable(dtype: tf.DType, shape: tf.TensorShape | list[int]) -> tf.Tensor:
+    """Returns the handle of a new variable, which lives as long as the handle.
+
+    For a Python object, a strategy would make a variable that spans all replicas.
+
+    Args:
+        dtype: the dtype of the variable.
+        shape: the shape of the variable.
+
+    Example:
+
+    >>> from keras_mp.numerics import own_thread
+    >>> handle = own_thread.variable(tf.float32, [2])
+    >>> tf.raw_ops.AssignVariableOp(resource=handle, value=tf.ones([2]))
+    >>> tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).numpy().tolist()
+    [1.0, 1.0]
+    """
+    name = operations.anonymous_name()
+    return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name)

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp import hardware, keras_api
-from keras_mp.conversion import convert
 from keras_mp.hardware import turns
 from keras_mp.models import layer_paths
-from keras_mp.numerics import batches, copies, own_thread
+from keras_mp.numerics import batches, own_thread, run
 from keras_mp.numerics.graphs import op_times, sending, traces
 from keras_mp.numerics.graphs.census import Census, census
 from keras_mp.numerics.results import Result
@@ -221,7 +220,7 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
     with (
         own_thread.random_numbers(),
         Progress("step_times", parts=len(candidates) + 2) as progress,
-        messages.unheard(),  # They would be about copies.
+        messages.unheard(),  # They would be about run.
     ):
         progress.begin("the model as it is")
         variants = {"": _step_of(model, data)}
@@ -284,15 +283,14 @@ def _step_of(
         compiles_update: bool. Whether XLA compiles the update.
         compiles: bool. Whether XLA compiles the whole step.
     """
-    copy: Any = convert(model, policies or {})
-    optimizer = copies.optimizer_of(model)
+    optimizer = run.optimizer_of(model)
     if compiles_update:
         if isinstance(optimizer, OptimizerWrapper):
             optimizer.jit_compile = True
         else:
             optimizer = OptimizerWrapper(optimizer, jit_compile=True)
     is_compiled = compiles or model.jit_compile is True
-    copies.compile_as(copy, model, optimizer, jit_compile=is_compiled)
+    copy: Any = run.compiled(model, policies or {}, optimizer, jit_compile=is_compiled)
     _name_update(copy.optimizer)
 
     step = functools.partial(copy.train_on_batch, data.x, data.y, sample_weight=data.sample_weight)

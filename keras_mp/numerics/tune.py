@@ -17,8 +17,8 @@ from keras_mp.conversion import convert, paths_in_config, units_by_path
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics import own_thread, patterns
 from keras_mp.numerics.batches import Batch, Batches, Structure
-from keras_mp.numerics.comparison.training_loss import GivenLoss
 from keras_mp.numerics.graphs.census import census
+from keras_mp.numerics.run import GivenLoss
 from keras_mp.numerics.tune_search import Search
 from keras_mp.numerics.tuned import Tuned, TunedLayer
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES

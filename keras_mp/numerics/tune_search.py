@@ -9,15 +9,21 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.conversion import convert
-from keras_mp.models.layer_paths import variables_by_path
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.comparison import runs
-from keras_mp.numerics.comparison.calls import RandomNumbers
-from keras_mp.numerics.comparison.noise import is_noise, jitter
-from keras_mp.numerics.comparison.runs import Run, Runner, array
-from keras_mp.numerics.comparison.training_loss import GivenLoss, Loss, loss_of, signed_mean
-from keras_mp.numerics.distances import relative
+from keras_mp.numerics.calls import RandomNumbers
+from keras_mp.numerics.distances import array, is_noise, jitter, relative
+from keras_mp.numerics.run import (
+    GivenLoss,
+    Loss,
+    Run,
+    Runner,
+    check_finite,
+    check_same_calls,
+    loss_of,
+    replay,
+    signed_mean,
+)
 from keras_mp.numerics.tuned import Errors
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support.progress import Progress
@@ -79,11 +85,6 @@ class Search:
     def __post_init__(self) -> None:
         self.refused: dict[str, str] = {}
         self._references: list[Reference] = []
-        owners = {id(v): path for path, (v, _) in variables_by_path(self.reference).items()}
-        self._owners = {
-            name: owners[id(weight)].rpartition("/")[0]
-            for name, weight in runs.named_weights(self.reference).items()
-        }
         self._errors: dict[tuple[frozenset[str], int], Errors] = {}
         self._made: tuple[frozenset[str], tf.keras.Model, Loss] | None = None
         self._models = 0
@@ -99,8 +100,8 @@ class Search:
             narrow = self._run(candidates, batch, numbers)
             runner = Runner(self.reference, batch, loss, numbers=numbers)
             wide = runner.run()
-            runs.check_finite(wide, batch)
-            runs.check_same_calls(narrow, wide)
+            check_finite(wide, batch)
+            check_same_calls(narrow, wide)
             gradients = self._gradients(wide)
             moved = self._gradients(runner.run(noise=jitter(i)))
             noise = {
@@ -196,10 +197,11 @@ class Search:
         return loss
 
     def _gradients(self, run: Run) -> dict[str, np.ndarray]:
-        found: dict[str, list[np.ndarray]] = {}
-        for name, gradient in run.weight_gradients().items():
-            found.setdefault(self._owners[name], []).append(gradient.ravel())
-        return {path: np.concatenate(values) for path, values in found.items()}
+        found: dict[str, list[tf.Tensor]] = {}
+        for path, gradient in run.gradients_by_path().items():
+            if gradient is not None:
+                found.setdefault(path.rpartition("/")[0], []).append(gradient)
+        return {path: _joined(values) / run.loss_scale for path, values in found.items()}
 
     def _apart(self, run: Run, reference: Reference) -> Errors:
         outputs = map(relative, _outputs(run), reference.outputs)
@@ -222,14 +224,14 @@ class Search:
             if path is None:
                 continue
             upstream = exact_call.gradients
-            exact = runs.replay(exact_call, exact_call.layer, upstream)
+            exact = replay(exact_call, exact_call.layer, upstream)
             # The scale that suits this layer alone.
-            scale = _scale_for([*upstream, *exact.gradients.values()])
+            scale = _scale_for([*upstream, *exact.by_name.values()])
             scaled = [None if each is None else each * scale for each in upstream]
-            one = runs.replay(exact_call, call.layer, scaled)
-            gradients = [one.gradients[each] for each in exact.gradients if each in one.gradients]
+            one = replay(exact_call, call.layer, scaled)
+            gradients = [one.by_name[each] for each in exact.by_name if each in one.by_name]
             forward = relative(_joined(one.outputs), _joined(exact.outputs))
-            backward = relative(_joined(gradients) / scale, _joined(exact.gradients.values()))
+            backward = relative(_joined(gradients) / scale, _joined(exact.by_name.values()))
             errors[path] = max(errors.get(path, 0.0), forward, backward)
         return errors
 

@@ -204,7 +204,7 @@ def test_a_float32_model_is_looked_at_under_a_policy_with_all_of_its_loss():
     outputs = {name: L.Dense(1, name=name)(inputs) for name in ("a", "b")}
     model = tf.keras.Model(inputs, outputs)
     model.compile("sgd", {"a": "mse", "b": "mse"}, loss_weights={"a": 1.0, "b": 0.0})
-    copy = keras_mp.numerics.copies.compiled(model, "mixed_float16")
+    copy = keras_mp.numerics.run.compiled(model, "mixed_float16")
     assert copy.get_compile_config()["loss_weights"] == {"a": 1.0, "b": 0.0}
     labels = {"a": Y, "b": Y}
     assert check(model, (X, labels), policy="mixed_float16").findings == ()

@@ -2,12 +2,14 @@
 
 from keras_mp.conversion import compute_dtypes
 from keras_mp.numerics import audit as auditing
-from keras_mp.numerics import batches, copies, own_thread
+from keras_mp.numerics import batches, own_thread
 from keras_mp.numerics.check import Check
 from keras_mp.numerics.comparison import compare as comparing
 from keras_mp.numerics.exponents import what_if as running
 from keras_mp.numerics.graphs import traces
 from keras_mp.numerics.hazards.traced_step import TracedStep
+from keras_mp.numerics.run import compiled
+from keras_mp.numerics.run import runners as made
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
@@ -46,13 +48,13 @@ def runners(model, x, y=None, sample_weight=None, reference="float32", **how):
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
     if how.get("step") is None:
         batches.build(model, batch)
-    return comparing.runners(model, batch, reference, **how)
+    return made(model, batch, reference, **how)
 
 
 @own_thread.random_numbers()
 def compare(model, *batch, policy=None, **how):
     """Returns a `Comparison`, on a copy of the model if there is a policy."""
-    narrow = model if policy is None else copies.compiled(model, policy)
+    narrow = model if policy is None else compiled(model, policy)
     return comparing.compare(*runners(narrow, *batch, **how))
 
 
@@ -61,5 +63,5 @@ def what_if(model, *batch, dtype="float16", scales=SCALES, **how):
     """Returns a `WhatIf` of the model in a dtype."""
     is_kept = compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES)
     is_kept = is_kept and model.compute_dtype in LOW_PRECISION_NAMES
-    narrow = copies.compiled(model, {} if is_kept else f"mixed_{dtype}")
+    narrow = compiled(model, {} if is_kept else f"mixed_{dtype}")
     return running.what_if(*runners(narrow, *batch, **how), dtype, scales)

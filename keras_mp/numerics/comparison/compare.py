@@ -14,25 +14,41 @@ in a few such runs.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.conversion import convert
 from keras_mp.numerics import batches, own_thread
-from keras_mp.numerics.batches import Batch, Structure
+from keras_mp.numerics.batches import Structure
+from keras_mp.numerics.calls import Call, Called, RandomNumbers, kept
 from keras_mp.numerics.causes import CURES
-from keras_mp.numerics.comparison import differences, records, runs
-from keras_mp.numerics.comparison.calls import Call, Called, RandomNumbers, kept
+from keras_mp.numerics.comparison import differences, records
 from keras_mp.numerics.comparison.compared import ComparedLayer, Comparison
 from keras_mp.numerics.comparison.differences import TooFar, cure_in
-from keras_mp.numerics.comparison.noise import NOISE, NOISY_RUNS, Noise
 from keras_mp.numerics.comparison.records import SIDES, LayerRecord, Record
-from keras_mp.numerics.comparison.runs import Run, Runner
-from keras_mp.numerics.comparison.training_loss import GivenLoss, loss_of
-from keras_mp.numerics.distances import LIMIT, UNIT_ROUNDOFF, Distance, relative, rms
+from keras_mp.numerics.distances import (
+    LIMIT,
+    NOISE,
+    NOISY_RUNS,
+    UNIT_ROUNDOFF,
+    Distance,
+    Noise,
+    are_finite,
+    array,
+    relative,
+    rms,
+)
 from keras_mp.numerics.results import Finding
+from keras_mp.numerics.run import (
+    GivenLoss,
+    Run,
+    Runner,
+    check_finite,
+    check_same_calls,
+    loss_of,
+    replay,
+)
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
 
@@ -43,35 +59,6 @@ _AMPLIFIES, _RISES = 64.0, 16.0
 UNSCALED = "a gradient that ignores the loss scale"
 # A gradient does not grow with the loss scale if it is further from that, as a share of its size.
 _NOT_LINEAR = 0.1
-
-
-def runners(
-    model: tf.keras.Model,
-    batch: Batch,
-    reference: Any = "float32",
-    loss: GivenLoss | None = None,
-    step: Callable[..., tf.Tensor] | None = None,
-    training: bool = True,
-) -> tuple[Runner, Runner]:
-    """Returns what runs a model, and what runs its reference, with the same random numbers.
-
-    Args:
-        model: of `tf.keras`, built.
-        batch: Batch.
-        reference: a policy for a copy of the model, or a model with the same layers.
-        loss: as for `check`.
-        step: as for `check`.
-        training: as for `check`.
-    """
-    numbers = RandomNumbers()
-
-    def runner(each: tf.keras.Model, is_a_copy: bool) -> Runner:
-        value = loss_of(each, model, batch, loss, is_a_copy)
-        return Runner(each, batch, value, numbers=numbers, step=step, training=training)
-
-    is_given = isinstance(reference, tf.keras.Model)
-    wide = reference if is_given else convert(model, reference)
-    return runner(model, False), runner(wide, not is_given)
 
 
 def compare(narrow: Runner, wide: Runner) -> Comparison:
@@ -107,8 +94,8 @@ def compare(narrow: Runner, wide: Runner) -> Comparison:
         run = narrow.run_as_trained()
         progress.begin("the reference")
         other = wide.run()
-        runs.check_finite(other, wide.batch, needs_loss=False)
-        runs.check_same_calls(run, other)
+        check_finite(other, wide.batch, needs_loss=False)
+        check_same_calls(run, other)
         progress.begin("the reference, with noise")
         references = records.explained_layers(wide, other, UNIT_ROUNDOFF[run.dtype])
         layers, first = differences.compare_layers(list(zip(records.layers_of(run), references)))
@@ -167,10 +154,10 @@ def record(
     if step is None:
         batches.build(model, batch)
     with own_thread.random_numbers(seed):
-        value, numbers = loss_of(model, model, batch, loss, is_a_copy=False), RandomNumbers()
+        value, numbers = loss_of(model, model, batch, loss), RandomNumbers()
         runner = Runner(model, batch, value, numbers=numbers, step=step, training=training)
         run = runner.run_as_trained()
-        runs.check_finite(run, batch, needs_loss=False)
+        check_finite(run, batch, needs_loss=False)
         layers = records.explained_layers(runner, run, UNIT_ROUNDOFF[run.dtype])
     return Record(runner.name, layers, run.loss, run.loss_scale)
 
@@ -220,20 +207,6 @@ def _pairs(run: Record, reference: Record) -> list[tuple[LayerRecord, LayerRecor
     return [(each, others[each.path]) for each in run.layers if each.path in others]
 
 
-class _Own(NamedTuple):
-    """How far a layer is off, given the same inputs in both dtypes.
-
-    Attributes:
-        forward: Distance, or None.
-        backward: Distance, or None.
-        amplification: float. How many times as far as its inputs noise moves its outputs.
-    """
-
-    forward: Distance | None = None
-    backward: Distance | None = None
-    amplification: float = 0.0
-
-
 def _by_themselves(
     rows: Sequence[ComparedLayer], run: Run, other: Run
 ) -> tuple[list[ComparedLayer], list[Finding]]:
@@ -253,22 +226,22 @@ def _by_themselves(
     forward: list[TooFar] = []
     backward: list[TooFar] = []
     for row, call, wide in zip(rows, run.calls, other.calls):
-        own = _own(call, wide)
-        judged.append(dataclasses.replace(row, own_output=own.forward, own_gradient=own.backward))
+        is_innermost = not any(call.contains(each) for each in run.calls)
+        alone, amplifies = _alone(row, call, wide, is_innermost)
+        own, of_gradients = alone.own_output, alone.own_gradient
+        judged.append(alone)
         if any(call.contains(culprit.layer) for culprit in forward):
             continue
-        if own.forward is not None and own.forward.units > LIMIT:
+        if own is not None and own.units > LIMIT:
             # Max pooling turns NaN into finite numbers, which are no evidence either.
             if not forward or _off_before(call, wide) <= 1:
-                forward.append(TooFar(call, wide, "forward", own.forward))
+                forward.append(TooFar(call, wide, "forward", own))
             continue
-        if not any(call.contains(each) for each in run.calls):
-            text = _amplification(call, wide, row, own.amplification)
-            if row.output is not None and text is not None:
-                forward.append(TooFar(call, wide, "forward", row.output, text))
+        if row.output is not None and amplifies:
+            forward.append(TooFar(call, wide, "forward", row.output, amplifies))
         is_inside = any(call.contains(culprit.layer) for culprit in backward)
-        if own.backward is not None and own.backward.units > LIMIT and not is_inside:
-            backward.append(TooFar(call, wide, "backward", own.backward))
+        if of_gradients is not None and of_gradients.units > LIMIT and not is_inside:
+            backward.append(TooFar(call, wide, "backward", of_gradients))
     if unscaled:
         backward.clear()  # What comes of gradients of another size is no finding of its own.
     # Gradients come in reverse order. A cell that is called for each time step is named once.
@@ -291,13 +264,12 @@ def _unscaled(rows: Sequence[ComparedLayer], run: Run, other: Run) -> list[Findi
     findings = []
     for call, wide in zip(run.calls, other.calls):
         upstream = call.gradients
-        if any(map(call.contains, found)) or not runs.are_finite([*call.inputs, *upstream]):
+        if any(map(call.contains, found)) or not are_finite([*call.inputs, *upstream]):
             continue
         doubled = [None if each is None else 2 * each for each in upstream]
         with kept() as operations:
             once, twice = (
-                runs.replay(call, wide.layer, each, "float32").gradients
-                for each in (upstream, doubled)
+                replay(call, wide.layer, each, "float32").by_name for each in (upstream, doubled)
             )
         growth = _growth(once, twice)
         if growth is None:
@@ -330,68 +302,74 @@ def _growth(once: Mapping[str, tf.Tensor], twice: Mapping[str, tf.Tensor]) -> _G
     """Returns the gradient that is furthest from being twice as large, if one is far from it."""
     worst, furthest = None, _NOT_LINEAR
     for name, gradient in once.items():
-        one, two = runs.array(gradient), runs.array(twice[name])
+        one, two = array(gradient), array(twice[name])
         size = rms(one) if np.isfinite(one).all() else 0.0
         if size and relative(two, 2 * one) > furthest:
             worst, furthest = _Growth(name, rms(two) / size), relative(two, 2 * one)
     return worst
 
 
-def _own(call: Call, wide: Call) -> _Own:
+def _alone(
+    row: ComparedLayer, call: Call, wide: Call, is_innermost: bool
+) -> tuple[ComparedLayer, str]:
+    """Makes a call again in both dtypes, on the same inputs.
+
+    Args:
+        row: what is known of it so far.
+        call: in 16 bits.
+        wide: in float32.
+        is_innermost: bool. Whether no other call was made inside of it.
+
+    Returns:
+        The row, with the call's own distances; and words for how far it amplifies the distance of
+        its inputs, "" if it does not.
+    """
     upstream = call.gradients
-    narrow = runs.replay(call, call.layer, upstream)
-    pairs = zip(map(runs.array, call.outputs), map(runs.array, narrow.outputs))
-    is_same = all(np.array_equal(before, again, equal_nan=True) for before, again in pairs)
-    if not is_same or not runs.are_finite(call.inputs):
+    narrow = replay(call, call.layer, upstream)
+    before, again = ([each.numpy().tobytes() for each in of.outputs] for of in (call, narrow))
+    if before != again or not are_finite(call.inputs):
         # The layer draws random numbers in a way of its own or has a state, or its inputs are
         # spoilt already.
-        return _Own()
+        return row, ""
 
     def in_float32(noise: Noise | None = None) -> LayerRecord:
-        return _layer(call, runs.replay(call, wide.layer, upstream, "float32", noise))
+        again = replay(call, wide.layer, upstream, "float32", noise)
+        return LayerRecord.of(again, again.by_name)
 
-    layer, exact = _layer(call, narrow), in_float32()
-    for seed in range(NOISY_RUNS):
-        records.explain([exact], [in_float32(Noise(call.unit, seed))])
-    largest = differences.largest_gradients([exact])
-    forward, backward = (
-        Distance.worst(list(differences.distances(layer, exact, side, largest).values()))
-        for side in SIDES
-    )
+    def distances() -> list[Distance | None]:
+        largest = differences.largest_gradients([exact])
+        each = (differences.distances(layer, exact, side, largest).values() for side in SIDES)
+        return [Distance.worst(list(found)) for found in each]
+
+    layer, exact = LayerRecord.of(narrow, narrow.by_name), in_float32()
+    own, taken, made = distances(), 0.0, 0.0
+    if is_innermost and row.output is not None:
+        taken, made = _off_before(call, wide), row.output.relative
+    rises = made > _RISES * max(taken, call.unit)
+    # What one rounding explains needs no noise.
+    if rises or any(each is not None and each.units > 1 for each in own):
+        for seed in range(NOISY_RUNS):
+            records.explain([exact], [in_float32(Noise(call.unit, seed))])
+        own = distances()
     moved = [
         each.explained / size
         for each in exact.forward.values()
         if (size := rms(each.values[np.isfinite(each.values)]))
     ]
-    return _Own(
-        forward,
-        backward if runs.are_finite(upstream) else None,
-        max(moved, default=0.0) / (NOISE * call.unit),
-    )
-
-
-def _layer(call: Call, replay: runs.Replay) -> LayerRecord:
-    gradients = {name: runs.array(each) for name, each in replay.gradients.items()}
-    return LayerRecord.of(call, replay.outputs, gradients)
-
-
-def _amplification(call: Call, wide: Call, row: ComparedLayer, amplification: float) -> str | None:
-    """Describes how much a layer amplifies the distance of its inputs, if it does."""
-    if amplification <= _AMPLIFIES or row.output is None:
-        return None
-    before = _off_before(call, wide)
-    if row.output.relative <= _RISES * max(before, call.unit):
-        return None
-    return (
-        f"cancellation: it amplifies rounding by {amplification:,.0f}; its inputs are off by "
-        f"{before:.2%}, its outputs by {row.output.relative:.1%}"
-    )
+    times, amplifies = max(moved, default=0.0) / (NOISE * call.unit), ""
+    if rises and times > _AMPLIFIES:
+        amplifies = (
+            f"cancellation: it amplifies rounding by {times:,.0f}; its inputs are off by "
+            f"{taken:.2%}, its outputs by {made:.1%}"
+        )
+    of_gradients = own[1] if are_finite(upstream) else None
+    return dataclasses.replace(row, own_output=own[0], own_gradient=of_gradients), amplifies
 
 
 def _off_before(call: Call, wide: Call) -> float:
     """Returns how far the inputs of a call are apart in the two runs."""
     pairs = zip(call.inputs, wide.inputs)
-    return max((relative(runs.array(n), runs.array(w)) for n, w in pairs), default=0.0)
+    return max((relative(array(n), array(w)) for n, w in pairs), default=0.0)
 
 
 def _finding(culprit: TooFar, run: Run) -> Finding:
@@ -404,7 +382,7 @@ def _finding(culprit: TooFar, run: Run) -> Finding:
 
 def _of_other_weights(layer: Called, wide: Called) -> str:
     pairs = zip(getattr(layer, "weights", ()), getattr(wide, "weights", ()))
-    found = [relative(runs.array(narrow), runs.array(other)) for narrow, other in pairs]
+    found = [relative(array(narrow), array(other)) for narrow, other in pairs]
     if not any(found):
         return ""
     return f"its weights differ from those of the reference by up to {max(found):.2%}"
@@ -412,8 +390,8 @@ def _of_other_weights(layer: Called, wide: Called) -> str:
 
 def _explanation(call: Call, wide: Call, side: str) -> tuple[str, Line | None]:
     with kept() as narrow:
-        runs.replay(call, call.layer, call.gradients)
+        replay(call, call.layer, call.gradients)
     with kept() as exact:
-        runs.replay(call, wide.layer, call.gradients, "float32")
+        replay(call, wide.layer, call.gradients, "float32")
     unknown = f"its output in {call.dtype} is further off than rounding explains", None
     return differences.explain(narrow, exact, side, call.dtype) or unknown

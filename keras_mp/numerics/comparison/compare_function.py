@@ -10,31 +10,29 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics import own_thread
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.causes import IN_FLOAT32
-from keras_mp.numerics.comparison import records, runs
-from keras_mp.numerics.comparison.calls import (
+from keras_mp.numerics.calls import (
     Call,
     KeptOperations,
     RandomNumbers,
-    Variables,
     Watch,
     floating,
     kept,
 )
+from keras_mp.numerics.causes import IN_FLOAT32
+from keras_mp.numerics.comparison import records
 from keras_mp.numerics.comparison.compared import Comparison
 from keras_mp.numerics.comparison.differences import TooFar, compare_layers, explain, matches
 from keras_mp.numerics.comparison.records import LayerRecord
-from keras_mp.numerics.comparison.runs import Run, Runner
-from keras_mp.numerics.comparison.training_loss import signed_mean
-from keras_mp.numerics.distances import UNIT_ROUNDOFF
+from keras_mp.numerics.distances import UNIT_ROUNDOFF, Noise
 from keras_mp.numerics.results import Finding
+from keras_mp.numerics.run import Run, Runner, put_back, signed_mean
 from keras_mp.op_autocast.context_manager import autocast
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import op_callbacks
@@ -48,6 +46,17 @@ _RESULT = "result"
 _Value = TypeVar("_Value")
 
 _Context = Callable[[], contextlib.AbstractContextManager]
+
+
+class _Variables(NamedTuple):
+    """Stands for a model where a function is run."""
+
+    variables: list[Any]
+
+    @property
+    def weights(self) -> list[Any]:
+        """The same list, by the other name that layers have for it."""
+        return self.variables
 
 
 @own_thread.random_numbers()
@@ -111,18 +120,13 @@ def compare_function(
     >>> first.hazard, first.path
     ('a difference in the forward pass', 'norm/BatchMatMulV2')
     """
-    if not callable(function):
-        raise TypeError(
-            "Expected a function of tensors. For a model of `tf.keras` there is `check`. "
-            f"Received: {function!r} (of type {type(function)})"
-        )
     if dtype not in _LOSS_SCALES:
         raise ValueError(f"Expected 'float16' or 'bfloat16'. Received: dtype={dtype!r}")
     unit, numbers = UNIT_ROUNDOFF[dtype], RandomNumbers()
     args = tuple(tf.nest.map_structure(_tensor, arg) for arg in args)
     under = contextlib.nullcontext if context is None else lambda: context(dtype)
     held = _held(function, args, variables, under)
-    narrow = _FunctionRunner(function, args, held, numbers, under)
+    narrow = _FunctionRunner(held, Batch(args), numbers=numbers, function=function, under=under)
     run = narrow.run_as_trained(_LOSS_SCALES[dtype])
     dtypes = {each.dtype for call in run.calls for each in (*call.inputs, *call.outputs)}
     if dtypes.isdisjoint(LOW_PRECISION):
@@ -133,7 +137,7 @@ def compare_function(
             "casts by itself. (A concrete function, or one that was loaded, computes as it was "
             f"traced.) Received: dtype={dtype!r}, context={context!r}"
         )
-    wide = _FunctionRunner(reference or function, args, held, numbers)
+    wide = _FunctionRunner(held, Batch(args), numbers=numbers, function=reference or function)
     exact = wide.run()
     layers, references = records.layers_of(run), records.explained_layers(wide, exact, unit)
     for layer in layers:
@@ -145,43 +149,32 @@ def compare_function(
     return Comparison(*names, rows, findings, (run.loss, exact.loss), run.loss_scale)
 
 
+@dataclasses.dataclass(eq=False)
 class _FunctionRunner(Runner):
-    """Runs a function; its calls are operations and results.
+    """Runs a function on a batch of its arguments; its calls are operations and results.
 
     Args:
-        function: of the user.
-        args: its arguments, as tensors.
-        held: Variables that it uses.
-        numbers: RandomNumbers.
+        function: of the user. In place of a model there are the variables that it uses.
         under: makes the context manager that the function runs in.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        held: Variables,
-        numbers: RandomNumbers,
-        under: _Context = contextlib.nullcontext,
-    ) -> None:
-        super().__init__(held, Batch(args), numbers=numbers)
-        self._function, self._under = function, under
-        self._kept = KeptOperations()
+    _: dataclasses.KW_ONLY
+    function: Callable[..., Any]
+    under: _Context = contextlib.nullcontext
 
     @property
     def name(self) -> str:
         """What is run."""
-        return getattr(self._function, "__name__", type(self._function).__name__)
+        return getattr(self.function, "__name__", type(self.function).__name__)
 
-    def _run(self, batch: Batch, loss_scale: float, watch: Watch) -> Run:
+    def _run(self, loss_scale: float, noise: Noise | None = None) -> Run:
         with kept() as self._kept:
-            run = super()._run(batch, loss_scale, watch)
-        return run._replace(kept=self._kept)
+            return super()._run(loss_scale, noise)._replace(kept=self._kept)
 
     def _forward(self, batch: Batch, watch: Watch, tape: tf.GradientTape) -> tf.Tensor:
         tape.watch(floating(batch.x))
-        with watch.over(None), self._under():
-            returned = floating(self._function(*batch.x))
+        with watch.over(None), self.under():
+            returned = floating(self.function(*batch.x))
         if not returned:
             raise ValueError(
                 f"Expected {self.name} to return floating-point tensors. Received none"
@@ -229,21 +222,21 @@ def _held(
     args: tuple[Any, ...],
     variables: tf.Module | Iterable[tf.Variable] | None,
     under: _Context,
-) -> Variables:
+) -> _Variables:
     """Runs the function once, and returns the variables that it uses.
 
     That also tries out its kernels, which may have to be replaced before the runs to compare.
     """
-    held = Variables(_listed(variables))
+    held = _Variables(_listed(variables))
     with (
-        runs.as_it_was(held),
+        put_back(held),
         Watch(RandomNumbers()).over(None),
         tf.GradientTape() as tape,
         _as_first_read(tape) if variables is None else contextlib.nullcontext(),
         under(),
     ):
         function(*args)
-    return held if variables is not None else Variables(list(tape.watched_variables()))
+    return held if variables is not None else _Variables(list(tape.watched_variables()))
 
 
 @contextlib.contextmanager

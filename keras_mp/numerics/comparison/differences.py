@@ -13,22 +13,23 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.conversion import policy_path
+from keras_mp.numerics.calls import Call, KeptOperations, is_floating, shape_of
 from keras_mp.numerics.causes import CURES, IN_FLOAT32
-from keras_mp.numerics.comparison.calls import Call, KeptOperations, is_floating, shape_of
 from keras_mp.numerics.comparison.compared import ComparedLayer
 from keras_mp.numerics.comparison.records import SIDES, LayerRecord, Quantity
-from keras_mp.numerics.comparison.runs import LOSS, array
 from keras_mp.numerics.distances import (
     LIMIT,
     SMALLEST,
     UNIT_ROUNDOFF,
     Distance,
+    array,
     kind_of_gradient,
     relative,
     rms,
     underflow,
 )
 from keras_mp.numerics.results import Finding
+from keras_mp.numerics.run import LOSS
 from keras_mp.support import op_table
 from keras_mp.support.messages import Line
 

@@ -5,15 +5,21 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics.comparison.calls import Call
-from keras_mp.numerics.comparison.noise import NOISY_RUNS, Noise
-from keras_mp.numerics.comparison.runs import Run, Runner, array, named_weights
-from keras_mp.numerics.distances import UNIT_ROUNDOFF, apart, kind_of_gradient
+from keras_mp.numerics.calls import Call, named_weights
+from keras_mp.numerics.distances import (
+    NOISY_RUNS,
+    UNIT_ROUNDOFF,
+    Noise,
+    apart,
+    array,
+    kind_of_gradient,
+)
+from keras_mp.numerics.run import Run, Runner
 
 # A larger tensor is represented by so many of its numbers, at equal distances.
 _MOST_VALUES = 2**16
@@ -68,11 +74,11 @@ class LayerRecord:
 
     @classmethod
     def of(
-        cls, call: Call, outputs: Iterable[tf.Tensor], gradients: Mapping[str, np.ndarray]
+        cls, call: Call, gradients: Mapping[str, tf.Tensor], scale: float = 1.0
     ) -> "LayerRecord":
-        """Makes the layer of a call, of its outputs, and of gradients by name."""
-        forward = {f"output {i}": Quantity.of(array(each)) for i, each in enumerate(outputs)}
-        backward = {name: Quantity.of(each) for name, each in gradients.items()}
+        """Makes the layer of a call, and of gradients by name, which are divided by a scale."""
+        forward = {f"output {i}": Quantity.of(array(each)) for i, each in enumerate(call.outputs)}
+        backward = {name: Quantity.of(array(each) / scale) for name, each in gradients.items()}
         return cls(call.path, call.kind, call.dtype, call.unit, forward, backward)
 
     def quantities(self) -> Iterator[tuple[str, str, Quantity]]:
@@ -163,24 +169,21 @@ class Record:
 
 def layers_of(run: Run) -> list[LayerRecord]:
     """Returns a layer for each call of a run, and one for each weight that belongs to no call."""
-    left = run.weight_gradients()
+    left = dict(run.weights)
     names = {id(weight): name for name, weight in named_weights(run.model).items()}
     layers = []
     for call in run.calls:
-        gradients = {
-            f"output {i}": array(gradient) / run.loss_scale
-            for i, gradient in enumerate(call.gradients)
-            if gradient is not None
-        }
+        found = enumerate(call.gradients)
+        gradients = {f"output {i}": each for i, each in found if each is not None}
         for weight in getattr(call.layer, "trainable_weights", ()):
             # A layer inside of another one comes first, so its weights are counted there.
             name = names.pop(id(weight), None)
             if name in left:
                 gradients[name] = left.pop(name)
-        layers.append(LayerRecord.of(call, call.outputs, gradients))
+        layers.append(LayerRecord.of(call, gradients, run.loss_scale))
     for name, gradient in left.items():
-        dtype, kind = run.weights[name].dtype.name, kind_of_gradient(name)
-        quantities = {name: Quantity.of(gradient)}
+        dtype, kind = gradient.dtype.name, kind_of_gradient(name)
+        quantities = {name: Quantity.of(array(gradient) / run.loss_scale)}
         layers.append(LayerRecord(name, kind, dtype, UNIT_ROUNDOFF[dtype], backward=quantities))
     return layers
 

@@ -1,5 +1,6 @@
 """The report of histograms: as a table, as CSV, JSON and TensorBoard's events."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -36,21 +37,18 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 _NOISE = 18
 
 
+@dataclasses.dataclass(repr=False, eq=False)
 class Report(Result):
     """The counts of some steps.
 
     `report[kind, path]` is a row, `str(report)` is a table, and reports of one model add up with
     `+`.
 
-    Args:
-        rows: sequence of `Row`s.
+    Attributes:
+        rows: list of `Row`s, gradients first, in the order of the model.
         step: int. How many steps had been made, skipped ones included.
         counted: int. In how many of them values were counted.
         loss_scale: float. The loss scale of the last of these; 1 where no loss was scaled.
-
-    Attributes:
-        rows: the rows, gradients first, in the order of the model.
-        step, counted, loss_scale: as above.
 
     Example:
 
@@ -66,9 +64,11 @@ class Report(Result):
     2
     """
 
-    def __init__(self, rows: Sequence[Row], *, step: int, counted: int, loss_scale: float) -> None:
-        self.rows = list(rows)
-        self.step, self.counted, self.loss_scale = step, counted, loss_scale
+    rows: list[Row]
+    _: dataclasses.KW_ONLY
+    step: int
+    counted: int
+    loss_scale: float
 
     def __getitem__(self, row: RowKey) -> Row:
         for each in self.rows:

@@ -12,15 +12,13 @@ import tensorflow as tf
 
 from keras_mp.conversion import units_by_path
 from keras_mp.models.layer_paths import layers_by_path, variables_by_path
-from keras_mp.numerics.comparison.calls import Call, floating
-from keras_mp.numerics.comparison.noise import RMS_OF_JITTER, is_noise, jitter
-from keras_mp.numerics.comparison.runs import Run, Runner, array, check_finite, named_weights
-from keras_mp.numerics.comparison.training_loss import scale_in_training
-from keras_mp.numerics.distances import relative
+from keras_mp.numerics.calls import Call, floating
+from keras_mp.numerics.distances import RMS_OF_JITTER, array, is_noise, jitter, relative
 from keras_mp.numerics.exponents.histogram import Histogram, exponent_of
 from keras_mp.numerics.exponents.reports import Report
 from keras_mp.numerics.exponents.rows import TOLERANCE, Row, RowKey, percent
 from keras_mp.numerics.results import Result
+from keras_mp.numerics.run import Run, Runner, check_finite, scale_in_training
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -362,10 +360,10 @@ def _values(run: Run) -> _Values:
     """Returns the values of a run; gradients are multiplied by its loss scale."""
     tensors: dict[RowKey, list[tf.Tensor | None]] = {}
     dtypes: dict[RowKey, str] = {}
-    names = {id(weight): name for name, weight in named_weights(run.model).items()}
-    for path, (variable, layer) in variables_by_path(run.model).items():
-        tensors["gradient", path] = [run.weights.get(names[id(variable)])]
-        dtypes["gradient", path] = layer.compute_dtype
+    layers = variables_by_path(run.model)
+    for path, gradient in run.gradients_by_path().items():
+        tensors["gradient", path] = [gradient]
+        dtypes["gradient", path] = layers[path][1].compute_dtype
     calls = [call for call in run.calls if _is_of_layer(call) and call.outputs]
     for row, call in (
         ((kind, call.path), call) for kind in ("output", "output gradient") for call in calls

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics import handles
+from keras_mp.numerics import own_thread
 from keras_mp.numerics.operations.rows import PASSED_IN, READS, OperationTable
 from keras_mp.numerics.origins import GraphOrigins, Origin
 from keras_mp.support import function_graphs, kept_casts
@@ -110,7 +110,7 @@ class GraphRecorder(OperationTable):
         """Returns the handle of the variable with the rows of a device."""
         if device not in self._states:
             with tf.init_scope(), tf.device(device or None):
-                handle = handles.variable(tf.float32, [CAPACITY, 4])
+                handle = own_thread.variable(tf.float32, [CAPACITY, 4])
                 _clear(handle)
             self._states[device] = handle
         return self._states[device]

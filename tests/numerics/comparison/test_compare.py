@@ -13,11 +13,11 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.__main__ import main
 from keras_mp.numerics import record
+from keras_mp.numerics import run as running
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.comparison import calls as calls_of
-from keras_mp.numerics.comparison import runs
+from keras_mp.numerics.calls import RandomNumbers
 from keras_mp.numerics.comparison.compare import compare_records
-from keras_mp.numerics.distances import Distance, apart, relative, underflow
+from keras_mp.numerics.distances import Distance, apart, array, relative, underflow
 from keras_mp.numerics.origins import Frame, of_stack
 from tests import common
 from tests.numerics.tools import compare
@@ -280,13 +280,13 @@ def test_both_draw_the_same_numbers():
     comparison = clean(compare(model, *batch(), policy="mixed_float16"))
     assert comparison.layers[1].kind == "Dropout"
     assert comparison.layers[2].output.relative < 1e-3
-    numbers = calls_of.RandomNumbers()
+    numbers = RandomNumbers()
     narrow = keras_mp.convert(model, "mixed_float16")
     calls = [
-        runs.Runner(each, Batch(*batch()), lambda b, p: tf.reduce_sum(p), numbers=numbers).run()
+        running.Runner(each, Batch(*batch()), lambda b, p: tf.reduce_sum(p), numbers=numbers).run()
         for each in (narrow, model)
     ]
-    dropped = [runs.array(run.calls[1].outputs[0]) == 0 for run in calls]
+    dropped = [array(run.calls[1].outputs[0]) == 0 for run in calls]
     np.testing.assert_array_equal(*dropped)
     assert 0.6 < dropped[0].mean() < 0.9
 
@@ -373,7 +373,7 @@ def test_a_gradient_that_is_zero_but_for_rounding():
 
 @common.once
 def test_the_line_of_a_gradient_is_not_that_of_who_asks_for_it():
-    tape, tool = "tensorflow/python/eager/backprop.py", runs.__file__
+    tape, tool = "tensorflow/python/eager/backprop.py", running.__file__
 
     def line(*files):
         return of_stack(Frame(file, i) for i, file in enumerate(files, 1)).line

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import tensorflow as tf
 
@@ -23,21 +23,6 @@ from keras_mp.support.messages import Line
 _Structure = TypeVar("_Structure")
 
 Position = tuple[int, ...]
-
-
-class Variables(NamedTuple):
-    """Stands for a model where a function is run.
-
-    Attributes:
-        weights: list of the variables that the function uses.
-    """
-
-    weights: list[Any]
-
-    @property
-    def variables(self) -> list[Any]:
-        """The same list, by the other name that layers have for it."""
-        return self.weights
 
 
 # A layer, an operation of Keras, a loss.
@@ -69,6 +54,7 @@ class Call:
         is_gradient: whether it is an operation that ran for a gradient.
         line: the line of the program that an operation came from; None where only libraries had to
             do with it.
+        by_name: dict of the gradients of its inputs and weights, of a call that was made again.
     """
 
     position: Position
@@ -84,6 +70,7 @@ class Call:
     numbers: "RandomNumbers | None" = None
     is_gradient: bool = False
     line: Line | None = None
+    by_name: dict[str, tf.Tensor] = dataclasses.field(default_factory=dict)
 
     @property
     def inputs(self) -> list[tf.Tensor]:
@@ -305,3 +292,16 @@ def _named(root: Called | None) -> Iterator[tuple[str, Any]]:
         for operation in getattr(layer, "operations", ()):
             if not isinstance(operation, tf.keras.layers.Layer):
                 yield f"{path}/{operation.name}".strip("/"), operation
+
+
+def named_weights(layer: Any) -> dict[str, Any]:
+    """Returns the trainable weights of a layer or model, by names that a copy of it has as well.
+
+    Keras 3 may give a copy other paths, so equal names are told apart by their order.
+    """
+    weights = getattr(layer, "trainable_weights", ())
+    names = [weight.name.partition(":")[0].rpartition("/")[2] for weight in weights]
+    return {
+        name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})": weight
+        for i, (name, weight) in enumerate(zip(names, weights))
+    }

@@ -1,4 +1,9 @@
-"""Runs a model forwards and backwards, and single calls of its layers again."""
+"""One run, in eager, of a model, a function or a single layer, forwards and backwards.
+
+What it is made of is the same for all tools: a copy under a policy, the loss that a model is
+trained with, its loss scale, noise, and the variables that are put back. A `Run` has the calls of
+layers, with what went in, what came out, and the gradients, all of it on the device.
+"""
 
 import contextlib
 import dataclasses
@@ -10,33 +15,122 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.conversion import compute_dtypes
+from keras_mp import keras_api, losses
+from keras_mp.conversion import compute_dtypes, convert
+from keras_mp.hooks import wrapped
 from keras_mp.layer_calls import model_outputs
-from keras_mp.models.layer_paths import native_variable, variables_inside
+from keras_mp.loss_scale_optimizer import wrappers_among
+from keras_mp.models.layer_paths import native_variable, variables_by_path, variables_inside
 from keras_mp.numerics import batches
-from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.comparison.calls import (
+from keras_mp.numerics.batches import Batch, Structure
+from keras_mp.numerics.calls import (
     Call,
     Called,
     KeptOperations,
     RandomNumbers,
-    Variables,
     Watch,
     floating,
     map_floating,
+    named_weights,
+    shape_of,
 )
-from keras_mp.numerics.comparison.noise import Noise
-from keras_mp.numerics.comparison.training_loss import (
-    Loss,
-    first_scale,
-    signed_mean,
-    without_metrics,
-)
-from keras_mp.numerics.distances import UNIT_ROUNDOFF
+from keras_mp.numerics.distances import UNIT_ROUNDOFF, Noise, are_finite
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import marks
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 LOSS = "loss"
+
+# Called with a batch and the predictions of the model.
+Loss = Callable[[Batch, Structure], tf.Tensor]
+
+# A loss of `tf.keras`, by name or not, or a function of labels and predictions.
+GivenLoss = str | tf.keras.losses.Loss | Callable[..., tf.Tensor]
+
+
+def compiled(
+    model: tf.keras.Model, policy: Any, optimizer: Any = None, **changes: Any
+) -> tf.keras.Model:
+    """Returns a copy under a policy, compiled as the model is if it is, but for changes."""
+    copy = convert(model, policy)
+    if getattr(model, "optimizer", None) is not None:
+        _compile(copy, model, optimizer or optimizer_of(model), **changes)
+    return copy
+
+
+def _compile(copy: tf.keras.Model, model: tf.keras.Model, optimizer: Any, **changes: Any) -> None:
+    """Compiles a copy with the loss of a model and its weights, but for metrics."""
+    weights = (model.get_compile_config() or {}).get("loss_weights")
+    loss = getattr(model, "loss", None)
+    copy.compile(optimizer, loss=loss, loss_weights=weights, **changes)
+
+
+def optimizer_of(model: tf.keras.Model) -> Any:
+    """Returns a new optimizer like that of a model."""
+    return keras_api.deserialize_optimizer(keras_api.serialize_optimizer(model.optimizer))
+
+
+def loss_of(
+    model: tf.keras.Model,
+    original: tf.keras.Model,
+    batch: Batch,
+    loss: GivenLoss | None = None,
+    is_a_copy: bool = False,
+) -> Loss:
+    """Returns the loss of a model: the one that is given, else that which it is compiled with.
+
+    Args:
+        model: what will be run.
+        original: the model of the user, which may be compiled.
+        batch: Batch. Without labels, or without a loss, it is `signed_mean` of the outputs.
+        loss: a loss of `tf.keras`, by name or not, or a function; None for that of `original`.
+        is_a_copy: bool. Whether `model` has to be compiled in the same way as `original`.
+    """
+    function = None if loss is None else losses.get(loss)
+    if batch.y is None or (function is None and not getattr(original, "loss", None)):
+        return signed_mean
+    if function is None and is_a_copy:
+        _compile(model, original, "sgd")
+    with_loss: Any = model if getattr(model, "loss", None) else original
+
+    def value(batch: Batch, prediction: Structure) -> tf.Tensor:
+        if function is not None:
+            weight = () if batch.sample_weight is None else (batch.sample_weight,)
+            mean = tf.cast(tf.reduce_mean(function(batch.y, prediction, *weight)), tf.float32)
+            return tf.add_n([mean, *(tf.cast(each, mean.dtype) for each in model.losses)])
+        keras_api.build_loss(with_loss, prediction)
+        with _without_metrics(with_loss):
+            return with_loss.compute_loss(batch.x, batch.y, prediction, batch.sample_weight)
+
+    return value
+
+
+def signed_mean(batch: Batch | None, prediction: Structure) -> tf.Tensor:
+    """Returns the mean of the outputs with random signs, so that they do not cancel."""
+    del batch
+    random = np.random.default_rng(0)
+    parts = [
+        tf.reduce_mean(tf.cast(output, tf.float32) * random.choice([-1.0, 1.0], shape_of(output)))
+        for output in floating(prediction)
+    ]
+    return tf.add_n(parts)
+
+
+def scale_in_training(model: tf.keras.Model) -> float | None:
+    """Returns the current loss scale of the model's optimizer, else the first one of its policy."""
+    for optimizer in wrappers_among(getattr(model, "optimizer", None)):
+        return float(optimizer.loss_scale())
+    policy = model.dtype_policy
+    return float(policy.loss_scale()) if getattr(policy, "scales_loss", False) else None
+
+
+def first_scale(model: tf.keras.Model) -> float:
+    """Returns the loss scale with which a model would begin to train."""
+    known = scale_in_training(model)
+    if known is not None:
+        return known
+    dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
+    return INITIAL_LOSS_SCALE if "float16" in dtypes else 1.0
 
 
 class Run(NamedTuple):
@@ -64,18 +158,16 @@ class Run(NamedTuple):
         """The coarsest dtype of all calls."""
         return max((call.dtype for call in self.calls), key=UNIT_ROUNDOFF.__getitem__)
 
-    def is_finite(self) -> bool:
-        """Whether all gradients are finite."""
-        return are_finite(self.all_gradients())
-
     def all_gradients(self) -> list[tf.Tensor]:
         """The gradients of outputs and of weights, multiplied by the loss scale."""
         of_outputs = (each for call in self.calls for each in call.gradients if each is not None)
         return [*of_outputs, *self.weights.values()]
 
-    def weight_gradients(self) -> dict[str, np.ndarray]:
-        """The unscaled gradients of weights as arrays, by name."""
-        return {name: array(each) / self.loss_scale for name, each in self.weights.items()}
+    def gradients_by_path(self) -> dict[str, tf.Tensor | None]:
+        """The same gradients of weights by the paths of these, all of them."""
+        names = {id(weight): name for name, weight in named_weights(self.model).items()}
+        paths = variables_by_path(self.model).items()
+        return {path: self.weights.get(names[id(weight)]) for path, (weight, _) in paths}
 
 
 @dataclasses.dataclass(eq=False)
@@ -98,9 +190,7 @@ class Runner:
     numbers: RandomNumbers
     step: Callable[..., tf.Tensor] | None = None
     training: bool = True
-
-    def __post_init__(self) -> None:
-        self._first: Run | None = None
+    _first: Run | None = dataclasses.field(default=None, init=False)
 
     @property
     def name(self) -> str:
@@ -113,21 +203,19 @@ class Runner:
         return f"{self.model.name} in {name}"
 
     def run(self, loss_scale: float = 1.0, noise: Noise | None = None) -> Run:
-        """Runs the model forwards and backwards, in eager. The first run is kept, for all tools.
+        """Runs the model forwards and backwards. The first run is kept, for all tools.
 
         Args:
             loss_scale: float. The loss is multiplied by it.
             noise: Noise on inputs and weights, and on what each layer returns.
         """
-        if noise is None:
-            if self._first is not None and self._first.loss_scale == loss_scale:
-                return self._first
-            run = self._run(self.batch, loss_scale, Watch(self.numbers))
-            self._first = self._first or run
-            return run
-        with noise.on_weights(self.model):
-            batch = self.batch._replace(x=noise.on_inputs(self.batch.x))
-            return self._run(batch, loss_scale, Watch(self.numbers, noise.both_ways))
+        if noise is not None:
+            return self._run(loss_scale, noise)
+        if self._first is not None and self._first.loss_scale == loss_scale:
+            return self._first
+        run = self._run(loss_scale)
+        self._first = self._first or run
+        return run
 
     def run_as_trained(self, loss_scale: float | None = None) -> Run:
         """Runs the model at a loss scale, which is halved until gradients do not overflow.
@@ -138,16 +226,19 @@ class Runner:
         scale = first_scale(self.model) if loss_scale is None else loss_scale
         while True:
             run = self.run(scale)
-            if scale <= 1 or not math.isfinite(run.loss) or run.is_finite():
+            if scale <= 1 or not math.isfinite(run.loss) or are_finite(run.all_gradients()):
                 return run
             scale = max(1.0, scale / 2)
 
-    def _run(self, batch: Batch, loss_scale: float, watch: Watch) -> Run:
+    def _run(self, loss_scale: float, noise: Noise | None = None) -> Run:
+        watch = Watch(self.numbers, noise and noise.both_ways)
         is_built = getattr(self.model, "built", False)
         with (
-            as_it_was(self.model),
+            put_back(self.model, noise),
             tf.GradientTape(watch_accessed_variables=not is_built) as tape,
         ):
+            x = map_floating(noise, self.batch.x) if noise else self.batch.x
+            batch = self.batch._replace(x=x)
             value = self._forward(batch, watch, tape)
             scaled = tf.cast(value, tf.float32) * loss_scale
             sources = self._sources(batch)
@@ -193,16 +284,29 @@ class Runner:
         return named_weights(self.model)
 
 
-class Replay(NamedTuple):
-    """The outputs and gradients of a layer for given inputs and upstream gradients.
+def runners(
+    model: tf.keras.Model,
+    batch: Batch,
+    reference: Any = "float32",
+    loss: GivenLoss | None = None,
+    **how: Any,
+) -> tuple[Runner, Runner]:
+    """Returns what runs a model, and what runs its reference, with the same random numbers.
 
-    Attributes:
-        outputs: list of the floating-point tensors that it returned.
-        gradients: dict of the gradients that training computes, by the name of an input or weight.
+    Args:
+        model: of `tf.keras`, built.
+        batch: Batch.
+        reference: a policy for a copy of the model, or a model with the same layers.
+        loss: as for `check`.
+        **how: `step` and `training`, as for `check`.
     """
-
-    outputs: list[tf.Tensor]
-    gradients: dict[str, tf.Tensor]
+    numbers, is_given = RandomNumbers(), isinstance(reference, tf.keras.Model)
+    wide = reference if is_given else convert(model, reference)
+    narrow, exact = (
+        Runner(each, batch, loss_of(each, model, batch, loss, is_a_copy), numbers=numbers, **how)
+        for each, is_a_copy in ((model, False), (wide, not is_given))
+    )
+    return narrow, exact
 
 
 def replay(
@@ -211,7 +315,7 @@ def replay(
     upstream: Sequence[tf.Tensor | None],
     dtype: str | None = None,
     noise: Noise | None = None,
-) -> Replay:
+) -> Call:
     """Makes a call once more, with the same or with another layer, and the same random numbers.
 
     Args:
@@ -220,10 +324,11 @@ def replay(
         upstream: the gradients of its outputs.
         dtype: to which inputs in 16 bits are cast; None leaves them.
         noise: Noise on inputs, weights, outputs and upstream gradients.
-    """
 
-    def moved(value: tf.Tensor) -> tf.Tensor:
-        return value if noise is None else noise(value)
+    Returns:
+        The call, with its outputs, and with the gradients of its inputs and weights by name.
+    """
+    moved = noise or tf.identity
 
     def given(value: tf.Tensor) -> tf.Tensor:
         # A new tensor, since a gradient of the old one would be that of the whole run.
@@ -233,8 +338,7 @@ def replay(
     before = call.args, call.kwargs
     watch = Watch(call.numbers or RandomNumbers(), noise and noise.both_ways, call.position)
     with (
-        as_it_was(layer),
-        noise.on_weights(layer) if noise else contextlib.nullcontext(),
+        put_back(layer, noise),
         tf.GradientTape() as tape,
         watch.over(layer),
         model_outputs.as_last(layer) if call.is_widened else contextlib.nullcontext(),
@@ -251,31 +355,36 @@ def replay(
             returned = model_outputs.widened(returned, lambda _: True)
         outputs = floating(returned)
         weights = named_weights(layer)
+    made = dataclasses.replace(call, outputs=outputs)
     pairs = [
         (output, moved(tf.cast(gradient, tf.float32)))
         for output, gradient in zip(outputs, upstream)
         if gradient is not None and gradient.shape == output.shape
     ]
     named = {f"input {i}": value for i, value in enumerate(inputs)} | weights
-    if not pairs or not named:
-        return Replay(outputs, {})
-    found = tape.gradient(
-        [output for output, _ in pairs],
-        list(named.values()),
-        [tf.cast(gradient, output.dtype) for output, gradient in pairs],
-    )
-    return Replay(outputs, _known(named, found))
+    if pairs and named:
+        targets = [output for output, _ in pairs]
+        gradients = [tf.cast(gradient, output.dtype) for output, gradient in pairs]
+        made.by_name = _known(named, tape.gradient(targets, [*named.values()], gradients))
+    return made
 
 
 @contextlib.contextmanager
-def as_it_was(layer: Called | Variables) -> Iterator[None]:
-    """Restores the variables of a layer or model to the values from before the block."""
+def put_back(layer: Any, noise: Noise | None = None) -> Iterator[None]:
+    """Restores the variables of a layer or model to the values from before the block.
+
+    Args:
+        layer: a layer, a model, or what else was called.
+        noise: Noise that moves its weights for the block.
+    """
     variables = getattr(layer, "variables", ())
     if isinstance(layer, tf.keras.layers.Layer):
         variables = variables_inside(layer)
     before = [(variable, variable.numpy()) for variable in variables]
     try:
-        with without_metrics(layer):
+        if noise is not None:
+            noise.move_weights(layer)
+        with _without_metrics(layer):
             yield
     finally:
         for variable, value in before:
@@ -283,14 +392,30 @@ def as_it_was(layer: Called | Variables) -> Iterator[None]:
                 variable.assign(value)
 
 
-def check_finite(run: Run, batch: Batch, needs_loss: bool = True) -> None:
-    """Raises a ValueError if the loss of a run is not finite.
+@contextlib.contextmanager
+def _without_metrics(model: Any) -> Iterator[None]:
+    """Keeps this thread from updating the metrics of a model or layer, inside of the block.
 
-    Args:
-        run: Run.
-        batch: what it was run with.
-        needs_loss: bool. Whether to raise also where all numbers of the batch are finite.
+    Computing the loss that a model is compiled with updates some metrics. If they belong to a
+    strategy with several replicas, that fails outside of a replica.
     """
+    metrics = list(getattr(model, "metrics", ()))
+    try:
+        with contextlib.ExitStack() as stack:
+            for metric in metrics:
+                ignored = wrapped.here(metric, "update_state", lambda _: lambda *_, **__: None)
+                stack.enter_context(ignored)
+            yield
+    finally:
+        # Metrics of a loss are made when it is first computed.
+        known = {id(metric) for metric in metrics}
+        for metric in getattr(model, "metrics", ()):
+            if id(metric) not in known:
+                metric.reset_state()
+
+
+def check_finite(run: Run, batch: Batch, needs_loss: bool = True) -> None:
+    """Raises a ValueError if a loss is not finite; if it is not needed, only for a bad batch."""
     bad = [] if math.isfinite(run.loss) else batches.not_finite(batch)
     why = "pass a batch with another loss, or see what keras_mp.numerics.check finds."
     if bad:
@@ -310,29 +435,6 @@ def check_same_calls(run: Run, reference: Run) -> None:
             "A model in 16 bits and its reference do not call the same layers. Expected "
             f"{[c.path for c in reference.calls]}. Received: {[c.path for c in run.calls]}"
         )
-
-
-def array(value: tf.Tensor | tf.Variable | np.ndarray) -> np.ndarray:
-    """Returns a tensor as an array of float64, which holds all numbers of the other dtypes."""
-    return tf.cast(tf.convert_to_tensor(value), tf.float64).numpy()
-
-
-def are_finite(tensors: Iterable[tf.Tensor | None]) -> bool:
-    """Whether all numbers of the tensors are finite."""
-    return all(np.isfinite(array(value)).all() for value in tensors if value is not None)
-
-
-def named_weights(layer: Called | Variables) -> dict[str, Any]:
-    """Returns the trainable weights of a layer or model, by names that a copy of it has as well.
-
-    Keras 3 may give a copy other paths, so equal names are told apart by their order.
-    """
-    weights = getattr(layer, "trainable_weights", ())
-    names = [weight.name.partition(":")[0].rpartition("/")[2] for weight in weights]
-    return {
-        name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})": weight
-        for i, (name, weight) in enumerate(zip(names, weights))
-    }
 
 
 def _known(
