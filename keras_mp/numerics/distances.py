@@ -230,7 +230,7 @@ class Noise:
                 value = weight.numpy()
                 weight.assign((value * self._factors(value.shape)).astype(value.dtype))
 
-    def _factors(self, shape: tuple[int, ...]) -> np.ndarray:
+    def _factors(self, shape: tuple[Any, ...]) -> np.ndarray:
         return 1 + self._step * self._random.uniform(-1, 1, shape)
 
 

@@ -26,6 +26,7 @@ from keras_mp.numerics.batches import Batch, Structure
 from keras_mp.numerics.calls import (
     Call,
     Called,
+    Change,
     KeptOperations,
     RandomNumbers,
     Watch,
@@ -210,10 +211,12 @@ class Runner:
             noise: Noise on inputs and weights, and on what each layer returns.
         """
         if noise is not None:
-            return self._run(loss_scale, noise)
+            with put_back(self.model, noise):
+                batch = self.batch._replace(x=map_floating(noise, self.batch.x))
+                return self._run(batch, loss_scale, noise.both_ways)
         if self._first is not None and self._first.loss_scale == loss_scale:
             return self._first
-        run = self._run(loss_scale)
+        run = self._run(self.batch, loss_scale)
         self._first = self._first or run
         return run
 
@@ -230,15 +233,13 @@ class Runner:
                 return run
             scale = max(1.0, scale / 2)
 
-    def _run(self, loss_scale: float, noise: Noise | None = None) -> Run:
-        watch = Watch(self.numbers, noise and noise.both_ways)
+    def _run(self, batch: Batch, loss_scale: float, change: Change | None = None) -> Run:
+        watch = Watch(self.numbers, change)
         is_built = getattr(self.model, "built", False)
         with (
-            put_back(self.model, noise),
+            put_back(self.model),
             tf.GradientTape(watch_accessed_variables=not is_built) as tape,
         ):
-            x = map_floating(noise, self.batch.x) if noise else self.batch.x
-            batch = self.batch._replace(x=x)
             value = self._forward(batch, watch, tape)
             scaled = tf.cast(value, tf.float32) * loss_scale
             sources = self._sources(batch)

@@ -19,6 +19,7 @@ from keras_mp.numerics import own_thread
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.calls import (
     Call,
+    Change,
     KeptOperations,
     RandomNumbers,
     Watch,
@@ -30,7 +31,7 @@ from keras_mp.numerics.comparison import records
 from keras_mp.numerics.comparison.compared import Comparison
 from keras_mp.numerics.comparison.differences import TooFar, compare_layers, explain, matches
 from keras_mp.numerics.comparison.records import LayerRecord
-from keras_mp.numerics.distances import UNIT_ROUNDOFF, Noise
+from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.results import Finding
 from keras_mp.numerics.run import Run, Runner, put_back, signed_mean
 from keras_mp.op_autocast.context_manager import autocast
@@ -102,7 +103,7 @@ def compare_function(
         A `Comparison`: `findings` is empty if rounding explains everything, `str` is a table.
 
     Raises:
-        TypeError: `function` cannot be called, or `variables` are others than these.
+        TypeError: `variables` are others than these.
         ValueError: nothing is computed in 16 bits, nothing that is floating point is returned, or
             the dtype is another one.
 
@@ -167,9 +168,9 @@ class _FunctionRunner(Runner):
         """What is run."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
-    def _run(self, loss_scale: float, noise: Noise | None = None) -> Run:
+    def _run(self, batch: Batch, loss_scale: float, change: Change | None = None) -> Run:
         with kept() as self._kept:
-            return super()._run(loss_scale, noise)._replace(kept=self._kept)
+            return super()._run(batch, loss_scale, change)._replace(kept=self._kept)
 
     def _forward(self, batch: Batch, watch: Watch, tape: tf.GradientTape) -> tf.Tensor:
         tape.watch(floating(batch.x))

@@ -64,11 +64,14 @@ class Report(Result):
     2
     """
 
-    rows: list[Row]
+    rows: Sequence[Row]
     _: dataclasses.KW_ONLY
     step: int
     counted: int
     loss_scale: float
+
+    def __post_init__(self) -> None:
+        self.rows = list(self.rows)
 
     def __getitem__(self, row: RowKey) -> Row:
         for each in self.rows:

@@ -207,8 +207,6 @@ def test_the_loss_scale_falls_until_nothing_overflows():
 
 def test_what_cannot_be_compared():
     w = tf.Variable(X[:8, :8])
-    with pytest.raises(TypeError, match="Expected a function of tensors"):
-        compare_function(X)
     with pytest.raises(ValueError, match="computes nothing in 16 bits"):
         compare_function(lambda x: tf.exp(x) * w[0], X)
     traced = tf.function(lambda x: x @ w).get_concrete_function(X)
