@@ -6,16 +6,16 @@ its arguments have been cast by then.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar, cast
 
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.layer_calls import model_outputs, raw_inputs
+from keras_mp.layer_calls import layer_observers, model_outputs
+from keras_mp.layer_calls.layer_observers import LayerCall, LayerObserver
 from keras_mp.models.layer_paths import layers_by_path
-from keras_mp.numerics import origins, own_thread, watching
+from keras_mp.numerics import origins, own_thread
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.support import op_callbacks
 from keras_mp.support.messages import Line
@@ -126,7 +126,7 @@ class RandomNumbers:
         return tf.cast(drawn, own.dtype) if drawn.shape == own.shape else own
 
 
-class Watch:
+class Watch(LayerObserver):
     """Watches the calls of layers.
 
     Attributes:
@@ -153,26 +153,39 @@ class Watch:
         path: str,
         kind: str,
         layer: Called,
-        call: Callable[..., Any],
+        function: Callable[..., Any],
         /,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         """Calls a function, and notes that as the call of a layer of that name and kind."""
-        position, outside = (*self._around, self._next), self._around
-        self._around, self._next = position, 0
+        outputs = layer_observers.observed(self, path, layer, function)(*args, **kwargs)
+        self.calls[-1].kind = kind
+        return outputs
+
+    def inputs(self, call: LayerCall) -> None:
+        """Begins a call."""
+        self._around, self._next = (*self._around, self._next), 0
         self._counts.append(0)
-        try:
-            outputs = raw_inputs.rounded(layer, call(*args, **kwargs))
-        finally:
-            self._around, self._next = outside, position[-1] + 1
-            self._counts.pop()
+
+    def outputs(self, call: LayerCall, outputs: Any) -> Any:
+        """Notes a call, and changes what it returns."""
+        position = self._around
+        self.failed(call)
         if self._change is not None:
             outputs = map_floating(self._change, outputs)
+        path, layer, args, kwargs = call
+        kind = type(layer).__name__
         seen = Call(position, path, kind, layer, args, kwargs, floating(outputs))
         seen.is_widened, seen.numbers = model_outputs.is_last(layer), self._numbers
         self.calls.append(seen)
         return outputs
+
+    def failed(self, call: LayerCall) -> None:
+        """Ends a call."""
+        *outside, number = self._around
+        self._around, self._next = tuple(outside), number + 1
+        self._counts.pop()
 
     @contextlib.contextmanager
     def over(self, root: Called | None) -> Iterator[None]:
@@ -184,14 +197,11 @@ class Watch:
         # Each once, by its first path.
         named = {id(layer): (path, layer) for path, layer in reversed(list(_named(root)))}
         with (
-            watching.watching_calls(named.values(), self._wrap),
+            layer_observers.attached(self, named.values()),
             own_thread.drawing(self._take),
             own_thread.eager_functions(),
         ):
             yield
-
-    def _wrap(self, path: str, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(self.run, path, type(layer).__name__, layer, call)
 
     def _take(self, own: tf.Tensor) -> tf.Tensor:
         self._counts[-1] += 1

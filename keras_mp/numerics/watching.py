@@ -42,22 +42,6 @@ _thread = _ThreadState()
 _namings: dict[int, dict[int, str]] = {}
 
 
-@contextlib.contextmanager
-def watching_calls(
-    layers: Iterable[tuple[str, Any]], wrap: Callable[[str, Any, Callable[..., Any]], Any]
-) -> Iterator[None]:
-    """Wraps the calls of layers in this thread.
-
-    Args:
-        layers: pairs of paths and layers, or of other objects with a method `call`.
-        wrap: called with a path, the layer and its `call`; returns what is called in its place.
-    """
-    with contextlib.ExitStack() as stack:
-        for path, layer in layers:
-            stack.enter_context(wrapped.here(layer, "call", functools.partial(wrap, path, layer)))
-        yield
-
-
 class _Outputs(LayerObserver):
     """Shows a watcher what layers return."""
 
