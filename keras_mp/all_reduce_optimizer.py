@@ -111,7 +111,8 @@ class AllReduceOptimizer(OptimizerWrapper):
             grads_and_vars: iterable of (gradient, variable) pairs. A gradient may be None.
             name: str. Name of the operation.
             skip_gradients_aggregation: bool. True where the gradients are summed already.
-            experimental_aggregate_gradients: bool. False means the same.
+            experimental_aggregate_gradients: bool. False is the older spelling of
+                `skip_gradients_aggregation=True`.
 
         Returns:
             `iterations`, or in a TensorFlow 1 graph the operation that makes the step.

@@ -195,7 +195,8 @@ def _how_to_scale(
 def _sums_itself(model: tf.keras.Model, optimizers: Any) -> bool:
     """Whether an `AllReduceOptimizer` trains layers that do not follow the policy.
 
-    It happens where a file is loaded under another policy, since Keras does not save a model's own.
+    It happens where a file is loaded under another policy, since Keras does not save the policy of
+    a model.
     """
     if not any(map(has_all_reduce, tf.nest.flatten(optimizers))):
         return False

@@ -141,7 +141,7 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
 
 
 def _keep_names(model: tf.keras.Model, converted: tf.keras.Model) -> None:
-    """Gives layers back the names that they lost for want of a name in their config."""
+    """Gives layers back the names that their configs do not have."""
     for layer, copy in zip(
         layers_by_path(model).values(), layers_by_path(converted).values(), strict=True
     ):

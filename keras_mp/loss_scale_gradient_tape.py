@@ -172,7 +172,7 @@ class LossScaleGradientTape(tf.GradientTape):
         self.jacobian()
 
     def _widened(self, target: Any) -> tf.Tensor:
-        """Casts a target that an ordinary loss scale would overflow, on the tape."""
+        """Casts a 16-bit target to float32 on the tape, since a scale may overflow it."""
         target = tf.convert_to_tensor(target)
         if not target.dtype.is_floating or target.dtype.size >= tf.float32.size:
             return target
@@ -295,9 +295,9 @@ def _rare_loop(
 def _worst_of_all_replicas(
     retries: tf.Tensor, finite: tf.Tensor, loss_is_finite: tf.Tensor, at_most: int
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns the most retries of any replica, and whether everything was finite.
+    """Returns the most retries of any replica, and whether gradients and losses are finite.
 
-    That is all gradients and losses.
+    Both are verdicts on all replicas.
     """
     # Replicas can only sum, so each one raises a flag. The flags are int64, since GPUs leave
     # arithmetic in int32 to the host.
@@ -310,10 +310,7 @@ def _worst_of_all_replicas(
 
 
 def _set_shapes(gradient: Any, known: Any) -> None:
-    """Gives a gradient the static shape of the same gradient outside of a loop.
-
-    More is known there.
-    """
+    """Gives a gradient from a loop the static shape that it has outside of it."""
     parts = [tf.nest.flatten(each, expand_composites=True) for each in (gradient, known)]
     for part, known_part in zip(*parts):
         if not tf.executing_eagerly():

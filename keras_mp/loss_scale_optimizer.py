@@ -349,7 +349,8 @@ class LossScaleOptimizer(
             grads_and_vars: iterable of (gradient, variable) pairs. A gradient may be None.
             name: str. Name of the operation.
             skip_gradients_aggregation: bool. True where the gradients are summed already.
-            experimental_aggregate_gradients: bool. False means the same.
+            experimental_aggregate_gradients: bool. False is the older spelling of
+                `skip_gradients_aggregation=True`.
             scaled: bool. True if you have multiplied the loss by the loss scale yourself, and the
                 scale has not changed since. Defaults to False, which leaves it to the calls that
                 were made.
@@ -422,11 +423,8 @@ class LossScaleOptimizer(
         if scaled_by_tape is not None:
             scale = functools.partial(self._scaled, scaled_by=tf.constant(1.0))
             tape = tf.GradientTape() if tape is None else tape
-            tape = (
-                gradients.ScalingTape(tape, scaled_by_tape)
-                if isinstance(tape, tf.GradientTape)
-                else tape
-            )
+            if isinstance(tape, tf.GradientTape):
+                tape = gradients.ScalingTape(tape, scaled_by_tape)
         with tape if isinstance(tape, tf.GradientTape) else contextlib.nullcontext():
             loss = scale(loss)
         return super().compute_gradients(loss, var_list, tape, grad_loss)

@@ -310,7 +310,8 @@ class OptimizerWrapper(
             grads_and_vars: iterable of (gradient, variable) pairs.
             name: str. Name of the operation.
             skip_gradients_aggregation: bool. True where the gradients are summed already.
-            experimental_aggregate_gradients: bool. False means the same.
+            experimental_aggregate_gradients: bool. False is the older spelling of
+                `skip_gradients_aggregation=True`.
             scaled: bool. True if you have multiplied the loss by the loss scale of the
                 `LossScaleOptimizer` that is inside. Defaults to False.
 

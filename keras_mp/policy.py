@@ -183,8 +183,8 @@ class Policy(keras_api.BasePolicy):
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal policy.
 
-        An automatic loss scale, and outputs about which nothing was said, are left out of it. So
-        the config is one of Keras's own class.
+        It leaves out an automatic loss scale and default outputs, so that Keras's own class can
+        read it.
         """
         config: dict[str, Any] = {"name": super().name}
         if not self._has_automatic_scale:

@@ -1,7 +1,4 @@
-"""What keras_mp replaces in TensorFlow and Keras, and when that acts.
-
-One installer does all of it.
-"""
+"""Hooks in TensorFlow and Keras: what is replaced, when that acts, and observers."""
 
 from keras_mp.hooks.installer import (
     Everywhere,

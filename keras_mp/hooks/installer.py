@@ -122,7 +122,7 @@ class _Replaced:
         self._function, self.use = function, use
 
     def made_by(self, rows: list[Replacement]) -> list[Function]:
-        """Returns what rows make of the original, until each `When`."""
+        """Returns the function to call for each `When`: the original, wrapped by its rows."""
         made, found = self._function, []
         for when in When:
             for row in rows:
@@ -165,7 +165,7 @@ def install(rows: Iterable[Replacement]) -> None:
         for row in dict.fromkeys(rows):
             if row not in there and (row.feature is None or features.is_on(row.feature)):
                 new.setdefault(row.place.get(), []).append(row)
-        # What cannot be made raises an error before anything is replaced.
+        # All functions are made first: if one cannot be made, nothing has been replaced.
         made = []
         for now, its_rows in new.items():
             replaced = _replaced.get(now) or _Replaced(now)

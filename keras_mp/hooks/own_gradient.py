@@ -1,4 +1,4 @@
-"""Computations with their own gradient, which keep no graph alive.
+"""Functions with a custom gradient that keeps no graph alive.
 
 `tf.custom_gradient` registers a function for each call in a graph, and that function keeps the
 graph until the process ends. The functions that are registered here hold the graph by a weak
@@ -31,7 +31,7 @@ def compute(
     gradient: Gradient,
     inputs: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """Computes something that has its own gradient.
+    """Computes a function that has a custom gradient.
 
     Args:
         name: str. The name of the gradient.

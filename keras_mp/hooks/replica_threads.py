@@ -20,9 +20,7 @@ _State = TypeVar("_State")
 def inheriting(
     state: Callable[[], _State], entered: Callable[[_State], AbstractContextManager[Any]]
 ) -> Replacement:
-    """Returns the replacement by which replicas inherit a state.
-
-    They inherit it from the thread that starts them.
+    """Returns the row that passes a state on to the threads of replicas.
 
     Args:
         state: function that returns the state of the current thread.

@@ -1,8 +1,8 @@
 """Wraps functions and methods for a while, for every thread or for one.
 
-While an attribute is wrapped, it holds one function for all blocks in all threads. At each call,
-this function asks what the current thread is to see; outside of a thread's own blocks that is the
-original. This module needs TensorFlow only.
+A wrapped attribute holds one function for all blocks and threads. A call runs what the blocks of
+its own thread have made of the original; in other threads it runs the original. This module needs
+TensorFlow only.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ RFC 293, "LossScaleOptimizer Overview". This module needs TensorFlow only.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -32,10 +32,7 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
         return _all_finite_in_xla(gradients)
     all_axes = functools.cache(lambda rank: tf.constant(list(range(rank)), tf.int32))
     alike: dict[Any, list[tf.Tensor]] = {}
-    for gradient in gradients:
-        if gradient is None or gradient.dtype.is_integer:
-            continue
-        values = tested(gradient)
+    for values in _tested_values(gradients):
         together = values.shape.is_fully_defined() and is_small(values)
         kind = values.dtype, tuple(values.shape.as_list()) if together else id(values)
         alike.setdefault(kind, []).append(values)
@@ -54,6 +51,13 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
 
 
+def _tested_values(gradients: Sequence[Gradient]) -> Iterator[tf.Tensor]:
+    """Yields what `tested` returns for gradients that can be other than finite."""
+    for gradient in gradients:
+        if gradient is not None and not gradient.dtype.is_integer:
+            yield tested(gradient)
+
+
 def _all_finite_in_xla(gradients: Sequence[Gradient]) -> tf.Tensor:
     """Does the same as `all_finite` for XLA, by few sums.
 
@@ -62,10 +66,7 @@ def _all_finite_in_xla(gradients: Sequence[Gradient]) -> tf.Tensor:
     the square of their number.
     """
     alike: dict[Any, list[tf.Tensor]] = {}
-    for gradient in gradients:
-        if gradient is None or gradient.dtype.is_integer:
-            continue
-        values = tested(gradient)
+    for values in _tested_values(gradients):
         if values.dtype != tf.float32:
             # Sums of float16 may pass 65504, and sums of float64 the range of float32. Values in 16
             # bits that are summed in float32 would be summed before they are rounded.

@@ -135,9 +135,7 @@ def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[G
 def pack(
     gradients: Sequence[Gradient],
 ) -> tuple[list[Gradient], Callable[[list[Gradient]], list[Gradient]]]:
-    """Joins small gradients of one dtype end to end.
-
-    So one operation handles them all.
+    """Joins small gradients of one dtype, so that one operation handles them all.
 
     Args:
         gradients: sequence of gradients.
@@ -209,9 +207,9 @@ _NO_VARIABLES = (tf.Tensor, tf.IndexedSlices, float, int, str)
 
 
 def is_small(gradient: Gradient) -> TypeGuard[tf.Tensor]:
-    """Whether a gradient is a tensor that is too small for an operation of its own.
+    """Whether a gradient is a tensor of so few values that it is joined with others.
 
-    The call of an operation then costs more than its arithmetic.
+    Calling an operation for it alone would cost more than the arithmetic.
     """
     if not isinstance(gradient, tf.Tensor):
         return False

@@ -184,9 +184,9 @@ class OptimizerAdapter(abc.ABC):
         return self._updates.compiled(apply, grads_and_vars, divisor, verdict) is not None
 
     def widened(self, grads: list[gradients.Gradient]) -> list[gradients.Gradient]:
-        """Casts gradients to float32 if the optimizer takes it.
+        """Casts 16-bit gradients to float32 if the optimizer takes float32.
 
-        Unscaled in float32, small gradients are not lost.
+        Small ones would be lost if they were unscaled in 16 bits.
         """
         if not self.takes_float32_gradients:
             return grads

@@ -52,8 +52,7 @@ class V1Optimizer(OptimizerAdapter):
     def build(self, variables: Sequence[Any]) -> None:
         # If Python runs along with the step, `apply` makes the slots. A graph of TensorFlow 1 would
         # name slots after the branch in which they are made, and each replica would make its own.
-        meets = not replicas.need_not_meet()
-        if not host.in_v1_graph() and not (tf.distribute.has_strategy() and meets):
+        if not host.in_v1_graph() and replicas.need_not_meet():
             return
 
         @do_not_convert
@@ -79,9 +78,7 @@ class V1Optimizer(OptimizerAdapter):
 
 
 class Function(OptimizerAdapter):
-    """The adapter for a function that applies gradients.
-
-    An object with such a function will do, too.
+    """The adapter for a function that applies gradients, or an object that has one.
 
     Args:
         optimizer: The function, or the object.

@@ -182,9 +182,10 @@ class _Counter:
 
 
 class SkipObserver:
-    """What tells the user of skipped steps; this one tells nothing.
+    """Tells the user of skipped steps; this base class tells nothing.
 
-    Graphs of TensorFlow 1 have it, which would save every variable that a report has.
+    It is used as it is in graphs of TensorFlow 1, whose `Saver` would save each variable of a
+    report.
     """
 
     def watch(self) -> None:
@@ -246,7 +247,7 @@ class SkipObserver:
         return {}
 
     def collect(self) -> None:
-        """Gives the warnings of functions compiled by XLA, which cannot call Python."""
+        """Issues the warnings of functions that XLA has compiled, which cannot call Python."""
 
 
 class SkippedSteps:

@@ -209,9 +209,9 @@ def _summed(
 
 
 def need_not_meet() -> bool:
-    """Whether replicas can reduce without a merge call.
+    """Whether this replica can reduce without a merge call.
 
-    A replica that is alone calls nobody.
+    It can if it is the only one, or if the strategy needs none.
     """
     if not tf.distribute.has_strategy():
         return True

@@ -1,8 +1,8 @@
 """Rolls back what the forward pass assigned to weights, if the step is skipped.
 
 Batch normalization moves its statistics while the loss is computed, before anybody knows that the
-step will be skipped. A value that is read before an assignment is the old buffer. Since the
-assignment replaces that buffer, keeping the value costs no copy. In a graph, each weight is read
+step will be skipped. Reading a weight before it is assigned costs no copy: the assignment
+makes a new buffer, and the value keeps the old one. In a graph, each weight is read
 where the step begins. When gradients are applied, the graph shows which weights were written since
 then, and the reads of all others are pruned. In eager this is unknown, so all values are kept until
 the verdict.
@@ -229,10 +229,7 @@ def inputs() -> list[Input]:
 
 
 def has_examples() -> tf.Tensor | None:
-    """Returns whether there are examples in the batch.
-
-    Returns None if that is certain, or not known.
-    """
+    """Returns whether the batch has examples; None if it surely has, or nothing is known."""
     step = _thread.step
     if step is None or step.batch is None or step.graph is not host.current_graph():
         return None
@@ -315,10 +312,7 @@ class _Step:
             Kept((), old).put_back()
 
     def old_values(self, trained: dict[int, Weight]) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """Returns handles and old values of variables that may have been written since.
-
-        That is since the step began.
-        """
+        """Returns handles and old values of variables that the step may have written."""
         weights = {key: w for key, w in self.weights.items() if key in trained or not w.is_trained}
         if tf.executing_eagerly():
             values = self._values

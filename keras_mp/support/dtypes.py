@@ -1,4 +1,4 @@
-"""Dtypes: of low precision, of mixed precision, and all floating ones."""
+"""Dtypes of low precision, and all floating-point dtypes."""
 
 import tensorflow as tf
 

@@ -55,10 +55,7 @@ def graphs_of_branches(graph: tf.Graph) -> list[tf.Graph]:
 
 @functools.cache
 def _classes() -> tuple[type, type]:
-    """Returns the classes of the graphs of a trace and of a branch.
-
-    A trial finds them.
-    """
+    """Finds the classes of the graphs of a trace and of a branch, by tracing once."""
     found = []
 
     def note(x: tf.Tensor) -> tf.Tensor:

@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from keras_mp.support import marks, op_table
 
-# Keras keeps probabilities away from 0 and 1 by it.
+# Keras clips probabilities to [_EPSILON, 1 - _EPSILON].
 _EPSILON = 1e-7
-# The loss of a class with a probability of 0; as Keras rounds it on its way, a little less.
+# A little less than the largest loss that this clipping allows, since Keras rounds.
 _CUT_OFF = -0.99 * math.log(_EPSILON)
 # Operations that change no value, or only round it.
 _KEEPS_VALUES = op_table.ops(
@@ -346,7 +346,7 @@ def _logits_of_parts(tensor: tf.Tensor, activation: str) -> tuple[tf.Tensor | No
 
 
 def _before(tensor: tf.Tensor) -> tf.Tensor | None:
-    """Returns the tensor of which one of a graph is only a cast, or another shape."""
+    """Returns the input of an operation that only casts or moves values; else None."""
     op = tensor.op
     is_same = op.type in _KEEPS_VALUES | _KEEPS_ORDER | {"Transpose"}
     if not is_same or _has_own_gradient(op):

@@ -1,4 +1,4 @@
-"""Bases of an object that is another one to checkpoints, or as a tensor.
+"""Base classes of objects that delegate to another one in checkpoints, or as tensors.
 
 This module needs TensorFlow only.
 """
@@ -36,12 +36,12 @@ def _delegated(name: str) -> property:
 
 for _name in vars(tf.Module.__mro__[-2]):
     if _name.startswith("_") and not _name.startswith("__"):
-        # TensorFlow takes an object that has methods for tensors for one that has values.
+        # TensorFlow saves the values of any object that has these methods.
         _is_of_values = _name.endswith("tensors")
         setattr(_DelegatingVariable if _is_of_values else _Delegating, _name, _delegated(_name))
 
 
-# Which names are there is known when a class is made of these bases.
+# A class cannot change its bases later, so the private names are looked up now.
 DelegatingTrackable: Any = _Delegating
 DelegatingVariable: Any = _DelegatingVariable
 if features.is_on(CHECKPOINTS):
