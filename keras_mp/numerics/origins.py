@@ -245,7 +245,7 @@ def of_stack(frames: Iterable[Frame]) -> Origin:
     was_below, is_of_a_tool = False, None
     for file, number, _ in frames:
         kind = _kind_of_file(file)
-        if any(part in file for part in _BELOW_TOOLS):
+        if _is_below_tools(file):
             was_below = True
         elif was_below and is_of_a_tool is None:
             is_of_a_tool = kind == "tool"
@@ -322,6 +322,11 @@ def _running_frames() -> Iterator[Frame]:
     while frame is not None:
         yield Frame(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
+
+
+@functools.cache
+def _is_below_tools(file: str) -> bool:
+    return any(part in file for part in _BELOW_TOOLS)
 
 
 @functools.cache
