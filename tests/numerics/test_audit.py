@@ -131,6 +131,16 @@ def test_a_mask_of_minus_1e9():
     assert "-65504" in finding.cure
 
 
+class Augments(L.Layer):
+    """Random gains, which are no dropout, and a dropout beside a rate of something else."""
+
+    rate = 16000.0
+
+    def call(self, x):
+        gains = tf.where(tf.random.uniform(tf.shape(x), dtype=x.dtype) >= 0.3, x * 1.2, x)
+        return tf.nn.dropout(gains, 0.5)
+
+
 def test_a_dropout_rate_that_is_1_in_bfloat16():
     x = np.ones([8, 16], "float32")
     model = classifier(lambda: L.Dropout(0.999, name="drop"), dtype="bfloat16")
@@ -138,7 +148,7 @@ def test_a_dropout_rate_that_is_1_in_bfloat16():
     assert finding.where == "drop"
     assert "0.00% of all numbers are kept, and 0.10% should be" in finding.why
     assert "0 of 128 are" in finding.why
-    sound = (lambda: L.Dropout(0.9), lambda: L.Dropout(0.999, dtype="float32"))
+    sound = (lambda: L.Dropout(0.9), lambda: L.Dropout(0.999, dtype="float32"), Augments)
     assert not found(classifier(*sound, dtype="bfloat16"), (x, CLASSES))
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from keras_mp.numerics.distances import LIMIT, UNIT_ROUNDOFF
-from keras_mp.numerics.hazards.traced_step import Observed, Said, TracedStep, static_value, widened
+from keras_mp.numerics.hazards.traced_step import Observed, Said, TracedStep, static_number, widened
 from keras_mp.numerics.origins import MOVES
 from keras_mp.support.dtypes import LOW_PRECISION
 
@@ -133,7 +133,7 @@ def _factor(operation: tf.Operation, factors: list[float]) -> float:
         return factors[0] + (-1 if operation.type == "Sub" else 1) * factors[1]
     if operation.type == "Mul":
         for constant, factor in zip(operation.inputs, reversed(factors)):
-            number = static_value(constant)
-            if number is not None and number.size == 1:
-                return float(number.item()) * factor
+            number = static_number(constant)
+            if number is not None:
+                return number * factor
     return math.nan

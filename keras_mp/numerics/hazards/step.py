@@ -17,7 +17,7 @@ from keras_mp.numerics.hazards.traced_step import (
     count,
     health,
     not_finite_of,
-    static_value,
+    static_number,
     widened,
 )
 from keras_mp.support import op_table
@@ -92,12 +92,11 @@ def factors(step: TracedStep) -> Iterator[Observed]:
             waiting.append(operation.inputs[0])
         elif operation.type == "Mul":
             for constant, other in (operation.inputs, tuple(operation.inputs)[::-1]):
-                value = static_value(constant)
-                if value is None or np.size(value) != 1:
+                factor = static_number(constant)
+                if factor is None:
                     continue
                 waiting.append(other)
                 loss = tf.reduce_mean(widened(other))
-                factor = float(np.ravel(value)[0])
                 yield Observed(operation, factor=factor, loss=loss, scale=step.scale)
 
 

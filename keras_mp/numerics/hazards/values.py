@@ -17,6 +17,7 @@ from keras_mp.numerics.hazards.traced_step import (
     before,
     count,
     share_of_variance,
+    static_number,
     static_value,
     widened,
 )
@@ -222,23 +223,28 @@ def _in_a_layer(step: TracedStep, takers: list[tf.Operation]) -> tf.Operation:
 def dropouts(step: TracedStep) -> Iterator[Observed]:
     """A dropout compares random numbers in 16 bits with its rate."""
     for operation in step.in_16_bits(("SelectV2",)):
-        compared, scaled = (each.op for each in operation.inputs[:2])
+        compared, scaled, _ = (each.op for each in operation.inputs)
         if compared.type != "GreaterEqual" or scaled.type != "Mul":
             continue
         numbers, dtype = compared.inputs[0], compared.inputs[0].dtype
-        rate, factor = (static_value(each.inputs[1]) for each in (compared, scaled))
         is_random = "RandomUniform" in before(numbers, _FROM_RANDOM).op.type
-        if not is_random or dtype not in LOW_PRECISION or rate is None or factor is None:
+        constants = compared.inputs[1], scaled.inputs[1], operation.inputs[2]
+        rounded, factor, dropped = map(static_number, constants)
+        if not is_random or dtype not in LOW_PRECISION or rounded is None or not factor or dropped:
             continue
-        yield Observed(
-            operation,
-            dtype=dtype.name,
-            # Both are rounded; the layer has the number that the program asked for.
-            rate=getattr(step.layers.layer(operation.name), "rate", 1 - 1 / float(factor)),
-            rounded=float(rate),
-            kept=count(compared.outputs[0]),
-            size=tf.size(numbers),
-        )
+        # The factor keeps the mean. Both are rounded; a layer has the rate that was asked for.
+        rates = getattr(step.layers.layer(operation.name), "rate", None), 1 - 1 / factor
+        near = 2 * UNIT_ROUNDOFF[dtype.name]
+        rates = [each for each in rates if isinstance(each, float) and abs(each - rounded) <= near]
+        if rates:
+            yield Observed(
+                operation,
+                dtype=dtype.name,
+                rate=rates[0],
+                rounded=rounded,
+                kept=count(compared.outputs[0]),
+                size=tf.size(numbers),
+            )
 
 
 def judge_dropout(dtype: str, rate: float, rounded: float, kept: int, size: int) -> Said | None:
