@@ -10,7 +10,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.layer_calls import raw_inputs
 from tests.common import IS_KERAS_3, mirrored, needs_cuda, once, unscaled
-from tests.numerics.tools import audit
+from tests.numerics.tools import audit, operations
 
 # A number that is made in float16 by way of NumPy is infinite there: a Python number is not.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
@@ -129,6 +129,14 @@ def test_a_mask_of_minus_1e9():
     assert finding.line.number == line_of("Mask", "-1e9")
     assert "-inf in float16" in finding.why
     assert "-65504" in finding.cure
+
+
+@once
+def test_the_operations_of_a_layer_are_listed_for_who_adds_a_hazard():
+    model = classifier(lambda: L.Dropout(0.5, name="drop"), dense())
+    lines = operations(model, (X, CLASSES), "drop").splitlines()
+    assert "drop: GreaterEqual(float16(8, 16), float16()) -> bool(8, 16)" in lines
+    assert {line.partition(":")[0] for line in lines} == {"drop"}
 
 
 class Augments(L.Layer):
