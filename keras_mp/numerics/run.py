@@ -52,18 +52,13 @@ GivenLoss = str | tf.keras.losses.Loss | Callable[..., tf.Tensor]
 def compiled(
     model: tf.keras.Model, policy: Any, optimizer: Any = None, **changes: Any
 ) -> tf.keras.Model:
-    """Returns a copy under a policy, compiled as the model is if it is, but for changes."""
+    """Returns a copy under a policy, compiled as the model is, but for metrics and changes."""
     copy = convert(model, policy)
     if getattr(model, "optimizer", None) is not None:
-        _compile(copy, model, optimizer or optimizer_of(model), **changes)
+        weights = (model.get_compile_config() or {}).get("loss_weights")
+        how = {"loss": getattr(model, "loss", None), "loss_weights": weights, **changes}
+        copy.compile(optimizer or optimizer_of(model), **how)
     return copy
-
-
-def _compile(copy: tf.keras.Model, model: tf.keras.Model, optimizer: Any, **changes: Any) -> None:
-    """Compiles a copy with the loss of a model and its weights, but for metrics."""
-    weights = (model.get_compile_config() or {}).get("loss_weights")
-    loss = getattr(model, "loss", None)
-    copy.compile(optimizer, loss=loss, loss_weights=weights, **changes)
 
 
 def optimizer_of(model: tf.keras.Model) -> Any:
@@ -76,22 +71,18 @@ def loss_of(
     original: tf.keras.Model,
     batch: Batch,
     loss: GivenLoss | None = None,
-    is_a_copy: bool = False,
 ) -> Loss:
     """Returns the loss of a model: the one that is given, else that which it is compiled with.
 
     Args:
-        model: what will be run.
+        model: what will be run: `original`, or a copy that is compiled as it is.
         original: the model of the user, which may be compiled.
         batch: Batch. Without labels, or without a loss, it is `signed_mean` of the outputs.
         loss: a loss of `tf.keras`, by name or not, or a function; None for that of `original`.
-        is_a_copy: bool. Whether `model` has to be compiled in the same way as `original`.
     """
     function = None if loss is None else losses.get(loss)
     if batch.y is None or (function is None and not getattr(original, "loss", None)):
         return signed_mean
-    if function is None and is_a_copy:
-        _compile(model, original, "sgd")
     with_loss: Any = model if getattr(model, "loss", None) else original
 
     def value(batch: Batch, prediction: Structure) -> tf.Tensor:
@@ -288,7 +279,7 @@ class Runner:
 def runners(
     model: tf.keras.Model,
     batch: Batch,
-    reference: Any = "float32",
+    reference: tf.keras.Model,
     loss: GivenLoss | None = None,
     **how: Any,
 ) -> tuple[Runner, Runner]:
@@ -297,17 +288,16 @@ def runners(
     Args:
         model: of `tf.keras`, built.
         batch: Batch.
-        reference: a policy for a copy of the model, or a model with the same layers.
+        reference: a copy that is compiled as it is, or another model with the same layers.
         loss: as for `check`.
         **how: `step` and `training`, as for `check`.
     """
-    numbers, is_given = RandomNumbers(), isinstance(reference, tf.keras.Model)
-    wide = reference if is_given else convert(model, reference)
-    narrow, exact = (
-        Runner(each, batch, loss_of(each, model, batch, loss, is_a_copy), numbers=numbers, **how)
-        for each, is_a_copy in ((model, False), (wide, not is_given))
+    numbers = RandomNumbers()
+    narrow, wide = (
+        Runner(each, batch, loss_of(each, model, batch, loss), numbers=numbers, **how)
+        for each in (model, reference)
     )
-    return narrow, exact
+    return narrow, wide
 
 
 def replay(

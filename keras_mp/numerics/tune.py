@@ -18,7 +18,7 @@ from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics import own_thread, patterns
 from keras_mp.numerics.batches import Batch, Batches, Structure
 from keras_mp.numerics.graphs.census import census
-from keras_mp.numerics.run import GivenLoss
+from keras_mp.numerics.run import GivenLoss, compiled
 from keras_mp.numerics.tune_search import Search
 from keras_mp.numerics.tuned import Tuned, TunedLayer
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES
@@ -119,7 +119,7 @@ def tune(
     given, aside = _divided(model, batches, held_out)
     made = [*given, *aside]
     with own_thread.random_numbers(seed):
-        reference = convert(model, "float32")
+        reference = compiled(model, "float32", "sgd")
         units = _units(reference)
         left_out = patterns.chosen("leave_out", leave_out, units)
         included = patterns.chosen("include", include, units)
@@ -129,8 +129,8 @@ def tune(
                 "Expected at least one layer that may compute in 16 bits. Received: "
                 f"include={include!r}, leave_out={leave_out!r}, of the layers {list(units)}"
             )
-        # Before the search compiles the model, so that only the forward pass is counted.
-        work = _multiplications(reference, units, made[0])
+        # Of a model that is not compiled, only the forward pass is counted.
+        work = _multiplications(convert(model, "float32"), units, made[0])
 
         def cost(path: str) -> tuple[bool, bool, float]:
             """The key to sort by: infinite errors last, then error per multiplication."""
@@ -161,7 +161,7 @@ def tune(
             tuple(row(path, layer) for path, layer in units.items()),
             tuple(errors[: len(given)]),
             tuple(errors[len(given) :]),
-            search.with_16_bits(kept),
+            convert(model, search.policies(kept)),
             search.loss_scale if dtype == "float16" and kept else None,
         )
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.conversion import convert
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.calls import RandomNumbers
@@ -20,6 +19,7 @@ from keras_mp.numerics.run import (
     Runner,
     check_finite,
     check_same_calls,
+    compiled,
     loss_of,
     replay,
     signed_mean,
@@ -159,10 +159,10 @@ class Search:
         """The largest loss scale at which no gradient of a batch overflows."""
         return min(reference.loss_scale for reference in self._references)
 
-    def with_16_bits(self, chosen: Sequence[str]) -> tf.keras.Model:
-        """Makes a model with these layers in 16 bits, which is not compiled."""
+    def policies(self, chosen: Sequence[str]) -> dict[str, str]:
+        """Returns the policies of a model with these layers in 16 bits."""
         policies = dict.fromkeys(self.units, "float32") | dict.fromkeys(chosen, self.policy)
-        return convert(self.model, {"": self.policy if chosen else "float32"} | policies)
+        return {"": self.policy if chosen else "float32"} | policies
 
     def _run(
         self,
@@ -174,7 +174,7 @@ class Search:
         key = frozenset(chosen)
         try:
             if self._made is None or self._made[0] != key:
-                model = self.with_16_bits(chosen)
+                model = compiled(self.model, self.policies(chosen), "sgd")
                 self._models += 1
                 self._made = key, model, self._loss(model)
             _, model, loss = self._made
@@ -188,7 +188,7 @@ class Search:
 
     def _loss(self, model: tf.keras.Model) -> Loss:
         batch = self.batches[0]
-        loss = loss_of(model, self.model, batch, self.loss, is_a_copy=True)
+        loss = loss_of(model, self.model, batch, self.loss)
         if loss is signed_mean:
             raise ValueError(
                 "Expected batches (x, y) with labels, and a loss: pass `loss`, or compile the "
