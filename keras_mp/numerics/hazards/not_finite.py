@@ -11,13 +11,16 @@ from keras_mp.models.layer_paths import native_variable
 from keras_mp.numerics import causes, origins
 from keras_mp.numerics.distances import LARGEST, SMALLEST
 from keras_mp.numerics.hazards.traced_step import (
+    BAD,
+    COUNTS,
+    ZEROS,
     Observed,
     Said,
     TracedStep,
-    count,
     health,
     in_float32,
     is_narrow,
+    not_finite_of,
     static_value,
     widened,
 )
@@ -106,16 +109,19 @@ def numbers(step: TracedStep) -> Iterator[Observed]:
     before = set(
         itertools.takewhile(lambda o: not origins.is_of_backward_pass(o.name), step.operations)
     )
-    unknown = tf.zeros([2], tf.int64)
+    counts = tf.stack([health(operation.outputs[0]) for operation in operations])
+    unknown = tf.one_hot(ZEROS, COUNTS, tf.constant(np.inf, tf.float64))
+    exact = tf.stack([_exactly(operation, unknown) for operation in operations])
+    zeros = tf.maximum(counts[:, ZEROS] - exact[:, ZEROS], 0.0)  # in 16 bits only
     yield Observed(
         operations[0],
         results=list(_results(step, operations)),
         is_before=np.array([operation in before for operation in operations]),
         inputs=list(inputs),
-        loss=_bad(ends),
-        gradients=_bad(step.backward_products),
-        counts=tf.stack([health(operation.outputs[0]) for operation in operations])[:, 2:],
-        exact=tf.stack([_exactly(operation, unknown) for operation in operations]),
+        loss=not_finite_of(ends),
+        gradients=not_finite_of(step.backward_products),
+        counts=counts[:, BAD],
+        exact=tf.cast(tf.stack([zeros, tf.reduce_sum(exact[:, BAD], 1)], 1), tf.int64),
         sizes=_largest(inputs.values()),
         largest_weight=tf.reduce_max(_largest(weights)),
     )
@@ -173,35 +179,23 @@ def _results(step: TracedStep, operations: Sequence[tf.Operation]) -> Iterator[R
         )
 
 
-def _bad(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Counts the numbers that are not finite."""
-    counts = [health(tensor)[2:] for tensor in tensors]
-    return tf.reduce_sum(counts) if counts else tf.constant(0.0)
-
-
 def _largest(values: Iterable[Any]) -> tf.Tensor:
     """Returns the largest magnitude of each tensor, with a 0 before them."""
     return tf.stack([0.0, *(tf.reduce_max(tf.abs(widened(each))) for each in values)])
 
 
 def _exactly(operation: tf.Operation, unknown: tf.Tensor) -> tf.Tensor:
-    """Counts what an operation in 16 bits, or one that takes such numbers, returns in float32.
+    """Returns the `health` of what an operation in 16 bits, or of such numbers, is in float32.
 
     Args:
         operation: of the forward pass.
         unknown: what is returned of one that is not computed again.
-
-    Returns:
-        How many results are 0 in 16 bits only, and how many are not finite in float32 either.
     """
     output = operation.outputs[0]
     is_low = any(is_narrow(each.dtype) for each in (*operation.inputs, output))
     is_tried = is_low and operation.type in _AGAIN and output.shape.num_elements() != 1
     exact = in_float32(operation) if is_tried else None
-    if exact is None:
-        return unknown
-    zeros = count((widened(output) == 0) & (exact != 0) & tf.math.is_finite(exact))
-    return tf.stack([zeros, count(~tf.math.is_finite(exact))])
+    return unknown if exact is None else health(exact)
 
 
 def _constant(cause: _Cause, is_bad: np.ndarray) -> Said | None:

@@ -15,7 +15,6 @@ from keras_mp.numerics.hazards.traced_step import (
     TracedStep,
     before,
     count,
-    health,
     not_finite_of,
     static_number,
     widened,
@@ -206,19 +205,18 @@ def weights(step: TracedStep) -> Iterator[Observed]:
     if step.optimizer is None or not variables or not in_16_bits or step.scaling is None:
         return
     gradients = [
-        health(operation.outputs[0])
+        operation.outputs[0]
         for operation in step.operations
         if origins.is_of_backward_pass(operation.name)
         and operation.outputs
         and operation.outputs[0].dtype.is_floating
     ]
-    of_gradients = tf.reduce_sum(gradients, 0) if gradients else tf.zeros([5], tf.float64)
     yield Observed(
         _the_optimizer(step.optimizer),
         bad=not_finite_of(variables),
         scale=step.scale,
         loss_is_finite=tf.reduce_all(tf.math.is_finite(widened(step.scaling.inputs[0]))),
-        bad_in_gradients=tf.reduce_sum(of_gradients[2:]),
+        bad_in_gradients=not_finite_of(gradients),
     )
 
 

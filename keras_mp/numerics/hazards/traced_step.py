@@ -20,6 +20,10 @@ from keras_mp.support.messages import Line
 # Numbers of a batch are lost if rounding them to 16 bits takes a larger share of their variance.
 MOST_VARIANCE = 0.01
 
+# In what `health` returns: how many values are -inf, inf and NaN, and how many are zero; its size.
+BAD, ZEROS, COUNTS = slice(5, 8), 9, 11
+_NOTHING = np.zeros(COUNTS)
+
 # Functions of libraries that scale a loss, and those that run after the gradients.
 _SCALING = ("scale_loss", "get_scaled_loss")
 _APPLYING = (
@@ -332,16 +336,17 @@ def count(condition: tf.Tensor) -> tf.Tensor:
     return tf.math.count_nonzero(condition)
 
 
-def not_finite_of(variables: Iterable[tf.Variable]) -> tf.Tensor:
-    """Counts the values of variables that are infinite or NaN."""
-    return tf.add_n([count(~tf.math.is_finite(tf.convert_to_tensor(v))) for v in variables])
+def not_finite_of(values: Iterable[tf.Tensor | tf.Variable]) -> tf.Tensor:
+    """Counts the values of tensors and variables that are infinite or NaN."""
+    counts = [health(tf.convert_to_tensor(each)) for each in values]
+    return tf.cast(tf.reduce_sum(tf.stack([*counts, _NOTHING])[:, BAD]), tf.int64)
 
 
 def health(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a float64 tensor: an id, the size, and how many values are -inf, inf and NaN."""
-    # The operation of `tf.debugging.experimental.enable_dump_debug_info`, mode CONCISE_HEALTH.
+    """Returns a float64 vector with counts of values, `BAD` and `ZEROS` among them."""
+    # The operation of `tf.debugging.experimental.enable_dump_debug_info`, mode FULL_HEALTH.
     # It has no kernel for 8 bits.
     tensor = widened(tensor) if tensor.dtype.size == 1 else tensor
     return tf.raw_ops.DebugNumericSummaryV2(
-        input=tensor, output_dtype=tf.float64, tensor_debug_mode=3
+        input=tensor, output_dtype=tf.float64, tensor_debug_mode=4
     )
