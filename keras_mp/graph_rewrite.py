@@ -403,7 +403,7 @@ def _warn_if_it_is_in_vain(dtype: str) -> None:
 
 
 def _with_wrong_sums(dtype: str) -> set[str]:
-    """Returns operations that the pass would move to kernels that are wrong in long sums."""
+    """Returns operations that the pass would move to kernels with wrong long sums."""
     if not (sums.are_enabled() and lists.can_be_read(dtype)):
         return set()
     found = lists.read(dtype)

@@ -295,7 +295,7 @@ def _rare_loop(
 def _worst_of_all_replicas(
     retries: tf.Tensor, finite: tf.Tensor, loss_is_finite: tf.Tensor, at_most: int
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns the most retries of any replica, and whether gradients and losses are finite.
+    """Returns the most retries, and whether all gradients and losses are finite.
 
     Both are verdicts on all replicas.
     """

@@ -17,10 +17,11 @@ from keras_mp.hooks import Method, Replacement, When, reach
 from keras_mp.hooks.once import once
 from keras_mp.kernels import again_in_float32
 from keras_mp.step import state_rollback
-from keras_mp.support import host, messages
+from keras_mp.support import messages
+from keras_mp.support.host_callback import HostCallback
 
 # For each layer, what reports its losses in training steps.
-_callbacks: "weakref.WeakKeyDictionary[tf.keras.layers.Layer, host.HostCallback]" = (
+_callbacks: "weakref.WeakKeyDictionary[tf.keras.layers.Layer, HostCallback]" = (
     weakref.WeakKeyDictionary()
 )
 
@@ -53,7 +54,7 @@ def _widened(layer: tf.keras.layers.Layer, loss: Any) -> Any:
 def _tell_if_infinite(layer: tf.keras.layers.Layer, loss: tf.Tensor) -> None:
     callback = _callbacks.get(layer)
     if callback is None:
-        callback = _callbacks[layer] = host.HostCallback(_once(layer.name), size=1)
+        callback = _callbacks[layer] = HostCallback(_once(layer.name), size=1)
     callback.watch()
     is_infinite = tf.reduce_any(tf.math.is_inf(tf.stop_gradient(loss)))
     callback.post(tf.zeros([1], tf.int64), when=is_infinite)

@@ -16,6 +16,7 @@ from keras_mp.reports.overflows import HALF, Overflows
 from keras_mp.reports.skipped_step import ReplicaValues, SkippedStep, count_not_finite
 from keras_mp.step import outcomes
 from keras_mp.support import host, messages, selection
+from keras_mp.support.host_callback import HostCallback
 
 # After so many steps at the start whose loss is not finite, a warning says so. After so many
 # back-offs without growth, a warning says that a smaller scale does not help.
@@ -43,7 +44,7 @@ class SkipReport(outcomes.SkipObserver):
         # The warnings that were given already; each is given once.
         self._told: set[str] = set()
         self._overflows = Overflows()
-        self._callback = host.HostCallback(
+        self._callback = HostCallback(
             self._warn,
             size=len(_Numbers._fields),
             beside=skipped.beside,

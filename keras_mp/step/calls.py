@@ -16,7 +16,8 @@ import tensorflow as tf
 
 from keras_mp.step.gradients import Gradient
 from keras_mp.step.record import Notebook, Record, S, Truth
-from keras_mp.support import host, messages
+from keras_mp.support import messages
+from keras_mp.support.host_callback import HostCallback
 
 LossScaleValue = Callable[[], tf.Tensor]
 
@@ -73,7 +74,7 @@ class Calls:
     """
 
     scales = False
-    reports: host.HostCallback | None = None
+    reports: HostCallback | None = None
 
     def __init__(self, loss_scale: LossScaleValue) -> None:
         self._loss_scale = loss_scale
@@ -152,7 +153,7 @@ class RecordedCalls(Calls, Generic[S], abc.ABC):
     """Calls that scale, and keep a `Record` for functions that run without Python."""
 
     scales = True
-    reports: host.HostCallback
+    reports: HostCallback
     _record: Record[S]
     # How many numbers a report has.
     _report_size = 1
@@ -160,7 +161,7 @@ class RecordedCalls(Calls, Generic[S], abc.ABC):
     def __init__(self, loss_scale: LossScaleValue) -> None:
         super().__init__(loss_scale)
         if self._record.has_variables:
-            self.reports = host.HostCallback(self._report, size=self._report_size)
+            self.reports = HostCallback(self._report, size=self._report_size)
 
     @abc.abstractmethod
     def _new_record(self) -> Record[S]: ...

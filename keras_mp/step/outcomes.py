@@ -15,6 +15,7 @@ from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.loss_scales import LossScale, state_variable
 from keras_mp.step.schedule import LossScaleState, bad_steps_after
 from keras_mp.support import host, selection
+from keras_mp.support.host_callback import HostCallback
 
 # The outcomes of a step, from good to bad. `update` moves the scale by the worst outcome since the
 # last `update`. GOOD: the step was made. UNFINISHED: the step says nothing about the scale, as its
@@ -247,7 +248,7 @@ class SkipObserver:
         return {}
 
     def collect(self) -> None:
-        """Issues the warnings of functions that XLA has compiled, which cannot call Python."""
+        """Issues the warnings of what XLA has compiled, which cannot call Python."""
 
 
 class SkippedSteps:
@@ -278,7 +279,7 @@ class SkippedSteps:
         loss_scale: LossScale,
         warn_after: int | None,
         raise_after: int | None = None,
-        beside: host.HostCallback | None = None,
+        beside: HostCallback | None = None,
     ) -> None:
         self.loss_scale, self.beside = loss_scale, beside
         self.warn_after, self.raise_after = warn_after, raise_after

@@ -86,7 +86,7 @@ class Scaler(Generic[C]):
             state_rollback.step_is_over()
 
     def collect_reports(self) -> None:
-        """Issues the warnings of functions that XLA has compiled, which cannot call Python."""
+        """Issues the warnings of what XLA has compiled, which cannot call Python."""
         self.calls.collect_reports()
         self.skipped.report.collect()
 

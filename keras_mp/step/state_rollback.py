@@ -229,7 +229,7 @@ def inputs() -> list[Input]:
 
 
 def has_examples() -> tf.Tensor | None:
-    """Returns whether the batch has examples; None if it surely has, or nothing is known."""
+    """Returns whether the batch has examples; None if that is certain, or not known."""
     step = _thread.step
     if step is None or step.batch is None or step.graph is not host.current_graph():
         return None

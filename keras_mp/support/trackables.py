@@ -1,4 +1,4 @@
-"""Base classes of objects that delegate to another one in checkpoints, or as tensors.
+"""Base classes of objects that stand for others in checkpoints, or as tensors.
 
 This module needs TensorFlow only.
 """

@@ -1,0 +1,205 @@
+"""Calls Python from inside of a graph, for rare events.
+
+Where no event happens it costs nothing, except in functions around one that XLA compiles, which
+count their calls in the host's memory. This module needs TensorFlow only.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from keras_mp.support import function_graphs, host, messages
+
+# A collection in a graph that XLA compiles: the callbacks whose buffers the graph around it looks
+# into, with their replicas.
+_LOOKED_INTO = "keras_mp_looked_into"
+_LONGEST_PERIOD = 50
+
+
+class HostCallback:
+    """Carries a few numbers from a graph to a Python function.
+
+    Eager code and ordinary graphs call the function at once. A graph that XLA compiles cannot call
+    Python, and leaves the numbers in a variable, the buffer. The function around it, if there is
+    one (as in `Model.fit` of Keras 3), looks there before its calls 1, 2, 4, 8, 16 and 32, and then
+    before each 50th. `collect` looks as well. On a GPU, each look is a wait.
+
+    Attributes:
+        buffer: int64 variable. The first element is 1 if numbers were left, else 0; the numbers
+            follow.
+
+    Args:
+        read: function that takes the numbers, a list of int, and the line of the program that they
+            are about, or None if XLA compiled the function.
+        size: int. The number of numbers.
+        beside: another callback, or None (the default). The function around a compiled one looks
+            into both buffers at once.
+        is_urgent: function that returns whether to look before each call. By default it never is.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[list[int], messages.Line | None], None],
+        *,
+        size: int,
+        beside: "HostCallback | None" = None,
+        is_urgent: Callable[[], bool] | None = None,
+    ) -> None:
+        self._read, self._is_urgent = read, is_urgent
+        # By replica: when the function around a compiled one looks.
+        self._turns: dict[int | None, _Turns] = {}
+        self.buffer = host.local_variable("buffer", [0] * (1 + size))
+        self.is_watched = False
+        self._together: list[HostCallback] = beside._together if beside is not None else []
+        self._together.append(self)
+
+    def post(self, numbers: tf.Tensor, when: tf.Tensor, *, leaves: bool = False) -> None:
+        """Sends numbers if the event has happened.
+
+        Args:
+            numbers: int64 tensor of shape [size].
+            when: bool scalar tensor. Whether it has happened.
+            leaves: bool. Whether a graph leaves the numbers for `watch` to find, as a graph that
+                XLA compiles does. Defaults to False.
+        """
+        if host.is_compiled_by_xla() or leaves:
+            # A selection: XLA would turn a branch that calls no Python into one anyway.
+            left = tf.concat([[1], numbers], 0)
+            self.buffer.assign(tf.where(when, left, self.buffer), read_value=False)
+            return
+        tf.cond(when, lambda: self._call_with_line(numbers, messages.users_line()), lambda: None)
+
+    def watch(self, *, leaves: bool = False) -> None:
+        """Prepares for numbers that `post` leaves in the buffer.
+
+        Called outside of the branch.
+
+        Args:
+            leaves: as in `post`.
+        """
+        if not (leaves or host.is_compiled_by_xla()):
+            return
+        for each in self._together:
+            each.is_watched = True
+        if leaves:
+            self._look_seldom()
+            return
+        inner = tf.compat.v1.get_default_graph()
+        graph = inner.outer_graph
+        while function_graphs.is_of_function(graph):
+            # The graph that calls a compiled function is itself marked as compiled during the
+            # trace; `control_dependencies(None)` takes the mark away.
+            with graph.as_default(), tf.control_dependencies(None):
+                if not host.is_compiled_by_xla():
+                    replica = _replica_id()
+                    looked_into = inner.get_collection_ref(_LOOKED_INTO)
+                    if (self, replica) not in looked_into:
+                        looked_into += [(each, replica) for each in self._together]
+                        self._look_seldom()
+                    return
+            inner, graph = graph, graph.outer_graph
+
+    def _look_seldom(self) -> None:
+        if any(each._is_urgent is not None and each._is_urgent() for each in self._together):
+            _look_into(self._together)
+            return
+        replica = _replica_id()
+        if replica not in self._turns:
+            self._turns[replica] = _Turns()
+        self._turns[replica].take(functools.partial(_deliver, self._together))
+
+    def variables(self, name: str) -> dict[str, tf.Variable]:
+        """Returns the variables, by names that begin with `name`."""
+        of_replicas = {
+            f"{name}_{which}_{replica or 0}": variable
+            for replica, turns in self._turns.items()
+            for which, variable in vars(turns).items()
+        }
+        return {name: self.buffer, **of_replicas}
+
+    def collect(self) -> None:
+        """Delivers the numbers in the buffer.
+
+        Costs nothing if no function leaves any there.
+        """
+        if self.is_watched and tf.executing_eagerly():
+            _look_into([self])
+
+    def _call_with_line(self, numbers: tf.Tensor, line: messages.Line) -> None:
+        _call_python(lambda received: self._read(received, line), numbers)
+
+    def _deliver(self, left: tf.Tensor) -> None:
+        # This is an operation of the graph, so it runs before other numbers are left there.
+        self.buffer.assign(tf.zeros_like(left), read_value=False)
+
+        def read(received: list[int]) -> None:
+            is_left, *numbers = received
+            if is_left:
+                self._read(numbers, None)
+
+        _call_python(read, left)
+
+
+class _Turns:
+    """Decides, in the host's memory, when it is time to do something again.
+
+    Attributes:
+        left: int64 variable. The number of calls until the next time.
+        period: int64 variable. The number of calls from the next time to the one after.
+    """
+
+    def __init__(self) -> None:
+        def variable(name: str) -> tf.Variable:
+            with tf.device("CPU:0"):
+                return tf.Variable(tf.ones([], tf.int64), trainable=False, name=name)
+
+        # A strategy would place them on the devices of the replicas.
+        self.left, self.period = host.outside_of_functions(
+            lambda: (variable("left"), variable("period"))
+        )
+
+    def take(self, act: Callable[[], None]) -> None:
+        """Calls a function if it is time, and again after twice as many calls as before."""
+
+        def take() -> None:
+            act()
+            with tf.device("CPU:0"):
+                left = tf.convert_to_tensor(self.period)
+                self.period.assign(tf.minimum(2 * left, _LONGEST_PERIOD), read_value=False)
+                self.left.assign(left, read_value=False)
+
+        with tf.device("CPU:0"):
+            is_time = self.left.assign_sub(1) <= 0
+
+        tf.cond(is_time, take, lambda: None)
+
+
+def _look_into(callbacks: Sequence[HostCallback]) -> None:
+    are_left = [tf.not_equal(tf.convert_to_tensor(each.buffer)[0], 0) for each in callbacks]
+    is_any_left = functools.reduce(tf.logical_or, are_left)
+    tf.cond(is_any_left, lambda: _deliver(callbacks), lambda: None)
+
+
+def _deliver(callbacks: Sequence[HostCallback]) -> None:
+    for each in callbacks:
+        each._deliver(tf.convert_to_tensor(each.buffer))
+
+
+def _replica_id() -> int | None:
+    """Returns the number of the replica that is traced, or None without replicas."""
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        return None
+    number = tf.get_static_value(tf.convert_to_tensor(context.replica_id_in_sync_group))
+    return None if number is None else int(number)
+
+
+def _call_python(function: Callable[[list[int]], None], numbers: tf.Tensor) -> None:
+    def call(numbers: tf.Tensor) -> None:
+        function(numbers.numpy().tolist())
+
+    if tf.executing_eagerly():
+        call(numbers)
+    else:
+        tf.py_function(call, [numbers], [])
