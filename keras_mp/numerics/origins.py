@@ -11,6 +11,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from keras_mp.kernels import compositions
+from keras_mp.layer_calls import layer_observers
 from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.numerics import watching
 from keras_mp.support import messages, op_table
@@ -20,7 +21,8 @@ from keras_mp.support.messages import Line
 _GRADIENT = "gradient_tape"
 # Whose code a file is, by its package; of the others, which are Python's, TensorFlow's.
 _MAKERS = {"keras": "Keras", "tf_keras": "Keras", "keras_mp": "keras_mp"}
-_NUMERICS = os.path.dirname(__file__) + os.sep
+# Files of tools, and what is around the call of a layer that tools observe.
+_TOOLS = (os.path.dirname(__file__) + os.sep, layer_observers.__file__)
 # They hand on the numbers that they get.
 MOVES = op_table.ops("identities", "reshapes", "views")
 # They move or rename numbers, and compute none.
@@ -313,7 +315,7 @@ def _frames(operation: tf.Operation) -> Iterator[Frame]:
 
 def _inside_of_tools(operation: tf.Operation) -> Iterator[Frame]:
     """Returns the frames of an operation up to those that traced it."""
-    return itertools.takewhile(lambda each: not each.file.startswith(_NUMERICS), _frames(operation))
+    return itertools.takewhile(lambda each: not each.file.startswith(_TOOLS), _frames(operation))
 
 
 def _running_frames() -> Iterator[Frame]:
@@ -333,8 +335,8 @@ def _is_below_tools(file: str) -> bool:
 def _kind_of_file(file: str) -> str:
     if file == __file__:
         return "library"
-    if file.startswith(_NUMERICS):
-        # The frames below are those of code that called a tool of this subpackage.
+    if file.startswith(_TOOLS):
+        # The frames below are those of code that called a tool, or an observed layer.
         return "tool"
     if file.endswith(_GRADIENT_FILES):
         return "gradient"

@@ -18,7 +18,6 @@ from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.calls import RandomNumbers
 from keras_mp.numerics.comparison.compare import compare_records
 from keras_mp.numerics.distances import Distance, apart, array, relative, underflow
-from keras_mp.numerics.origins import Frame, of_stack
 from tests import common
 from tests.numerics.tools import compare
 
@@ -369,18 +368,6 @@ def test_a_gradient_that_is_zero_but_for_rounding():
     value, wrong = np.array([1e-9, 1e-9]), np.array([1e-9, 1.5e-9])
     assert Distance.of(wrong, value, 1e-12, 2**-8, largest=1.0).units > 80
     assert Distance.of(zero * np.inf, zero, 0.0, 2**-8, largest=1.0).units == math.inf
-
-
-@common.once
-def test_the_line_of_a_gradient_is_not_that_of_who_asks_for_it():
-    tape, tool = "tensorflow/python/eager/backprop.py", running.__file__
-
-    def line(*files):
-        return of_stack(Frame(file, i) for i, file in enumerate(files, 1)).line
-
-    assert line(tape, tool, __file__) is None
-    assert line(__file__, tape, tool) == (__file__, 1)
-    assert line(tool, __file__) == (__file__, 2)
 
 
 @common.once

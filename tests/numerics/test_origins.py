@@ -1,0 +1,48 @@
+"""Where operations come from: the line of a program, not that of who asks or who calls a layer."""
+
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.layer_calls import layer_observers
+from keras_mp.numerics import run
+from keras_mp.numerics.origins import Frame, of_stack
+from tests.common import once
+from tests.numerics.tools import audit
+
+L = tf.keras.layers
+TAPE, TOOL = "tensorflow/python/eager/backprop.py", run.__file__
+
+
+def origin(*files):
+    return of_stack(Frame(file, i) for i, file in enumerate(files, 1))
+
+
+@once
+def test_the_line_of_a_gradient_is_not_that_of_who_asks_for_it():
+    assert origin(TAPE, TOOL, __file__).line is None
+    assert origin(__file__, TAPE, TOOL).line == (__file__, 1)
+    assert origin(TOOL, __file__).line == (__file__, 2)
+
+
+@once
+def test_what_a_layer_computes_again_for_a_gradient_is_none():
+    assert origin(__file__, TAPE).is_gradient
+    assert not origin(__file__, layer_observers.__file__, TAPE).is_gradient
+
+
+class Model(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.drop = L.Dropout(0.999, name="drop")
+        self.last = L.Dense(4, dtype="float32")
+
+    def call(self, x, training=False):
+        return self.last(self.drop(x, training=training))
+
+
+def test_the_line_of_what_keras_computes_is_not_that_which_calls_the_layer():
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        model = Model()
+        model.compile("sgd", "mse")
+    [finding] = audit(model, (tf.ones([8, 16]), tf.ones([8, 4]))).findings
+    assert (finding.where, finding.line) == ("drop", None)
