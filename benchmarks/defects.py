@@ -350,7 +350,7 @@ def defects() -> dict[str, Defect]:
 def look(tool: str, model: Any, batch: tuple[Any, Any]) -> list[Finding]:
     """Asks one of the tools."""
     from keras_mp import numerics
-    from keras_mp.numerics import audit, batches, own_thread
+    from keras_mp.numerics import audit, batches, own_thread, run
     from keras_mp.numerics.comparison import compare
 
     [made] = batches.listed(model, batch)
@@ -358,7 +358,7 @@ def look(tool: str, model: Any, batch: tuple[Any, Any]) -> list[Finding]:
         return [Finding(f.where, f.hazard) for f in audit.audit(model, made)]
     if tool == COMPARE:
         with own_thread.random_numbers():
-            compared = compare.compare(*compare.runners(model, made))
+            compared = compare.compare(*run.runners(model, made))
         return [Finding(f.path, f.why) for f in compared.findings]
     try:
         with numerics.watch(model):

@@ -100,7 +100,7 @@ def _with_model(make: Callable[[], Example], dtype: str, tool: Callable[[Example
 def _compare(example: Example) -> dict:
     import tensorflow as tf
 
-    from keras_mp.numerics import batches, own_thread
+    from keras_mp.numerics import batches, own_thread, run
     from keras_mp.numerics.comparison import compare
 
     def loss_of_its_own(model: Any, x: Any, y: Any) -> Any:
@@ -112,7 +112,7 @@ def _compare(example: Example) -> dict:
     if step is None:
         batches.build(example.model, batch)
     with own_thread.random_numbers():
-        comparison = compare.compare(*compare.runners(example.model, batch, step=step))
+        comparison = compare.compare(*run.runners(example.model, batch, step=step))
     result = {"layers": len(comparison.layers), "findings": list(map(str, comparison.findings))}
     for name in ("own_output", "own_gradient", "output", "gradient"):
         distances = [getattr(layer, name) for layer in comparison.layers]
