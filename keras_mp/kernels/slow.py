@@ -99,8 +99,8 @@ def _has_part_of_a_vector(
     """
     del args, kwargs
     shape = shape_of(x)
-    is_last = bool(shape.rank) and data_format.endswith("C")
-    return True if is_last and shape[-1] and shape[-1] % _VECTOR else None
+    channels = shape[-1] if shape.rank and data_format.endswith("C") else None
+    return True if channels and channels % _VECTOR else None
 
 
 _WINDOWS = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "VALID"}
