@@ -10,12 +10,13 @@ import abc
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_mp.step.gradients import Gradient
-from keras_mp.step.record import Notebook, Record, S, Truth
+from keras_mp.step.record import Notebook, Record
+from keras_mp.step.stages import Truth
 from keras_mp.support import messages
 from keras_mp.support.host_callback import HostCallback
 
@@ -149,12 +150,12 @@ class Calls:
         return type(self), (self._loss_scale,)
 
 
-class RecordedCalls(Calls, Generic[S], abc.ABC):
+class RecordedCalls(Calls, abc.ABC):
     """Calls that scale, and keep a `Record` for functions that run without Python."""
 
     scales = True
     reports: HostCallback
-    _record: Record[S]
+    _record: Record
     # How many numbers a report has.
     _report_size = 1
 
@@ -164,7 +165,7 @@ class RecordedCalls(Calls, Generic[S], abc.ABC):
             self.reports = HostCallback(self._report, size=self._report_size)
 
     @abc.abstractmethod
-    def _new_record(self) -> Record[S]: ...
+    def _new_record(self) -> Record: ...
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the record and the buffer of reports."""

@@ -4,50 +4,30 @@ PyTorch's AMP feature proposal, "Gradient scaling".
 """
 
 import contextlib
-import enum
 import functools
-import operator
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.step import finiteness, gradients
+from keras_mp.step import grad_scaler_stages as rules
 from keras_mp.step.calls import Calls, GradientState, LossScaleValue, RecordedCalls
-from keras_mp.step.facts import (
-    APPLIED,
-    BY_TAPE,
-    EVERY_FACT,
-    JUST_UNSCALED,
-    MAX_OPTIMIZERS,
-    OTHERS,
-    OVERFLOWED,
-    SCALED,
-    SPOILED,
-    UNNAMED,
-    UNSCALED,
-    Facts,
-    bits_of,
-    bits_of_any,
-    both,
-    negated,
-)
-from keras_mp.step.record import Record, Truth
+from keras_mp.step.grad_scaler_stages import Stage
+from keras_mp.step.record import Record
+from keras_mp.step.stages import KnownStages, Truth, negated
 from keras_mp.support import host, messages
 from keras_mp.support.references import reference
 from keras_mp.support.selection import chosen
 
-
-class Call(enum.IntEnum):
-    """A call of a `GradScaler`."""
-
-    SCALE = 0
-    UNSCALE = 1
-    STEP = 2
-    UPDATE = 3
-    TAPE = 4
+MAX_OPTIMIZERS = 10
+# The rows of the record: the losses; an optimizer that was not named; each of `MAX_OPTIMIZERS`; and
+# the steps of further ones, and of those whose step was refused.
+_LOSSES, _UNNAMED, _FIRST = 0, 1, 2
+_OTHERS = _FIRST + MAX_OPTIMIZERS
+_POSSIBLE = [rules.FOR_ALL, *[(*Stage,)] * (_OTHERS - _LOSSES)]
 
 
 class UnscaledGradScalerCalls(Calls):
@@ -92,7 +72,7 @@ class UnscaledGradScalerCalls(Calls):
         return True, lambda: None
 
 
-class GradScalerCalls(RecordedCalls[Facts], UnscaledGradScalerCalls):
+class GradScalerCalls(RecordedCalls, UnscaledGradScalerCalls):
     """The calls of a `GradScaler`, which all threads share.
 
     A wrong call is an error where Python can tell, which is in eager and while a function is
@@ -104,24 +84,24 @@ class GradScalerCalls(RecordedCalls[Facts], UnscaledGradScalerCalls):
     def __init__(self, loss_scale: LossScaleValue) -> None:
         super().__init__(loss_scale)
         self._lock = threading.RLock()
-        self._optimizers = _NumberedOptimizers()
+        self._rows = _Rows()
 
-    def _new_record(self) -> Record[Facts]:
-        return Record(Facts, lambda tensor: Facts(tensor=tensor), is_shared=True)
+    def _new_record(self) -> Record:
+        return Record(_POSSIBLE, is_shared=True)
 
     def scale(self, losses: Any, scaled_by: Any = None) -> Any:
         """Multiplies losses, by the same number between two updates."""
         flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
         with self._lock:
-            facts, notes = self._record.state(), self._record.notes()
-            _raise(Call.SCALE, UNNAMED, facts)
-            goes_on = facts.has(SCALED)
+            stages, notes = self._record.stages(), self._record.notes()
+            _refuse(rules.WRONG_SCALE, stages, [_LOSSES])
+            goes_on = stages.holds(Stage.has_scaled, [_LOSSES])
             if scaled_by is None:
                 scaled_by = chosen(goes_on, self._scale_of_step, self._loss_scale)
             scaled = [gradients.scale_loss(loss, scaled_by) for loss in flat]
-            if goes_on is not True or facts.has(bits_of_any(JUST_UNSCALED)) is not False:
-                just_unscaled = bits_of_any(JUST_UNSCALED)
-                self._record.note(facts.changed(add=SCALED, remove=just_unscaled))
+            after = stages.after(Stage.after_scaling)
+            if after is not stages:
+                self._record.note(after)
             self._record.note_scale(scaled_by)
             notes.losses = (*notes.losses, *flat) if goes_on is True else tuple(flat)
         return tf.nest.pack_sequence_as(losses, scaled)
@@ -138,37 +118,37 @@ class GradScalerCalls(RecordedCalls[Facts], UnscaledGradScalerCalls):
         unscaled = gradients.unscale(grads, self._scale_of_step())
         finite = finiteness.all_finite(unscaled) if may_skip else True
         with self._lock:
-            facts = self._record.state()
-            index = self._optimizers.index(optimizer, facts.number)
-            if index == OTHERS:
+            stages = self._record.stages()
+            row = self._rows.row(optimizer, stages)
+            if row == _OTHERS:
                 raise ValueError(
                     f"A GradScaler keeps track of {MAX_OPTIMIZERS} optimizers. Leave the gradients "
                     "of further ones scaled: step() unscales them. "
                     f"Received: optimizer={optimizer!r}"
                 )
-            _raise(Call.UNSCALE, index, facts, or_else=SCALED)
-            after = facts.changed(add=bits_of(index, UNSCALED | JUST_UNSCALED))
-            after = after.changed(add=bits_of(index, OVERFLOWED), when=negated(_in_python(finite)))
-            if facts.number is None and facts.has(SCALED) is not True:
+            _refuse(rules.WRONG_UNSCALE, stages, [row])
+            if stages.holds(Stage.has_scaled, [_LOSSES]) is not True:
                 # Otherwise the loss is scaled here, and `applying` checks its gradients.
-                is_wrong = tf.convert_to_tensor(negated(_is_right(Call.UNSCALE, index, facts)))
+                is_right = stages.holds(lambda stage: stage not in rules.WRONG_UNSCALE, [row])
                 self.reports.watch()
-                self._post(Call.UNSCALE, index, facts, when=is_wrong)
-                after = after.changed(add=bits_of(index, SPOILED), when=is_wrong)
-            self._record.note(after, before=facts)
-            self._record.notes().unclipped[index] = list(unscaled)
+                self._post(_UNSCALE, stages, [row, row], when=tf.logical_not(is_right))
+            if tf.executing_eagerly():
+                finite = bool(finite)
+            after = stages.after(Stage.after_unscaling, row, finite, Stage.after_overflow)
+            self._record.note(after, before=stages)
+            self._record.notes().unclipped[row] = list(unscaled)
         return unscaled
 
     def refuse_tape_beside_scale(self) -> None:
         """Raises an error if a loss was scaled since the last update."""
-        _raise(Call.TAPE, UNNAMED, self._record.state())
+        _refuse(rules.WRONG_TAPE, self._record.stages(), [_LOSSES])
 
     def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
         """Records that a tape has scaled losses, and unscaled the gradients."""
         with self._lock:
-            facts, notes = self._record.state(), self._record.notes()
-            known = notes.losses if facts.has(BY_TAPE) is True else ()
-            self._record.note(facts.changed(add=BY_TAPE))
+            stages, notes = self._record.stages(), self._record.notes()
+            known = notes.losses if stages.known() is Stage.BY_TAPE else ()
+            self._record.note(stages.after(Stage.after_tape))
             self._record.note_scale(self._loss_scale())
             notes.losses = (*known, *losses)
 
@@ -181,144 +161,148 @@ class GradScalerCalls(RecordedCalls[Facts], UnscaledGradScalerCalls):
         del variables
         with self._lock:
             scaled_by = self._scale_of_step()
-            facts, notes = self._record.state(), self._record.notes()
-            index = self._optimizers.index(optimizer, facts.number)
-            _raise(Call.STEP, index, facts, or_else=SCALED)
-            given, after = self._given(index, facts, scaled_by)
+            stages, notes = self._record.stages(), self._record.notes()
+            row = self._rows.row(optimizer, stages)
+            rows = [_LOSSES if row == _OTHERS else row]
+            if row == _OTHERS or self._rows.has_unnamed:
+                rows.append(_UNNAMED)
+            _refuse(rules.WRONG_STEP, stages, rows)
+            scaled, was_finite = stages.holds(Stage.is_scaled, rows), None
+            if not isinstance(scaled, bool) and stages.holds(Stage.has_scaled, [_LOSSES]) is True:
+                # The loss was scaled here. Gradients that another function has unscaled are
+                # refused.
+                scaled, is_allowed = True, scaled
+            else:
+                is_allowed = stages.holds(lambda stage: stage not in rules.WRONG_STEP, rows)
+            if scaled is not True:
+                was_finite = tf.convert_to_tensor(stages.holds(Stage.is_finite, rows))
+            if is_allowed is not True:
+                self.reports.watch()
+            unclipped = [g for each in rows for g in notes.unclipped.pop(each, [])]
+            after = stages.after(lambda _: Stage.APPLIED, row)
+            if _UNNAMED in rows and scaled is not True:
+                # If gradients were unscaled without an optimizer, they belong to the first one to
+                # make a step.
+                after = after.after(Stage.after_other_step, _UNNAMED)
             # Other threads have to know of the step while it is made.
-            self._record.note(after, before=facts)
-            notes.unclipped = {
-                i: grads for i, grads in notes.unclipped.items() if i not in (UNNAMED, index)
-            }
-        try:
-            yield given
-        except BaseException:
-            with self._lock:
-                if facts.number is not None:
-                    changed, now = facts.ones ^ after.ones, self._record.in_variable()
-                    undone = now.changed(add=facts.ones & changed, remove=changed)
-                    self._record.note(undone, before=now)
-            raise
-        if given.is_allowed is not None:
-            # The branch that refuses the step also takes the variable of the facts.
-            self._record.note_uses()
-
-    def _given(self, index: int, facts: Facts, scaled_by: tf.Tensor) -> tuple[GradientState, Facts]:
-        """Returns the state of an optimizer's gradients, and the facts after its step."""
-        # If gradients were unscaled without an optimizer, they belong to the first one to make a
-        # step.
-        unnamed = bits_of(UNNAMED, UNSCALED | JUST_UNSCALED | OVERFLOWED)
-        if_unscaled = BY_TAPE | bits_of(UNNAMED, UNSCALED) | bits_of(index, UNSCALED)
-        is_unscaled, also_wrong = facts.has(if_unscaled), 0
-        if facts.has(SCALED) is True and is_unscaled is not True:
-            # Gradients that another function has unscaled are refused.
-            is_unscaled, also_wrong = False, if_unscaled
-        is_allowed = _is_right(Call.STEP, index, facts, also_wrong)
-        overflowed = facts.has(bits_of(UNNAMED, OVERFLOWED) | bits_of(index, OVERFLOWED))
-        was_finite = None
-        if is_unscaled is not False:
-            was_finite = tf.convert_to_tensor(negated(overflowed))
-        noted = self._record.notes().unclipped
-        unclipped = [gradient for i in (UNNAMED, index) for gradient in noted.get(i, [])]
-        scaled = negated(is_unscaled)
+            self._record.note(after, before=stages)
         given = GradientState(
             scaled,
             scaled_by,
-            lambda: is_unscaled,
+            lambda: negated(scaled),
             self.losses(),
             unclipped,
             was_finite,
             None if is_allowed is True else tf.convert_to_tensor(is_allowed),
-            functools.partial(self._refuse, index, facts),
+            functools.partial(self._was_refused, rows, stages),
         )
-        after = facts if is_unscaled is False else facts.changed(remove=unnamed)
-        if is_allowed is not True:
-            self.reports.watch()
-        return given, after.changed(add=bits_of(index, APPLIED))
+        try:
+            yield given
+        except BaseException:
+            with self._lock:
+                self._record.note(stages, before=after)
+                # Other threads may have made calls since, of which the variable knows.
+                notes.stages = None
+            raise
+        if given.is_allowed is not None:
+            # The branch that refuses the step also takes the variable of the stages.
+            self._record.note_uses()
 
     def update(self, *, begins_anew: bool = False) -> tuple[Truth, Callable[[], None]]:
         """Records that all steps were made.
 
-        After that, nothing is known.
+        After that, a graph knows nothing.
         """
         with self._lock:
-            facts, notes = self._record.state(), self._record.notes()
-            has_stepped = _is_right(Call.UPDATE, UNNAMED, facts)
+            stages, notes = self._record.stages(), self._record.notes()
+            has_stepped = negated(stages.holds(Stage.has_no_step))
             if has_stepped is False and not begins_anew:
-                _raise(Call.UPDATE, UNNAMED, facts)
-            self._record.note(Facts())
-            notes.losses, notes.scaled_by, notes.state = (), None, None
-            notes.unclipped = {}
+                _refuse(rules.WRONG_UPDATE, stages, [_LOSSES])
+            self._record.note(self._record.start)
+            notes.losses, notes.scaled_by, notes.unclipped = (), None, {}
+            if not tf.executing_eagerly():
+                notes.stages = None
         if isinstance(has_stepped, bool) or begins_anew:
             return has_stepped, lambda: None
         self.reports.watch()
-        return has_stepped, lambda: self._post(Call.UPDATE, UNNAMED, facts, tf.constant(True))
+        post = functools.partial(self._post, _UPDATE, stages, [_LOSSES, _LOSSES], tf.constant(True))
+        return has_stepped, post
 
     def _scale_of_step(self) -> tf.Tensor:
         """Returns the factor of the losses, a float32 scalar tensor."""
         known = self._record.scaled_by()
         return self._record.scaled_by_in_variable() if known is None else known
 
-    def _refuse(self, index: int, facts: Facts) -> None:
-        self._post(Call.STEP, index, facts, tf.constant(True))
-        self._record.assign(facts.changed(add=bits_of(UNNAMED, APPLIED)))
+    def _was_refused(self, rows: Sequence[int], stages: KnownStages) -> None:
+        self._post(_STEP, stages, [rows[0], rows[-1]], tf.constant(True))
+        # For `update` it is a step. The optimizer is free to make another one.
+        self._record.assign(stages.after(lambda _: Stage.APPLIED, _OTHERS))
 
-    def _post(self, call: Call, index: int, facts: Facts, when: tf.Tensor) -> None:
-        numbers = [tf.constant(int(value), tf.int64) for value in (call, index)]
-        self.reports.post(tf.stack([*numbers, facts.tensor]), when=when)
+    def _post(self, call: int, stages: KnownStages, rows: Sequence[int], when: tf.Tensor) -> None:
+        numbers = tf.concat([[call], tf.gather(stages.numbers, rows)], 0)
+        self.reports.post(numbers, when=when)
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
+        call, *stages = numbers
+        wrong = filter(None, map(_REPORTED[call].get, map(Stage, stages)))
         # If the call was right, it was refused because another function had unscaled the gradients.
-        what = _what_is_wrong(*numbers) or UNSCALED_ELSEWHERE
-        messages.warn(f"The step was not made: {what}" if numbers[0] == Call.STEP else what, line)
+        what = next(wrong, rules.UNSCALED_ELSEWHERE)
+        messages.warn(f"The step was not made: {what}" if call == _STEP else what, line)
 
 
+# What run time reports, by number.
+_UNSCALE, _STEP, _UPDATE = range(3)
+_REPORTED = [rules.WRONG_UNSCALE, rules.WRONG_STEP, rules.WRONG_UPDATE]
 # The collection of the optimizers that a graph uses.
 _USED = "keras_mp_optimizers"
 
 
-class _NumberedOptimizers:
-    """Numbers the optimizers of a scaler for as long as they live."""
+class _Rows:
+    """Gives each optimizer of a scaler a row of the record for as long as it lives.
+
+    Attributes:
+        has_unnamed: whether gradients were unscaled before any optimizer was named.
+    """
 
     def __init__(self) -> None:
-        self._references: dict[int, Callable[[], Any]] = {}
-        self._was_left_out = False
+        self._owners: dict[int, Callable[[], Any]] = {}
+        self._was_left_out = self.has_unnamed = False
 
-    def index(self, optimizer: Any, facts: int | None) -> int:
-        """Returns the number of an optimizer; None stands for the only one.
+    def row(self, optimizer: Any, stages: KnownStages) -> int:
+        """Returns the row of an optimizer; None stands for the only one.
 
-        A graph keeps the optimizers that it uses alive, since their numbers are part of the graph.
+        A graph keeps the optimizers that it uses alive, since their rows are part of the graph.
 
         Args:
             optimizer: the optimizer, or None.
-            facts: int. The facts of the step; None if they are only known at run time. The number
-                of an optimizer that is gone is used again once no fact is about it.
+            stages: `KnownStages`. The row of an optimizer that is gone is used again once nothing
+                is known that was called for it.
 
         Raises:
             ValueError: `optimizer` is None, and there are several.
         """
-        graph, references = host.current_graph(), self._references.items()
+        graph = host.current_graph()
         if graph is not None and optimizer is not None:
             graph.add_to_collection(_USED, optimizer)
-        living = {i: each for i, reference in references if (each := reference()) is not None}
+        living = {i: each for i, owner in self._owners.items() if (each := owner()) is not None}
         if optimizer is None:
             if len(living) > 1:
                 raise ValueError(_WHOSE.format([*living.values()]))
             self._was_left_out = True
-            return next(iter(living), UNNAMED)
-        for index, each in living.items():
+            self.has_unnamed = self.has_unnamed or not living
+            return next(iter(living), _UNNAMED)
+        for row, each in living.items():
             if each == optimizer if isinstance(optimizer, types.MethodType) else each is optimizer:
-                return index
+                return row
         if living and self._was_left_out and not isinstance(optimizer, types.FunctionType):
             raise ValueError(_WHOSE.format([*living.values(), optimizer]))
-        never_given = [i for i in range(1, MAX_OPTIMIZERS + 1) if i not in self._references]
-        free = [i for i in self._references if i not in living]
-        if facts is not None:
-            free = [index for index in free if not facts & bits_of(index, EVERY_FACT)]
-        index = next(iter([*never_given, *free]), OTHERS)
-        if index != OTHERS:
-            self._references[index] = reference(optimizer)
-        return index
+        never_given = [row for row in range(_FIRST, _OTHERS) if row not in self._owners]
+        gone = [row for row in self._owners if row not in living]
+        free = [row for row in gone if not {*stages.possible[row]}.isdisjoint(rules.FOR_ALL)]
+        row = next(iter([*never_given, *free]), _OTHERS)
+        if row != _OTHERS:
+            self._owners[row] = reference(optimizer)
+        return row
 
 
 def _checked_loss(loss: Any) -> tf.Tensor:
@@ -327,105 +311,16 @@ def _checked_loss(loss: Any) -> tf.Tensor:
     return tf.convert_to_tensor(loss)
 
 
-def _in_python(truth: Truth) -> Truth:
-    return bool(truth) if tf.executing_eagerly() else truth
-
-
-def _raise(call: Call, index: int, facts: Facts, *, or_else: int = 0) -> None:
-    """Raises an error about a call that is known to be wrong.
-
-    Of the facts that are not known, those in `or_else` are taken to be true.
-    """
-    known = facts.ones if facts.number is not None else facts.ones | or_else
-    what = _what_is_wrong(call, index, known)
-    if what is not None:
-        raise ValueError(what)
+def _refuse(wrong: Mapping[Any, str], stages: KnownStages, rows: Sequence[int]) -> None:
+    """Raises an error about a call that is wrong in each stage that is possible."""
+    for row in rows:
+        found = [wrong.get(stage) for stage in stages.possible[row]]
+        if found[0] and all(found):
+            raise ValueError(found[0])
 
 
 _WHOSE = (
     "GradScaler.unscale() was called without an optimizer, and there are several, of which each "
     "has a verdict of its own. Say whose gradients they are: scaler.unscale(gradients, optimizer). "
     "Received: optimizer=None with {}"
-)
-
-
-def _rules(call: int, index: int) -> tuple[dict[int, str], dict[int, str]]:
-    """Returns the rules of a call of an optimizer, and the messages about them.
-
-    Returns:
-        tuple of two dicts from facts to messages. Before the call, no fact of the first dict may be
-        true; of each entry in the second one, some fact has to be true.
-    """
-    if call == Call.UPDATE:
-        return {}, {bits_of_any(APPLIED | SPOILED): _NO_STEP}
-    if call in (Call.SCALE, Call.TAPE):
-        return {BY_TAPE if call == Call.SCALE else SCALED: _TWO_WAYS}, {}
-    applied = 0 if index == OTHERS else bits_of(index, APPLIED)
-    if call == Call.UNSCALE:
-        wrong = {applied: _TOO_LATE, BY_TAPE | bits_of(index, JUST_UNSCALED): _TWICE}
-    else:
-        spoiled = bits_of(UNNAMED, SPOILED) | bits_of(index, SPOILED)
-        wrong = {applied: _NO_UPDATE, spoiled: _WRONGLY_UNSCALED}
-    return wrong, {SCALED | BY_TAPE: _NOT_SCALED.format(Call(call).name.lower())}
-
-
-def _is_right(call: Call, index: int, facts: Facts, also_wrong: int = 0) -> Truth:
-    """Whether a call is right.
-
-    No fact of `also_wrong` may be true either.
-    """
-    wrong, needed = _rules(call, index)
-    any_wrong = functools.reduce(operator.or_, wrong, also_wrong)
-    return both(*map(facts.has, needed), negated(facts.has(any_wrong)))
-
-
-def _what_is_wrong(call: int, index: int, facts: int) -> str | None:
-    """Returns the message about a wrong call, or None if the call is right.
-
-    All facts are given.
-    """
-    wrong, needed = _rules(call, index)
-    broken = [message for bits, message in wrong.items() if facts & bits]
-    broken += [message for bits, message in needed.items() if not facts & bits]
-    return broken[0] if broken else None
-
-
-_SCALER_EXAMPLE = """
-    with tf.GradientTape() as tape:
-        scaled_loss = scaler.scale(loss_fn())
-    scaler.step(optimizer, zip(tape.gradient(scaled_loss, variables), variables))
-    scaler.update()"""
-_NO_UPDATE = (
-    "GradScaler.step() was called twice with this optimizer, and update() was not called in "
-    "between. Call update() once after all optimizers have made their steps; after an exception, "
-    f"it begins anew:{_SCALER_EXAMPLE}"
-)
-_WRONGLY_UNSCALED = (
-    "GradScaler.step() was given gradients for which unscale() was called wrongly, as a warning "
-    "said: they would be too small. Call update(), which begins anew, and compute them again."
-)
-_NO_STEP = (
-    "GradScaler.update() was called without a step() since the last update(), so the loss scale "
-    f"cannot move. Call it once after all optimizers have made their steps:{_SCALER_EXAMPLE}"
-)
-_NOT_SCALED = (
-    "GradScaler.{}() was called, and no loss was scaled since the last update(). If these are "
-    "gradients from before it, they are scaled by another number: make the steps of all optimizers "
-    f"first. If no loss was scaled, scale it under the tape:{_SCALER_EXAMPLE}"
-)
-_TWICE = (
-    "GradScaler.unscale() was given gradients that are unscaled already: do so once for each "
-    "optimizer, with gradients that were added up before, or after each scale()."
-)
-_TOO_LATE = (
-    "GradScaler.unscale() was called after step() with the same optimizer, which unscales by "
-    f"itself. Unscale before it, or not at all, and call update() after it:{_SCALER_EXAMPLE}"
-)
-_TWO_WAYS = (
-    "A LossScaleGradientTape scales the loss by itself, and unscales the gradients: a "
-    "GradScaler.scale() beside it, before the next update(), makes it unclear what is scaled."
-)
-UNSCALED_ELSEWHERE = (
-    "GradScaler.step() was given gradients of a loss that was scaled just before, although "
-    "unscale() had been called for the optimizer already, so it is unclear whether they are scaled."
 )

@@ -15,8 +15,9 @@ import tensorflow as tf
 
 from keras_mp.step import gradients, scaled_losses
 from keras_mp.step.calls import Calls, GradientState, RecordedCalls
+from keras_mp.step.optimizer_stages import Stage
 from keras_mp.step.record import Record
-from keras_mp.step.stages import KnownStage, Stage, known, unknown
+from keras_mp.step.stages import KnownStages
 from keras_mp.support import host, messages
 from keras_mp.support.selection import chosen
 
@@ -81,7 +82,7 @@ class UnscaledOptimizerCalls(Calls):
         return contextlib.nullcontext()
 
 
-class OptimizerCalls(RecordedCalls[KnownStage], UnscaledOptimizerCalls):
+class OptimizerCalls(RecordedCalls, UnscaledOptimizerCalls):
     """The calls of a `LossScaleOptimizer`.
 
     A missing call is reported, and the step is made.
@@ -91,8 +92,8 @@ class OptimizerCalls(RecordedCalls[KnownStage], UnscaledOptimizerCalls):
         super().__init__(loss_scale)
         self._parts_of_step = _Parts()
 
-    def _new_record(self) -> Record[KnownStage]:
-        return Record(known, unknown, is_shared=False)
+    def _new_record(self) -> Record:
+        return Record([(*Stage,)], is_shared=False)
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
         """Begins a step, whatever was called before."""
@@ -102,7 +103,7 @@ class OptimizerCalls(RecordedCalls[KnownStage], UnscaledOptimizerCalls):
         parts.is_whole = is_under_way and before.holds(Stage.apply_unscales) is not to_apply
         parts.applied = parts.unscaled = frozenset()
         self._record.notes().unclipped.clear()
-        self._record.note(known(Stage.SCALED_TO_APPLY if to_apply else Stage.SCALED))
+        self._record.note(KnownStages([(Stage.SCALED_TO_APPLY if to_apply else Stage.SCALED,)]))
         self._record.note_scale(scaled_by)
 
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
@@ -137,7 +138,7 @@ class OptimizerCalls(RecordedCalls[KnownStage], UnscaledOptimizerCalls):
         """Divides gradients by the factor of the loss, unless the tape has done so."""
         del optimizer, may_skip
         self._refuse_results(grads, "get_unscaled_gradients")
-        stage, unscaled = self._record.state(), list(grads)
+        stage, unscaled = self._record.stages(), list(grads)
         if not by_tape:
             unscaled = gradients.unscale(grads, self._scale_of_step(stage))
         self._note_unscaled(stage.after(Stage.after_unscaling), unscaled)
@@ -146,7 +147,7 @@ class OptimizerCalls(RecordedCalls[KnownStage], UnscaledOptimizerCalls):
 
     def unscale_early(self, grads: Sequence[Any], variables: Iterable[Any]) -> Sequence[Any]:
         """Unscales gradients that `applying` would unscale, before a wrapper sees them."""
-        stage, parts = self._record.state(), self._parts_of_step
+        stage, parts = self._record.stages(), self._parts_of_step
         ids = frozenset(id(v) for v in variables)
         is_another_part = bool(parts.unscaled) and parts.unscaled.isdisjoint(ids)
 
@@ -181,17 +182,17 @@ class OptimizerCalls(RecordedCalls[KnownStage], UnscaledOptimizerCalls):
         del optimizer
         variables = list(variables)
         notes, applied = self._record.notes(), frozenset(id(v) for v in variables)
-        parts, stage = self._parts_of_step, self._record.state()
+        parts, stage = self._parts_of_step, self._record.stages()
         before = frozenset() if parts.is_whole else parts.applied
         # Gradients of other variables may be another part of the step that was applied last.
         goes_on = bool(before) and before.isdisjoint(applied)
         is_early = applied <= parts.unscaled
         applied = before | applied if goes_on else applied
         if not scaled_losses.are_by_tape(variables):
-            if stage.number is None:
+            if stage.known() is None:
                 self._warn_at_run_time(stage, goes_on)
             elif stage.holds(lambda each: each.misses_a_call(goes_on)):
-                messages.warn(missing_call(Stage(stage.number)))
+                messages.warn(missing_call(stage.known()))
                 applied = frozenset()
         given = GradientState(
             stage.holds(lambda each: each.is_scaled(goes_on, is_early)),
@@ -232,11 +233,11 @@ class OptimizerCalls(RecordedCalls[KnownStage], UnscaledOptimizerCalls):
         made = graph.get_operations()[first:]
         return [op for op in made if op.type in ("If", "StatelessIf")] or made[-1:]
 
-    def _note_unscaled(self, stage: KnownStage, unscaled: Sequence[Any]) -> None:
+    def _note_unscaled(self, stage: KnownStages, unscaled: Sequence[Any]) -> None:
         self._record.note(stage)
         self._record.notes().unclipped[_ONLY] = list(unscaled)
 
-    def _scale_of_step(self, stage: KnownStage) -> tf.Tensor:
+    def _scale_of_step(self, stage: KnownStages) -> tf.Tensor:
         """Returns the factor by which the loss of this step was multiplied.
 
         The loss scale may have moved since then, by other steps or by another part of this one.
@@ -264,15 +265,15 @@ class OptimizerCalls(RecordedCalls[KnownStage], UnscaledOptimizerCalls):
                 f"Received: {values!r}"
             )
 
-    def _warn_at_run_time(self, stage: KnownStage, goes_on: bool) -> None:
-        if host.is_compiled_by_xla() and self._record.notes().state is None:
+    def _warn_at_run_time(self, stage: KnownStages, goes_on: bool) -> None:
+        if host.is_compiled_by_xla() and self._record.notes().stages is None:
             self._warn_while_tracing(goes_on)
         # It is said once that functions make no calls at all, until one does again.
         is_news = stage.holds(
             lambda each: each.misses_a_call(goes_on) and each is not Stage.APPLIED_ONLY
         )
         self.reports.watch()
-        self.reports.post(stage.tensor[tf.newaxis], when=tf.convert_to_tensor(is_news))
+        self.reports.post(stage.numbers[tf.newaxis], when=tf.convert_to_tensor(is_news))
 
     def _warn_while_tracing(self, goes_on: bool) -> None:
         """Warns while tracing of a function that makes no call.
@@ -282,10 +283,11 @@ class OptimizerCalls(RecordedCalls[KnownStage], UnscaledOptimizerCalls):
         if self._record.may_be_changed_elsewhere():
             return
         with tf.init_scope():
-            stage = Stage(int(self._record.in_variable().tensor))
+            stage = self._record.in_variable().known()
             if stage.misses_a_call(goes_on):
                 messages.warn(missing_call(stage))
-                self._record.assign(known(stage.after_applying(goes_on, is_early=False)))
+                after = stage.after_applying(goes_on, is_early=False)
+                self._record.assign(KnownStages([(after,)]))
 
     def _report(self, numbers: list[int], line: messages.Line | None) -> None:
         messages.warn(missing_call(Stage(numbers[0])), line)

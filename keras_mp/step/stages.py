@@ -1,156 +1,122 @@
-"""The stages of a `LossScaleOptimizer` in a step, and what follows from each.
+"""The stages of optimizers in a step, as far as Python knows them.
 
     ready --scale--> scaled --unscale--> unscaled --apply--> applied
 
-An optimizer goes from scaled to applied directly if applying unscales the gradients. It stays
-applied until the next loss is scaled: gradients of other variables may be another part of the step
-that was applied last. The functions here are told so by `goes_on`.
+`optimizer_stages` has the stages of a `LossScaleOptimizer`, `grad_scaler_stages` those of a
+`GradScaler`. Their rules are functions of one stage, which are called here, or looked up in a table
+where only run time knows the stage.
 """
 
-import enum
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from keras_mp.step.record import Truth
+Truth = bool | tf.Tensor
+Rule = Callable[[Any], Any]
 
 
-class Stage(enum.IntEnum):
-    """A stage. Its number is what a graph knows of it."""
+class KnownStages:
+    """The stages of one optimizer or of several, as far as Python knows them.
 
-    READY = 0
-    # A loss was scaled, and `get_unscaled_gradients` is to be called; or applying unscales.
-    SCALED = 1
-    SCALED_TO_APPLY = 2
-    # The gradients of that loss were unscaled: by the program, or for a wrapper. (Those of other
-    # variables may then still be scaled.) Or gradients were unscaled though no loss was scaled.
-    UNSCALED = 3
-    UNSCALED_EARLY = 4
-    UNSCALED_ONLY = 5
-    # Gradients were applied: those that were unscaled, in these ways or by applying; or those that
-    # nobody had scaled, which was reported.
-    APPLIED = 6
-    APPLIED_EARLY = 7
-    APPLIED_SCALED = 8
-    APPLIED_ONLY = 9
+    In eager they are known, and in a graph that has seen all calls of the step. In other graphs
+    several stages are possible, and a tensor has the numbers of the right ones.
 
-    def has_begun(self) -> bool:
-        """Whether a loss was scaled, or gradients were unscaled, but not yet applied."""
-        return Stage.READY < self < Stage.APPLIED
-
-    def has_scaled(self) -> bool:
-        """Whether a loss was scaled whose gradients were not yet applied."""
-        return self.has_begun() and self is not Stage.UNSCALED_ONLY
-
-    def apply_unscales(self) -> bool:
-        """Whether applying has to unscale the gradients of this step."""
-        return self is Stage.SCALED_TO_APPLY
-
-    def is_scaled_for_wrapper(self, is_another_part: bool) -> bool:
-        """Whether gradients that a wrapper is about to see are still scaled.
-
-        Args:
-            is_another_part: bool. Whether those of other variables were unscaled before.
-        """
-        other = is_another_part and self in (Stage.UNSCALED_EARLY, Stage.APPLIED_EARLY)
-        return self.apply_unscales() or other
-
-    def knows_its_scale(self) -> bool:
-        """Whether a loss was scaled in this step, or in one of which this may be a part."""
-        return self.has_scaled() or (self >= Stage.APPLIED and self is not Stage.APPLIED_ONLY)
-
-    def is_scaled(self, goes_on: bool, is_early: bool) -> bool:
-        """Whether the gradients that are applied now are still scaled.
-
-        Args:
-            goes_on: bool. Whether they may be another part of the step that was applied last.
-            is_early: bool. Whether these gradients were unscaled for a wrapper.
-        """
-        if self is Stage.APPLIED_EARLY:
-            return goes_on and not is_early
-        is_part = goes_on and self is Stage.APPLIED_SCALED
-        return self in (Stage.SCALED, Stage.SCALED_TO_APPLY) or is_part
-
-    def is_divided(self, goes_on: bool) -> bool:
-        """Whether a call has unscaled the gradients that are applied now."""
-        is_part = goes_on and self in (Stage.APPLIED, Stage.APPLIED_EARLY)
-        return Stage.UNSCALED <= self <= Stage.UNSCALED_ONLY or is_part
-
-    def misses_a_call(self, goes_on: bool) -> bool:
-        """Whether a call is missing if gradients are applied now."""
-        if self.has_scaled():
-            return self is Stage.SCALED
-        return not goes_on or self is Stage.READY
-
-    def after_unscaling(self) -> "Stage":
-        """Returns the stage after gradients were unscaled."""
-        if not self.has_scaled():
-            return Stage.UNSCALED_ONLY
-        return self if self is Stage.UNSCALED_EARLY else Stage.UNSCALED
-
-    def after_applying(self, goes_on: bool, is_early: bool) -> "Stage":
-        """Returns the stage after gradients were applied."""
-        if self.is_scaled(goes_on, is_early):
-            return Stage.APPLIED_SCALED
-        if self.misses_a_call(goes_on) and not self.has_begun():
-            return Stage.APPLIED_ONLY
-        is_early = self in (Stage.UNSCALED_EARLY, Stage.APPLIED_EARLY)
-        return Stage.APPLIED_EARLY if is_early else Stage.APPLIED
-
-
-class KnownStage:
-    """A stage, as far as Python knows it.
-
-    In eager it is one, and in a graph that has seen all calls of the step. In other graphs several
-    stages are possible, and a tensor has the number of the right one.
+    Attributes:
+        possible: for each optimizer, the tuple of the stages that are possible, in their order. A
+            stage is a member of an IntEnum.
 
     Args:
-        possible: iterable of the stages that are possible.
-        tensor: int64 scalar tensor; None (the default) if one is possible.
+        possible: iterable, as the attribute.
+        tensor: int64 tensor, a vector, or a scalar for one optimizer; None (the default) if one
+            stage is possible for each.
     """
 
-    def __init__(self, possible: Iterable[int], tensor: tf.Tensor | None = None) -> None:
-        self._possible = frozenset(map(Stage, possible))
-        self._tensor: Any = tensor
+    def __init__(self, possible: Iterable[Any], tensor: tf.Tensor | None = None) -> None:
+        self.possible: Any = tuple(possible)
+        self._tensor = tensor
+
+    def known(self) -> Any:
+        """Returns the stage of the first optimizer, or None if only run time knows it."""
+        return self.possible[0][0] if len(self.possible[0]) == 1 else None
 
     @property
-    def number(self) -> int | None:
-        """The number of the stage, or None if it is only known at run time."""
-        return int(*self._possible) if len(self._possible) == 1 else None
+    def numbers(self) -> Any:
+        """The numbers of the stages: an int or an array if all are known, else a tensor."""
+        if self._tensor is not None:
+            return self._tensor
+        numbers = [int(stages[0]) for stages in self.possible]
+        return np.array(numbers, np.int64) if len(numbers) > 1 else numbers[0]
 
-    @property
-    def tensor(self) -> tf.Tensor:
-        """The number of the stage, an int64 scalar tensor."""
-        number = self.number
-        return self._tensor if number is None else tf.constant(number, tf.int64)
+    def holds(self, rule: Rule, rows: Sequence[int] | None = None) -> Truth:
+        """Whether a rule holds for all of some optimizers; a bool as far as Python knows.
 
-    def has_begun(self) -> Truth:
-        """Whether a loss was scaled, or gradients were unscaled, but not yet applied."""
-        return self.holds(Stage.has_begun)
+        Args:
+            rule: function of a stage.
+            rows: sequence of int. The optimizers. Defaults to all.
+        """
+        unknown = []
+        for row in range(len(self.possible)) if rows is None else rows:
+            answers = [rule(stage) for stage in self.possible[row]]
+            if not any(answers):
+                return False
+            if not all(answers):
+                unknown.append(row)
+        if not unknown:
+            return True
+        numbers = self._tensor
+        if rows is not None and len(self.possible) > 1:
+            numbers = _looked_up(numbers, unknown if len(unknown) > 1 else unknown[0])
+        found = _looked_up(_table(rule, self.possible), numbers)
+        return tf.reduce_all(found) if found.shape.rank else found
 
-    def holds(self, rule: Callable[[Stage], bool]) -> Truth:
-        """Whether a rule holds; a bool as far as Python knows."""
-        answers = {stage: rule(stage) for stage in self._possible}
-        if len({*answers.values()}) == 1:
-            return any(answers.values())
-        return tf.gather([answers.get(stage, False) for stage in Stage], self._tensor)
+    def after(
+        self, rule: Rule, row: int | None = None, when: Truth = True, otherwise: Rule | None = None
+    ) -> "KnownStages":
+        """Returns the stages that come after a call, which are these if none changes.
 
-    def after(self, rule: Callable[[Stage], Stage]) -> "KnownStage":
-        """Returns the stage that comes after a call, by a rule."""
-        following = {stage: rule(stage) for stage in self._possible}
-        possible = {*following.values()}
-        if len(possible) == 1:
-            return KnownStage(possible)
-        numbers = tf.constant([following.get(stage, 0) for stage in Stage], tf.int64)
-        return KnownStage(possible, tf.gather(numbers, self._tensor))
+        Args:
+            rule: function that takes a stage, and returns the next one.
+            row: int. The optimizer that it is about. Defaults to None, for all.
+            when: bool, or bool scalar tensor. Whether it is this rule. Defaults to True.
+            otherwise: the rule if it is not.
+        """
+        rules: list[Any] = [rule, otherwise]
+        if isinstance(when, bool):
+            rules = [rule if when else otherwise]
+        possible = list(self.possible)
+        for each in range(len(possible)) if row is None else [row]:
+            possible[each] = _moved(possible[each], rules)
+        if all(map(operator.is_, possible, self.possible)):
+            return self
+        if max(map(len, possible)) == 1:
+            return KnownStages(possible)
+        table, *other = [_table(rule, self.possible) for rule in rules]
+        numbers = _looked_up(tf.where(when, table, *other) if other else table, self.numbers)
+        if row is not None and len(possible) > 1:
+            numbers = tf.where(np.arange(len(possible)) == row, numbers, self.numbers)
+        return KnownStages(possible, numbers)
 
 
-def known(number: int) -> KnownStage:
-    """Returns a stage that Python knows, by its number."""
-    return KnownStage([number])
+def _moved(stages: tuple[Any, ...], rules: Sequence[Rule]) -> tuple[Any, ...]:
+    after = [rule(stage) for rule in rules for stage in stages]
+    if after == [*stages] * len(rules):
+        return stages
+    return tuple(after if len(after) == 1 else sorted({*after}))
 
 
-def unknown(number: tf.Tensor) -> KnownStage:
-    """Returns a stage that only run time knows, by its number."""
-    return KnownStage(Stage, number)
+def negated(truth: Truth) -> Truth:
+    """Whether a truth is false; a bool if Python knows."""
+    return not truth if isinstance(truth, bool) else tf.logical_not(truth)
+
+
+def _table(rule: Rule, possible: Sequence[Any]) -> Any:
+    kind: Any = type(possible[0][0])
+    return np.array([rule(stage) for stage in kind])
+
+
+def _looked_up(table: Any, index: Any) -> tf.Tensor:
+    # `tf.gather` would make another operation, for the axis.
+    return tf.raw_ops.Gather(params=table, indices=index)

@@ -10,8 +10,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.step.facts import MAX_OPTIMIZERS
-from keras_mp.step.grad_scaler_calls import GradScalerCalls
+from keras_mp.step.grad_scaler_calls import MAX_OPTIMIZERS, GradScalerCalls
 from tests.common import once
 
 pytestmark = once
