@@ -375,13 +375,10 @@ def check(
     how: dict[str, Any] = {"loss": loss, "step": step, "training": training}
     wanted = sorted({*map(float, scales), round_down(first_scale(narrow))})
 
-    @functools.cache
-    def copy(in_float32: bool) -> tf.keras.Model:
-        of = "float32" if in_float32 else reference
-        return of if isinstance(of, tf.keras.Model) else compiled(narrow, of, "sgd")
-
     def look_at(batch: Batch) -> tuple[Comparison | None, WhatIf | None]:
-        pair = functools.cache(lambda in_float32: runners(narrow, batch, copy(in_float32), **how))
+        pair = functools.cache(
+            lambda in_float32: runners(narrow, batch, "float32" if in_float32 else reference, **how)
+        )
 
         def compared() -> Comparison:
             if isinstance(reference, Record):

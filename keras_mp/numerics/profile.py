@@ -100,10 +100,6 @@ class StepTimes(Result):
         lines += [f"Could not be tried: {what} ({error})" for what, error in failed]
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all that was measured, as JSON has it."""
-        return dataclasses.asdict(self)
-
 
 @dataclasses.dataclass(frozen=True)
 class Profile(Result):

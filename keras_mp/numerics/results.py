@@ -1,12 +1,13 @@
 """What the results of all tools have in common: findings, a text, and JSON."""
 
 import csv
+import dataclasses
 import json
 import math
 import os
 import pathlib
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from keras_mp.support import text_tables
 from keras_mp.support.messages import Line
@@ -75,9 +76,9 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Returns all of it as dicts, lists, strings and numbers, as JSON has them.
 
-        Infinity is the string "inf", since JSON has no such number.
+        Infinity is the string "inf" in JSON, which has no such number.
         """
-        raise NotImplementedError
+        return dataclasses.asdict(cast(Any, self))
 
     def to_json(self, path: str | os.PathLike | None = None) -> str:
         """Returns all of it as JSON, and writes it to a file.

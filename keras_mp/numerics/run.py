@@ -279,7 +279,7 @@ class Runner:
 def runners(
     model: tf.keras.Model,
     batch: Batch,
-    reference: tf.keras.Model,
+    reference: Any = "float32",
     loss: GivenLoss | None = None,
     **how: Any,
 ) -> tuple[Runner, Runner]:
@@ -288,14 +288,14 @@ def runners(
     Args:
         model: of `tf.keras`, built.
         batch: Batch.
-        reference: a copy that is compiled as it is, or another model with the same layers.
+        reference: a policy for a copy of the model, or a model with the same layers.
         loss: as for `check`.
         **how: `step` and `training`, as for `check`.
     """
-    numbers = RandomNumbers()
+    numbers, is_given = RandomNumbers(), isinstance(reference, tf.keras.Model)
     narrow, wide = (
         Runner(each, batch, loss_of(each, model, batch, loss), numbers=numbers, **how)
-        for each in (model, reference)
+        for each in (model, reference if is_given else compiled(model, reference, "sgd"))
     )
     return narrow, wide
 

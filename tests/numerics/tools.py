@@ -1,7 +1,5 @@
 """The tools behind `check`, each by itself, on a model and a batch."""
 
-import tensorflow as tf
-
 from keras_mp.conversion import compute_dtypes
 from keras_mp.numerics import audit as auditing
 from keras_mp.numerics import batches, own_thread
@@ -50,9 +48,7 @@ def runners(model, x, y=None, sample_weight=None, reference="float32", **how):
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
     if how.get("step") is None:
         batches.build(model, batch)
-    is_given = isinstance(reference, tf.keras.Model)
-    wide = reference if is_given else compiled(model, reference, "sgd")
-    return made(model, batch, wide, **how)
+    return made(model, batch, reference, **how)
 
 
 @own_thread.random_numbers()

@@ -143,13 +143,6 @@ class Comparison(Result):
             cells = (each and getattr(each, name) for each in distances for name in _MEASURES)
             yield row.path, row.kind, row.dtype, *cells
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the comparison as dicts, lists, strings and numbers.
-
-        Infinity is the string "inf", since JSON has no such number.
-        """
-        return dataclasses.asdict(self)
-
     def plot(self, axes: Any = None) -> Any:
         """Draws how far the runs are apart, from the first layer to the last.
 

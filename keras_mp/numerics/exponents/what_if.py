@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_mp.conversion import units_by_path
 from keras_mp.models.layer_paths import layers_by_path, variables_by_path
 from keras_mp.numerics.calls import Call, floating
-from keras_mp.numerics.distances import RMS_OF_JITTER, array, is_noise, jitter, relative
+from keras_mp.numerics.distances import RMS_OF_JITTER, array, is_noise, jitter, relative, rms
 from keras_mp.numerics.exponents.histogram import Histogram, exponent_of
 from keras_mp.numerics.exponents.reports import Report
 from keras_mp.numerics.exponents.rows import TOLERANCE, Row, RowKey, percent
@@ -74,8 +74,8 @@ class Lost(NamedTuple):
         error = float("inf")
         if is_finite.all():
             with np.errstate(over="ignore", invalid="ignore"):
-                norm = np.linalg.norm(expected)
-                error = float(np.linalg.norm(values / scale - expected) / norm) if norm else 0.0
+                size = rms(expected)
+                error = rms(values / scale - expected) / size if size else 0.0
         return cls(*(int(each.sum()) for each in found), error=error)
 
     @property
