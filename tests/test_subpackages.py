@@ -150,7 +150,7 @@ ATTACHED = {
     *("master_weights", "hardware_check", "plots", "extensions", "reports"),
 }
 # Lines of code; the goal is 3,500.
-LARGEST_CORE = {"loss_scale_optimizer": 4260, "grad_scaler": 3700, "policy": 1175}
+LARGEST_CORE = {"loss_scale_optimizer": 4290, "grad_scaler": 3730, "policy": 1175}
 
 
 def modules():

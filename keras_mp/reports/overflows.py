@@ -198,6 +198,14 @@ class Overflows:
             inputs=overflowed_inputs(record.inputs, record.places, counts[:, own:]),
         )
 
+    def bad_losses(self) -> int:
+        """Returns how many losses in a row were not finite, or not known.
+
+        Only skipped steps count.
+        """
+        record = self._records.get(int(tf.convert_to_tensor(self._last)))
+        return 0 if record is None else int(record.parts()[-2][0])
+
     def not_finite_in_a_row(self, times: int) -> list[str]:
         """Returns the variables whose gradients were not finite in the last skipped steps.
 

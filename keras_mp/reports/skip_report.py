@@ -4,6 +4,7 @@ This module needs TensorFlow only.
 """
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from keras_mp.reports.overflow_report import Overflow
 from keras_mp.reports.overflows import HALF, Overflows
 from keras_mp.reports.skipped_step import ReplicaValues, SkippedStep, count_not_finite
 from keras_mp.step import outcomes
+from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.support import host, messages, selection
 from keras_mp.support.host_callback import HostCallback
 
@@ -49,6 +51,7 @@ class SkipReport(outcomes.SkipObserver):
             size=len(_Numbers._fields),
             beside=skipped.beside,
             is_urgent=self._raises,
+            foresee=self._foresee,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -60,6 +63,9 @@ class SkipReport(outcomes.SkipObserver):
 
     def _raises(self) -> bool:
         return self._skipped.raise_after is not None
+
+    def look_next_time(self) -> None:
+        self._callback.look_next_time()
 
     def watch(self) -> None:
         if self._may_warn:
@@ -135,6 +141,26 @@ class SkipReport(outcomes.SkipObserver):
     def collect(self) -> None:
         self._callback.collect()
 
+    def _foresee(self, numbers: Sequence[int]) -> int:
+        """Returns after how many more skips there may be something to say.
+
+        It is the lowest possible number.
+        """
+        consecutive = numbers[0]
+        left = [HALF]
+        if self._skipped.warn_after is not None:
+            # A good step in between starts the count again.
+            more = self._skipped.warn_after - consecutive
+            left += [more if more > 0 else self._skipped.warn_after, self._skips_to_floor()]
+            if "start" not in self._told and consecutive == self._total():
+                left.append(_FIRST_STEPS - self._overflows.bad_losses())
+            if isinstance(self._skipped.loss_scale, DynamicLossScale):
+                back_offs = float(self._skipped.loss_scale.history().lone_back_offs)
+                left.append(int(_MANY_BACK_OFFS - back_offs) % _MANY_BACK_OFFS or _MANY_BACK_OFFS)
+        if self._skipped.raise_after is not None:
+            left.append(self._skipped.raise_after - consecutive)
+        return max(1, min(left))
+
     def _paths(self, model: Callable[[], Any] | None) -> dict[int, str]:
         trained = model and model()
         return {} if trained is None or not trained.built else self._paths_of(trained)
@@ -142,6 +168,21 @@ class SkipReport(outcomes.SkipObserver):
     def _is_at_floor(self, loss_scale: tf.Tensor) -> Any:
         floor = getattr(self._skipped.loss_scale, "min_loss_scale", None)
         return False if floor is None else loss_scale <= floor
+
+    def _skips_to_floor(self) -> int:
+        """Returns after how many more skips the scale may come down to its floor."""
+        scale = self._skipped.loss_scale
+        if not isinstance(scale, DynamicLossScale) or float(scale()) <= scale.min_loss_scale:
+            return HALF
+        falls = math.log(float(scale()) / scale.min_loss_scale) / -math.log(
+            scale.backoff_multiplier
+        )
+        # One less, since a `GradScaler` moves the scale later. The 1e-3 is for a rounding error,
+        # which would count as a whole skip.
+        return math.ceil(falls - 1e-3) - 1
+
+    def _total(self) -> int:
+        return int(tf.convert_to_tensor(self._skipped.total))
 
     def _is_start(
         self, seen: SkippedStep, consecutive: tf.Tensor, bad_losses: tf.Tensor

@@ -189,6 +189,9 @@ class SkipObserver:
     report.
     """
 
+    def look_next_time(self) -> None:
+        """Makes the next `record` look, after `warn_after` or the like has changed."""
+
     def watch(self) -> None:
         """Prepares the function that is being traced for `record`."""
 

@@ -20,10 +20,12 @@ _LONGEST_PERIOD = 50
 class HostCallback:
     """Carries a few numbers from a graph to a Python function.
 
-    Eager code and ordinary graphs call the function at once. A graph that XLA compiles cannot call
-    Python, and leaves the numbers in a variable, the buffer. The function around it, if there is
-    one (as in `Model.fit` of Keras 3), looks there before its calls 1, 2, 4, 8, 16 and 32, and then
-    before each 50th. `collect` looks as well. On a GPU, each look is a wait.
+    Eager code and ordinary graphs call the function at once. If the event can be foreseen, graphs
+    instead leave the numbers in a variable, the buffer, and look into it when the event may have
+    happened. A graph that XLA compiles cannot call Python, and leaves all numbers in the buffer.
+    The function around it, if there is one (as in `Model.fit` of Keras 3), looks there before its
+    calls 1, 2, 4, 8, 16 and 32, and then before each 50th. `collect` looks as well. On a GPU, each
+    look is a wait.
 
     Attributes:
         buffer: int64 variable. The first element is 1 if numbers were left, else 0; the numbers
@@ -36,6 +38,8 @@ class HostCallback:
         beside: another callback, or None (the default). The function around a compiled one looks
             into both buffers at once.
         is_urgent: function that returns whether to look before each call. By default it never is.
+        foresee: function that takes the numbers of a `post`, and returns after how many more posts
+            the event may happen. By default no event is foreseen.
     """
 
     def __init__(
@@ -45,10 +49,12 @@ class HostCallback:
         size: int,
         beside: "HostCallback | None" = None,
         is_urgent: Callable[[], bool] | None = None,
+        foresee: Callable[[list[int]], int] | None = None,
     ) -> None:
-        self._read, self._is_urgent = read, is_urgent
-        # By replica: when the function around a compiled one looks.
+        self._read, self._is_urgent, self._foresee = read, is_urgent, foresee
+        # By replica: when the function around a compiled one looks, and when `post` does.
         self._turns: dict[int | None, _Turns] = {}
+        self._turns_of_posts: dict[int | None, _Turns] = {}
         self.buffer = host.local_variable("buffer", [0] * (1 + size))
         self.is_watched = False
         self._together: list[HostCallback] = beside._together if beside is not None else []
@@ -63,12 +69,25 @@ class HostCallback:
             leaves: bool. Whether a graph leaves the numbers for `watch` to find, as a graph that
                 XLA compiles does. Defaults to False.
         """
-        if host.is_compiled_by_xla() or leaves:
-            # A selection: XLA would turn a branch that calls no Python into one anyway.
-            left = tf.concat([[1], numbers], 0)
-            self.buffer.assign(tf.where(when, left, self.buffer), read_value=False)
+        is_compiled = host.is_compiled_by_xla() or leaves
+        if not is_compiled and (self._foresee is None or tf.executing_eagerly()):
+            tf.cond(
+                when, lambda: self._call_with_line(numbers, messages.users_line()), lambda: None
+            )
             return
-        tf.cond(when, lambda: self._call_with_line(numbers, messages.users_line()), lambda: None)
+        # A selection: XLA would turn a branch that calls no Python into one anyway.
+        left = tf.concat([[1], numbers], 0)
+        self.buffer.assign(tf.where(when, left, self.buffer), read_value=False)
+        if not is_compiled:
+            self.is_watched = True
+            look = functools.partial(self._look, numbers, messages.users_line())
+            _turns_of(self._turns_of_posts).take(look)
+
+    def look_next_time(self) -> None:
+        """Makes the next `post` of a graph look, whatever was foreseen."""
+        with tf.init_scope():
+            for turns in self._turns_of_posts.values():
+                turns.left.assign(tf.ones([], tf.int64), read_value=False)
 
     def watch(self, *, leaves: bool = False) -> None:
         """Prepares for numbers that `post` leaves in the buffer.
@@ -104,16 +123,14 @@ class HostCallback:
         if any(each._is_urgent is not None and each._is_urgent() for each in self._together):
             _look_into(self._together)
             return
-        replica = _replica_id()
-        if replica not in self._turns:
-            self._turns[replica] = _Turns()
-        self._turns[replica].take(functools.partial(_deliver, self._together))
+        _turns_of(self._turns).take(functools.partial(_deliver, self._together))
 
     def variables(self, name: str) -> dict[str, tf.Variable]:
         """Returns the variables, by names that begin with `name`."""
         of_replicas = {
-            f"{name}_{which}_{replica or 0}": variable
-            for replica, turns in self._turns.items()
+            f"{name}_{which}_{kind}{replica or 0}": variable
+            for kind, of_kind in (("", self._turns), ("post_", self._turns_of_posts))
+            for replica, turns in of_kind.items()
             for which, variable in vars(turns).items()
         }
         return {name: self.buffer, **of_replicas}
@@ -128,6 +145,23 @@ class HostCallback:
 
     def _call_with_line(self, numbers: tf.Tensor, line: messages.Line) -> None:
         _call_python(lambda received: self._read(received, line), numbers)
+
+    def _look(self, numbers: tf.Tensor, line: messages.Line) -> tf.Tensor:
+        """Delivers what was left.
+
+        Returns after how many more posts to look again.
+        """
+        left = tf.convert_to_tensor(self.buffer)
+        self.buffer.assign(tf.zeros_like(left), read_value=False)
+
+        def look(left: tf.Tensor, numbers: tf.Tensor) -> int:
+            is_left, *event = left.numpy().tolist()
+            if is_left:
+                self._read(event, line)
+            assert self._foresee is not None
+            return self._foresee(numbers.numpy().tolist())
+
+        return tf.ensure_shape(tf.py_function(look, [left, numbers], tf.int64), [])
 
     def _deliver(self, left: tf.Tensor) -> None:
         # This is an operation of the graph, so it runs before other numbers are left there.
@@ -159,20 +193,35 @@ class _Turns:
             lambda: (variable("left"), variable("period"))
         )
 
-    def take(self, act: Callable[[], None]) -> None:
-        """Calls a function if it is time, and again after twice as many calls as before."""
+    def take(self, act: Callable[[], tf.Tensor | None]) -> None:
+        """Calls a function if it is time.
+
+        Args:
+            act: function that returns the number of calls until the next time, an int64 scalar
+                tensor; or None for twice as many as before, up to `_LONGEST_PERIOD`.
+        """
 
         def take() -> None:
-            act()
+            left = act()
             with tf.device("CPU:0"):
-                left = tf.convert_to_tensor(self.period)
-                self.period.assign(tf.minimum(2 * left, _LONGEST_PERIOD), read_value=False)
+                if left is None:
+                    left = tf.convert_to_tensor(self.period)
+                    longer = tf.minimum(2 * left, _LONGEST_PERIOD)
+                    self.period.assign(longer, read_value=False)
                 self.left.assign(left, read_value=False)
 
         with tf.device("CPU:0"):
             is_time = self.left.assign_sub(1) <= 0
 
         tf.cond(is_time, take, lambda: None)
+
+
+def _turns_of(replicas: dict[int | None, _Turns]) -> _Turns:
+    """Returns the turns of the replica that is traced."""
+    replica = _replica_id()
+    if replica not in replicas:
+        replicas[replica] = _Turns()
+    return replicas[replica]
 
 
 def _look_into(callbacks: Sequence[HostCallback]) -> None:

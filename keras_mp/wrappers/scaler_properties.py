@@ -130,6 +130,7 @@ class ScalerProperties:
     @warn_after_skips.setter
     def warn_after_skips(self, value: int | None) -> None:
         self._scaler.skipped.warn_after = validation.integer_or_none("warn_after_skips", value)
+        self._scaler.skipped.report.look_next_time()
 
     @property
     def raise_after_skips(self) -> int | None:
@@ -142,6 +143,7 @@ class ScalerProperties:
     @raise_after_skips.setter
     def raise_after_skips(self, value: int | None) -> None:
         self._scaler.skipped.raise_after = validation.integer_or_none("raise_after_skips", value)
+        self._scaler.skipped.report.look_next_time()
 
     def _config_of_skips(self) -> dict[str, Any]:
         """Returns the arguments about skipped steps."""

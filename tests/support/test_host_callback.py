@@ -95,6 +95,37 @@ def test_what_is_not_urgent_is_looked_for_seldom():
     assert "CPU:0" in condition.op.device  # so a GPU is not asked
 
 
+def test_what_is_foreseen_is_looked_for_then():
+    found = []
+    callback = HostCallback(
+        lambda numbers, line: found.append((numbers[0], line.file if line else None)),
+        size=2,
+        foresee=lambda numbers: numbers[1] - numbers[0] % numbers[1],
+    )
+
+    @tf.function
+    def step(number, every):
+        callback.post(tf.stack([number, every]), tf.equal(number % every, 0))
+
+    def steps(first, last, every=5):
+        for number in range(first, last):
+            step(tf.constant(number, tf.int64), tf.constant(every, tf.int64))
+        return [number for number, _ in found]
+
+    assert [steps(1, 5), steps(5, 6), steps(6, 10), steps(10, 11)] == [[], [5], [5], [5, 10]]
+    # What nobody foresaw waits for the next time, or for whoever asks.
+    assert steps(11, 15, every=3) == [5, 10]
+    callback.collect()
+    assert [number for number, _ in found] == [5, 10, 12]
+    callback.look_next_time()
+    assert steps(18, 19, every=3) == [5, 10, 12, 18]
+    assert [file for _, file in found] == [__file__, __file__, None, __file__]
+    # It counts in the host's memory, so a GPU is not asked.
+    graph = step.get_concrete_function(*[tf.TensorSpec([], tf.int64)] * 2).graph
+    [condition] = [op.inputs[0] for op in graph.get_operations() if op.type == "If"]
+    assert "CPU:0" in condition.op.device
+
+
 def test_compiled_by_xla_alone():
     reader = Reader()
     function = tf.function(reader.step, jit_compile=True)
