@@ -17,6 +17,7 @@ from keras_mp.kernels import normalization, recurrent, slow
 from keras_mp.layer_calls import layer_call
 from keras_mp.models import saved_files
 from keras_mp.models.layer_paths import paths_of_weights
+from keras_mp.op_autocast import promotion
 from keras_mp.policy import MIXED, Policy, global_policy
 from keras_mp.reports.skip_report import SkipReport
 from keras_mp.step import workers
@@ -25,9 +26,11 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 
 class _Kernels(observers.Observer):
-    """Replaces kernels that are wrong or slow in 16 bits."""
+    """Replaces what is wrong, slow or refused in 16 bits."""
 
     def reach_begins(self) -> None:
+        # A scope may be all that a program uses of keras_mp, or come before the first policy.
+        promotion.install()
         kernels.install()
         keras_api.replace_slow_layers(recurrent.lstm, normalization.batch_normalization)
 
