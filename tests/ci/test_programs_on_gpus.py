@@ -50,7 +50,7 @@ def program():
     images, labels = digits()
     model.fit(images[:32], labels[:32], batch_size=32, verbose=0)
     batch = images[32:64], labels[32:64]
-    function, arguments = graph_rewrite._step_of_training(model, batch)
+    function, arguments = graph_rewrite._step_of_training(model, batch, {})
     return model, batch, arguments, function.get_concrete_function(*arguments)
 
 

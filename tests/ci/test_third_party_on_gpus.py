@@ -29,7 +29,7 @@ def test_a_step(name):
     optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.01), 128)
     model.compile(optimizer, jit_compile=False, **example.compile_arguments)
     batch = (example.inputs,) if example.labels is None else (example.inputs, example.labels)
-    function, arguments = graph_rewrite._step_of_training(model, batch)
+    function, arguments = graph_rewrite._step_of_training(model, batch, {})
     concrete = function.get_concrete_function(*arguments)
 
     def update(step, *arguments):
