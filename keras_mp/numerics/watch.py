@@ -5,19 +5,24 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.numerics.exponents import figures
 from keras_mp.numerics.exponents.advise import Advice, advise
 from keras_mp.numerics.exponents.counting import ExponentHistograms
+from keras_mp.numerics.exponents.histogram import EVERYWHERE
 from keras_mp.numerics.exponents.reports import Report
 from keras_mp.numerics.operations.first_bad_operation import FirstBadOperation
 from keras_mp.numerics.operations.not_finite import NotFiniteError
 from keras_mp.numerics.results import Result
 from keras_mp.support import attributes, text_tables, validation
+from keras_mp.support.figures import new_figure
 
 _TrainFunction = Callable[[tf.data.Iterator], Mapping[str, tf.Tensor]]
+
+# More marks in a picture would cover each other.
+_MOST_MARKED = 50
 
 
 class _Attached(NamedTuple):
@@ -232,7 +237,29 @@ class watch(keras_api.BaseCallback, Result):
             The `Axes`.
         """
         self._read_own_steps()
-        return figures.window(self.history, dtype, tolerance=tolerance, history=history, ax=ax)
+        if not self.history:
+            raise ValueError("Expected at least one report. Received: []")
+        steps = [report.step for report in self.history]
+        windows = [report.window(dtype, tolerance) for report in self.history]
+        ax = new_figure(__name__, (8, 4)).subplots() if ax is None else ax
+        path: Any = getattr(history, "history", history)
+        if path is None:
+            path = {"step": steps, "loss_scale": [report.loss_scale for report in self.history]}
+        scales = np.log2(path["loss_scale"])
+        # An open end is drawn at the edge of the picture.
+        ends = [end for each in windows for end in each if abs(end) < EVERYWHERE.high]
+        bottom, top = min([*scales, *ends]) - 2, max([*scales, *ends]) + 2
+        low, high = np.clip(np.transpose(windows), bottom, top)
+        marker = "." if len(steps) <= _MOST_MARKED else None
+        ax.plot(steps, low, color="tab:orange", label="too small below", marker=marker)
+        ax.plot(steps, high, color="tab:red", label="overflows above", marker=marker)
+        ax.fill_between(steps, low, high, where=low <= high, color="tab:green", alpha=0.15)
+        ax.plot(path["step"], scales, color="tab:blue", label="loss scale", marker=marker)
+        title = f"Loss scales at which {dtype} loses nothing"
+        ax.set(ylim=(bottom, top), xlabel="step", ylabel="loss scale (exponent of 2)", title=title)
+        ax.legend()
+        ax.grid(alpha=0.3)
+        return ax
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what was not finite, and the report, as JSON has them."""

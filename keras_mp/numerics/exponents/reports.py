@@ -1,9 +1,10 @@
-"""The report of histograms: as a table, as CSV, JSON and TensorBoard's events."""
+"""The report of histograms: as a table, a picture, CSV, JSON and TensorBoard's events."""
 
 import dataclasses
 import json
 import os
 import pathlib
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,25 +17,34 @@ from keras_mp.numerics.exponents.histogram import (
     ROWS,
     Histogram,
     Window,
+    exponent_of,
     round_down,
 )
 from keras_mp.numerics.exponents.rows import (
     COMPUTED,
     KINDS,
+    SCALED,
     TOLERANCE,
     Row,
     RowKey,
     Statistics,
+    borders_of,
     ranked,
 )
 from keras_mp.numerics.results import Result
 from keras_mp.support import messages, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.support.figures import new_figure
 
 # A gradient that is smaller than another one of its layer by so many binary digits is what rounding
 # in float32 leaves of a sum that is zero: that of a bias before a batch normalization, or of the
 # keys of an attention. These are the digits of float32, less some for sums of many terms.
 _NOISE = 18
+
+# What a picture has room for: columns side by side, and characters of their names and of its title.
+_MOST_COLUMNS, _LONGEST_NAME, _LONGEST_TITLE = 20, 32, 90
+# The shares that have a color of their own.
+_SHARES = 1e-6, 1.0
 
 
 @dataclasses.dataclass(repr=False, eq=False)
@@ -166,16 +176,7 @@ class Report(Result):
             *("-> zero", "-> subnormal", "-> inf", "window"),
         )
         noise = self.noise
-        of_rows = [ranked(row, dtype, loss_scale, noise) for row in self.rows]
-        if rows is not None:
-            # With these, the columns that say what is lost would not fit. Empty ones are left out.
-            shown = [title not in ("values", "-> subnormal") for title in header]
-            of_rows = [
-                row._replace(
-                    cells=tuple(cell * is_shown for cell, is_shown in zip(row.cells, shown))
-                )
-                for row in of_rows
-            ]
+        of_rows = [ranked(row, dtype, loss_scale, noise, rows is None) for row in self.rows]
         table = text_tables.shortened(header, of_rows, rows, left=(0, 1, 2, 6, 10), name=1)
         lines = [*self._head(dtype, loss_scale), "", *table]
         weights = [
@@ -289,19 +290,70 @@ class Report(Result):
     ) -> Any:
         """Draws histograms of exponents side by side, with the borders of a dtype.
 
+        The darker, the larger the share of the values. What is outside of the lines becomes zero or
+        infinite in the dtype, at the loss scale; below the dotted line digits are lost.
+
         Args:
             dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
             kind: that of the rows, of which the worst 20 are drawn. Defaults to "gradient".
-            loss_scale: float. Defaults to the one that was measured with.
+            loss_scale: float, a power of two. Defaults to the one that was measured with. Only
+                gradients are scaled.
             ax: Matplotlib's `Axes`. Defaults to those of a new figure.
 
         Returns:
             The `Axes`.
-        """
-        # It draws reports, and so imports this module.
-        from keras_mp.numerics.exponents import figures
 
-        return figures.histograms(self, dtype, kind=kind, loss_scale=loss_scale, ax=ax)
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: there is nothing to draw.
+        """
+        of_kind, noise = [row for row in self.rows if row.kind == kind], self.noise
+        if loss_scale is None:
+            loss_scale = round_down(self.loss_scale) if kind in SCALED else 1.0
+        rows = text_tables.worst(
+            of_kind, lambda row: ranked(row, dtype, loss_scale, noise).rank, _MOST_COLUMNS
+        )
+        columns = [row.histogram.exponents for row in rows]
+        found = [exponent for column in columns for exponent in column]
+        if not found:
+            raise ValueError(f"There are no values of the kind {kind!r}. Received: {self!r}")
+        low, high, shift = min(found) - 1, max(found) + 1, exponent_of(loss_scale)
+        picture = np.full([high - low + 1, len(rows)], np.nan)
+        for place, column in enumerate(columns):
+            for exponent, count in column.items():
+                picture[exponent - low, place] = count / sum(column.values())
+        ax = new_figure(__name__, (8, 4.5)).subplots() if ax is None else ax
+        from matplotlib import colors
+
+        norm = colors.LogNorm(*_SHARES, clip=True)
+        extent = (-0.5, len(rows) - 0.5, low, high + 1)
+        how = {"origin": "lower", "aspect": "auto", "extent": extent}
+        image = ax.imshow(picture, cmap="Blues", norm=norm, **how)
+        ax.figure.colorbar(image, ax=ax, label="share of the values")
+        zero, (normal, _), (infinite, _) = borders_of(kind, dtype)
+        borders = [
+            ("zero below", zero - shift, "-"),
+            ("fewer digits below", normal + 1 - shift, ":"),
+            ("infinite above", infinite + 1 - shift, "--"),
+        ]
+        if kind == "update":
+            borders = [("lost below", zero - shift, "-")]
+        for label, border, style in borders:
+            ax.axhline(border, color="tab:red", linestyle=style, label=label)
+        inside = [border for _, border, _ in borders if low - 12 <= border <= high + 12]
+        bottom, top = min([low, *inside]) - 1, max([high + 1, *inside]) + 1
+        labels = [text_tables.fitted(row.path, _LONGEST_NAME) for row in rows]
+        ax.set_xticks(range(len(rows)), labels, rotation=45 if len(rows) > 3 else 0, ha="right")
+        left_out = f" (the worst {len(rows)} of {len(of_kind)})" if len(rows) < len(of_kind) else ""
+        at_scale = f" at a loss scale of 2^{shift}" if kind in SCALED else ""
+        title = f"Exponents of each {kind}{left_out}, and the borders of {dtype}{at_scale}"
+        ax.set(
+            ylabel="exponent of 2",
+            ylim=(bottom - (top - bottom) // 8, top),  # with room for the legend
+            title="\n".join(textwrap.wrap(title, _LONGEST_TITLE)),
+        )
+        ax.legend(loc="lower center", ncols=3, fontsize="small")
+        return ax
 
     def rows_of_csv(self) -> Iterator[Sequence[Any]]:
         """Yields how many values have which exponent: a line for each row and exponent."""

@@ -197,7 +197,9 @@ def borders_of(kind: str, dtype: str) -> Format:
     return UPDATES[dtype] if kind == "update" else borders
 
 
-def ranked(row: Row, dtype: str, loss_scale: float, noise: set[RowKey]) -> text_tables.RankedRow:
+def ranked(
+    row: Row, dtype: str, loss_scale: float, noise: set[RowKey], is_full: bool = False
+) -> text_tables.RankedRow:
     """Returns a row of a table, ranked by how much it loses and how near it is to losing more.
 
     Args:
@@ -205,6 +207,7 @@ def ranked(row: Row, dtype: str, loss_scale: float, noise: set[RowKey]) -> text_
         dtype: str. As for `Report.table`.
         loss_scale: float, a power of two.
         noise: set of (kind, path). See `Report.noise`.
+        is_full: bool. Whether there is room for columns that do not say what is lost.
     """
     # The tolerance is that of the headline, which would contradict the table otherwise.
     tolerance = UPDATE_TOLERANCE if row.kind == "update" else TOLERANCE
@@ -214,11 +217,13 @@ def ranked(row: Row, dtype: str, loss_scale: float, noise: set[RowKey]) -> text_
     is_noise = row.key in noise
     cells = (
         *(row.kind, f"{row.path} (noise)" if is_noise else row.path, row.dtype),
-        f"{histogram.total:,}",
+        f"{histogram.total:,}" * is_full,
         percent(histogram.zeros, histogram.total),
         percent(bad, histogram.total),
         f"2^{min(exponents)}..2^{max(exponents)}" if exponents else "",
-        *(percent(count, fate.values) for count in fate[1:]),
+        percent(fate.zero, fate.values),
+        percent(fate.subnormal, fate.values) * is_full,
+        percent(fate.infinite, fate.values),
         "unknown" if row.hides_updates else str(window),
     )
     lost = (

@@ -14,7 +14,7 @@ from keras_mp.conversion import units_by_path
 from keras_mp.models.layer_paths import layers_by_path, variables_by_path
 from keras_mp.numerics.calls import Call, floating
 from keras_mp.numerics.distances import RMS_OF_JITTER, array, is_noise, jitter, relative, rms
-from keras_mp.numerics.exponents.histogram import Histogram, exponent_of
+from keras_mp.numerics.exponents.histogram import FORMATS, Histogram, exponent_of
 from keras_mp.numerics.exponents.reports import Report
 from keras_mp.numerics.exponents.rows import TOLERANCE, Row, RowKey, percent
 from keras_mp.numerics.results import Result
@@ -26,7 +26,6 @@ from keras_mp.support.progress import Progress
 
 # The values of each row of a run, and the dtype that they were computed in.
 _Values = dict[RowKey, tuple[np.ndarray, str]]
-_SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
 
 # So many columns of scales fit beside readable names.
 _MOST_SCALES = 9
@@ -68,7 +67,8 @@ class Lost(NamedTuple):
             scale: float. The loss scale that `values` are multiplied by.
         """
         is_finite, counts = np.isfinite(values), np.isfinite(expected) & (expected != 0)
-        is_small = (values != 0) & (np.abs(values) < _SMALLEST_NORMAL.get(dtype, 0.0))
+        normal = 2.0 ** (FORMATS[dtype].normal[0] + 1) if dtype in FORMATS else 0.0
+        is_small = (values != 0) & (np.abs(values) < normal)
         is_lost = ~is_finite & np.isfinite(expected)
         found = (counts, counts & (values == 0), counts & is_small, is_lost)
         error = float("inf")
@@ -324,6 +324,7 @@ def what_if(narrow: Runner, wide: Runner, dtype: str, scales: Sequence[float]) -
         for scale, values in runs.items()
     }
     rows = [Row(*row, of, Histogram.of(values)) for row, (values, of) in expected.items()]
+    units, paths = units_by_path(reference.model), layers_by_path(reference.model)
     return WhatIf(
         Report(rows, step=1, counted=1, loss_scale=1.0),
         dtype,
@@ -332,50 +333,38 @@ def what_if(narrow: Runner, wide: Runner, dtype: str, scales: Sequence[float]) -
         consumers,
         noise,
         loss_scale=scale_in_training(narrow.model) or INITIAL_LOSS_SCALE,
-        units=_units(reference.model),
+        units={path: unit for unit in units for path in paths if path.startswith(f"{unit}/")},
         amplification=_amplification(expected, moved, consumers),
         largest_input=max((_largest(x) for x in floating(narrow.batch.x)), default=0.0),
-        largest_weights=_largest_weights(reference.model),
+        largest_weights={
+            path: max(map(_largest, layer.trainable_weights))
+            for path, layer in units.items()
+            if layer.trainable_weights
+        },
     )
-
-
-def _largest_weights(model: tf.keras.Model) -> dict[str, float]:
-    """Returns the largest weight of each layer with a policy of its own."""
-    units = units_by_path(model)
-    of = {path: [*map(_largest, layer.trainable_weights)] for path, layer in units.items()}
-    return {path: max(found) for path, found in of.items() if found}
 
 
 def _largest(values: tf.Tensor | tf.Variable) -> float:
     return float(np.max(np.abs(array(values)), initial=0.0))
 
 
-def _units(model: tf.keras.Model) -> dict[str, str]:
-    """Returns the layers without a policy of their own, each with the layer that has it."""
-    units, paths = units_by_path(model), layers_by_path(model)
-    return {path: unit for unit in units for path in paths if path.startswith(f"{unit}/")}
-
-
 def _values(run: Run) -> _Values:
     """Returns the values of a run; gradients are multiplied by its loss scale."""
-    tensors: dict[RowKey, list[tf.Tensor | None]] = {}
-    dtypes: dict[RowKey, str] = {}
     layers = variables_by_path(run.model)
-    for path, gradient in run.gradients_by_path().items():
-        tensors["gradient", path] = [gradient]
-        dtypes["gradient", path] = layers[path][1].compute_dtype
+    tensors: dict[RowKey, tuple[str, list[tf.Tensor | None]]] = {
+        ("gradient", path): (layers[path][1].compute_dtype, [gradient])
+        for path, gradient in run.gradients_by_path().items()
+    }
     calls = [call for call in run.calls if _is_of_layer(call) and call.outputs]
-    for row, call in (
-        ((kind, call.path), call) for kind in ("output", "output gradient") for call in calls
-    ):
-        dtypes.setdefault(row, call.outputs[0].dtype.name)
-        found = call.outputs if row[0] == "output" else call.gradients
-        tensors.setdefault(row, []).extend(found)
+    for kind, name in (("output", "outputs"), ("output gradient", "gradients")):
+        for call in calls:
+            _, found = tensors.setdefault((kind, call.path), (call.outputs[0].dtype.name, []))
+            found += getattr(call, name)
     values = {}
-    for row, found in tensors.items():
+    for row, (dtype, found) in tensors.items():
         arrays = [array(each).ravel() for each in found if each is not None]
         if sum(each.size for each in arrays):
-            values[row] = np.concatenate(arrays), dtypes[row]
+            values[row] = np.concatenate(arrays), dtype
     return values
 
 

@@ -7,6 +7,7 @@ to eager, the measurements are read, and it is decided whether to stop.
 
 import contextlib
 import math
+import operator
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -22,14 +23,15 @@ from keras_mp.numerics.operations.not_finite import NotFiniteError, Range
 from keras_mp.numerics.operations.rows import (
     PASSED_IN,
     READS,
+    ByTensor,
     EagerRecorder,
     OperationRow,
-    SpoiltTensors,
     first_bad,
 )
 from keras_mp.support import (
     attributes,
     function_graphs,
+    kept_casts,
     messages,
     op_callbacks,
     op_table,
@@ -38,6 +40,11 @@ from keras_mp.support import (
 
 # How many of the layers before the first bad operation a message shows.
 _HISTORY = 12
+
+# Which operation of the program an error is about.
+_place = operator.attrgetter("operation.operation", "operation.layer", "operation.line")
+# It has the attribute `is_in_block` in a thread that is in a block.
+_thread = threading.local()
 
 
 class FirstBadOperation:
@@ -126,13 +133,14 @@ class FirstBadOperation:
         self._scales: list[tuple[DynamicLossScale, float]] = []
         self._graphs = graph_recorder.GraphRecorder()
         self._eager = EagerRecorder()
-        # What functions returned in which something was found, and what comes of it.
-        self._spoilt = SpoiltTensors()
+        # What is not finite for a reason that is known: functions in which something was found have
+        # returned it, or it comes of that.
+        self._spoilt = ByTensor()
         self._lock = threading.RLock()
         self._block = contextlib.ExitStack()
 
     def __enter__(self) -> "FirstBadOperation":
-        if _thread.is_in_block:
+        if hasattr(_thread, "is_in_block"):
             raise RuntimeError(
                 "Expected one `watch` block at a time, since each would also check the "
                 "operations of the other. Pass all models and optimizers to one of them."
@@ -176,9 +184,11 @@ class FirstBadOperation:
         scales = self._scales
         self._scales = [(scale, float(scale())) for scale, _ in scales]
         may_fall = any(before > max(1, scale.min_loss_scale) for scale, before in scales)
+        with self._lock:
+            read = [*self._graphs.read(), *self._eager.read()]
         found = [
             (first, device, rows, measured)
-            for device, rows, measured in self._read()
+            for device, rows, measured in read
             if (first := first_bad(rows, measured, self._is_checked)) is not None
         ]
         if not found:
@@ -189,7 +199,7 @@ class FirstBadOperation:
             self.planned += 1
             return True
         error = self._error(device, rows, measured, first)
-        if not any(_is_same(error, each) for each in self.found):
+        if _place(error) not in map(_place, self.found):
             self.found.append(error)
             if not self._raises:
                 messages.warn(str(error))
@@ -204,37 +214,27 @@ class FirstBadOperation:
         is_included = self._include is None or is_among(self._include)
         return is_included and not is_among(self._exclude)
 
-    def _read(self) -> list[tuple[str, list[OperationRow], np.ndarray]]:
-        """Returns each device, its operations and what was measured of them since the last time."""
-        with self._lock:
-            read = [(device, self._graphs.rows, found) for device, found in self._graphs.read()]
-            if self._eager.rows:
-                read.append(("", self._eager.rows, np.array(self._eager.measured)))
-                self._eager = EagerRecorder()
-            return read
-
     def _error(
         self, device: str, rows: list[OperationRow], measured: np.ndarray, first: int
     ) -> NotFiniteError:
-        row = rows[first]
-        inputs = [rows[i].range(measured[i]) for i in row.inputs]
+        ranges = [row.range(numbers) for row, numbers in zip(rows[: first + 1], measured)]
+        found, inputs = ranges[first], [ranges[i] for i in rows[first].inputs]
         layers: dict[str, Range] = {}
-        for i in range(first):
-            seen = rows[i].range(measured[i])
+        for row, seen in zip(rows[:first], ranges):
             has_not_run = not (seen.low or seen.high)
-            if seen.layer == row.layer or has_not_run or seen.bad or rows[i].is_given:
+            if seen.layer == found.layer or has_not_run or seen.bad or row.is_given:
                 continue
             before = layers.pop(seen.layer, seen)
             layers[seen.layer] = max(before, seen, key=lambda each: max(-each.low, each.high))
         history = list(layers.values())[-_HISTORY:]
-        advice = self._advice(rows, measured, first)
-        return NotFiniteError(row.range(measured[first]), inputs, history, device, advice)
+        return NotFiniteError(found, inputs, history, device, self._advice(rows, ranges))
 
-    def _advice(self, rows: list[OperationRow], measured: np.ndarray, first: int) -> str:
-        """Returns what the numbers say about the cause, or where to ask."""
+    def _advice(self, rows: list[OperationRow], ranges: list[Range]) -> str:
+        """Returns what the numbers up to those of the first one say about the cause."""
+        first = len(ranges) - 1
         row, inputs = rows[first], rows[first].inputs
         behind = {first, *inputs, *(j for i in inputs for j in rows[i].inputs)}
-        weights = [rows[i].range(measured[i]) for i in behind if rows[i].operation in READS]
+        weights = [ranges[i] for i in behind if rows[i].operation in READS]
         size = max((math.inf if each.bad else each.size for each in weights), default=0.0)
         is_input = row.operation == "Cast" and any(rows[i].operation in PASSED_IN for i in inputs)
         cause = "unknown"
@@ -251,6 +251,16 @@ class FirstBadOperation:
         elif not self._models:
             return ""
         return causes.SAID[cause].format(dtype=row.dtype)
+
+    def _spoil(self, values: Sequence[tf.Tensor]) -> None:
+        """Notes those that are not finite, and those that may hold such, such as an `Optional`."""
+        bad = [
+            each
+            for each in values
+            if each.dtype == tf.variant
+            or (each.dtype.is_floating and not tf.reduce_all(kept_casts.is_finite(each)))
+        ]
+        self._spoilt.note(bad, True)
 
     def _forget_traces(self) -> None:
         for model in self._models:
@@ -273,7 +283,7 @@ class FirstBadOperation:
             if self._graphs.rows:
                 with op_callbacks.unobserved():
                     if self._look():
-                        self._spoilt.add(outputs)
+                        self._spoil(outputs)
             return
         with self._lock:
             if graph is None:
@@ -282,29 +292,14 @@ class FirstBadOperation:
                     self.check()
                 # Metrics, say, keep what a function has made.
                 is_read = bool(self.found) and kind in READS
-                if is_read or self._spoilt.has_any(inputs):
+                if is_read or self._spoilt.of(inputs):
                     with op_callbacks.unobserved():
-                        self._spoilt.add(outputs)
+                        self._spoil(outputs)
                 else:
                     self._eager.record(kind, inputs, outputs)
             elif function_graphs.is_of_function(graph):
                 self._has_seen_any = True
                 self._graphs.record(graph, kind, inputs, outputs, op_name)
-
-
-class _ThreadState(threading.local):
-    """Whether a thread is in a block."""
-
-    is_in_block = False
-
-
-_thread = _ThreadState()
-
-
-def _is_same(one: NotFiniteError, other: NotFiniteError) -> bool:
-    """Whether both are about the same operation of the program."""
-    a, b = one.operation, other.operation
-    return (a.operation, a.layer, a.line) == (b.operation, b.layer, b.line)
 
 
 def _dynamic_scales(scaled: Iterable[Any]) -> Iterator[DynamicLossScale]:

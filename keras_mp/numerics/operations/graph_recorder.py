@@ -8,11 +8,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics import own_thread
-from keras_mp.numerics.operations.rows import PASSED_IN, READS, OperationTable
+from keras_mp.numerics.operations.rows import PASSED_IN, READS, OperationTable, Read
 from keras_mp.numerics.origins import GraphOrigins, Origin
 from keras_mp.support import function_graphs, kept_casts
 
@@ -39,12 +38,12 @@ class GraphRecorder(OperationTable):
         # By device: each replica has one.
         self._states: dict[str, tf.Tensor] = {}
 
-    def read(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields each device and what the graphs have measured there, and clears it."""
+    def read(self) -> Iterator[Read]:
+        """Yields what the graphs have measured on each device since the last time."""
         for device, handle in self._states.items():
             state = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).numpy()
             _clear(handle)
-            yield device, state[: len(self.rows)]
+            yield device, self.rows, state[: len(self.rows)]
 
     def record(
         self,
@@ -75,18 +74,18 @@ class GraphRecorder(OperationTable):
         if origin.is_data or origin.is_of_a_tool:
             return
         for value in inputs:
-            if not value.dtype.is_floating or self.rows_of([value]):
+            if not value.dtype.is_floating or self.row_of.of([value]):
                 continue
             before = []
             source = value.op.inputs[0] if value.op.type == "Cast" else None
             was_there = source is not None and source.op.type in PASSED_IN | READS
             if source is not None and was_there and source.dtype.is_floating:
                 # Was it the cast that overflowed, or was it not finite before?
-                if not self.rows_of([source]):
+                if not self.row_of.of([source]):
                     self._measure(graph, source.op.type, origin, [source], [], is_given=True)
-                before = self.rows_of([source])
+                before = self.row_of.of([source])
             self._measure(graph, value.op.type, origin, [value], before, is_given=True)
-        self._measure(graph, kind, origin, checked, self.rows_of(inputs))
+        self._measure(graph, kind, origin, checked, self.row_of.of(inputs))
 
     def _measure(
         self,

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,22 +72,42 @@ class OperationRow:
         return Range(*what, low, high, int(bad), self.is_gradient)
 
 
+# A device, its operations, and an array of what was measured of each, as `range` takes it.
+Read = tuple[str, list[OperationRow], np.ndarray]
+
+
+class ByTensor:
+    """What is known of tensors, for as long as each of them is there."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, weakref.ref[tf.Tensor]]] = {}
+
+    def note(self, tensors: Iterable[tf.Tensor], what: object) -> None:
+        """Notes something about tensors."""
+        for each in tensors:
+            # When it is no more, another one may get its id.
+            forget = functools.partial(self._forget, id(each))
+            self._known[id(each)] = what, weakref.ref(each, forget)
+
+    def of(self, tensors: Iterable[tf.Tensor]) -> list[Any]:
+        """Returns what was noted about those of which something was."""
+        return [self._known[id(each)][0] for each in tensors if id(each) in self._known]
+
+    def _forget(self, key: int, _: object) -> None:
+        self._known.pop(key, None)
+
+
 class OperationTable:
     """Operations, in the order in which they ran or became part of a graph.
 
     Attributes:
         rows: list of OperationRow.
+        row_of: ByTensor, the number of the row that a tensor is the result of.
     """
 
     def __init__(self) -> None:
         self.rows: list[OperationRow] = []
-        # The tensors are kept, so that no other one gets the id.
-        self._row_of: dict[int, int] = {}
-        self._kept: list[tf.Tensor] = []
-
-    def rows_of(self, values: Iterable[tf.Tensor]) -> list[int]:
-        """Returns the rows of those tensors that have one."""
-        return [self._row_of[id(value)] for value in values if id(value) in self._row_of]
+        self.row_of = ByTensor()
 
     def outputs_to_check(
         self, kind: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]
@@ -99,11 +119,11 @@ class OperationTable:
             inputs: what it takes.
             outputs: what it returns.
         """
-        known = self.rows_of(inputs)
+        known = self.row_of.of(inputs)
         if origins.is_safe(kind, outputs):
             # The result is as good as what goes in.
             if known:
-                self._keep(known[0], outputs)
+                self.row_of.note(outputs, known[0])
             return []
         checked = [value for value in outputs if value.dtype.is_floating]
         if kind in _NOT_CHECKED:
@@ -143,12 +163,8 @@ class OperationTable:
         self.rows.append(row)
         for i in inputs:
             self.rows[i].is_used = True
-        self._keep(index, values)
+        self.row_of.note(values, index)
         return index
-
-    def _keep(self, row: int, values: Sequence[tf.Tensor]) -> None:
-        self._row_of.update((id(value), row) for value in values)
-        self._kept.extend(values)
 
 
 class EagerRecorder(OperationTable):
@@ -161,14 +177,12 @@ class EagerRecorder(OperationTable):
     def __init__(self) -> None:
         super().__init__()
         self.measured: list[tuple[float, ...]] = []
-        self._dropped: list[weakref.ref[tf.Tensor]] = []
 
-    def _keep(self, row: int, values: Sequence[tf.Tensor]) -> None:
-        # Tensors of a graph live as long as it does; these are the program's to drop.
-        for value in values:
-            forget = functools.partial(_forget, self._row_of, id(value))
-            self._row_of[id(value)] = row
-            self._dropped.append(weakref.ref(value, forget))
+    def read(self) -> Iterator[Read]:
+        """Yields what was measured since the last time."""
+        if self.rows:
+            yield "", self.rows, np.array(self.measured)
+            self.rows, self.measured, self.row_of = [], [], ByTensor()
 
     def record(self, kind: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) -> None:
         """Records an operation that has run."""
@@ -178,7 +192,7 @@ class EagerRecorder(OperationTable):
         origin = origins.running()
         if origin.is_of_a_tool:
             return
-        known = self.rows_of(inputs)
+        known = self.row_of.of(inputs)
         self.add(kind, origin, checked, known)
         numbers = np.concatenate([value.numpy().ravel() for value in checked])
         numbers = numbers.astype(np.float64)
@@ -194,35 +208,8 @@ class EagerRecorder(OperationTable):
 
     def pass_on(self, inputs: Sequence[tf.Tensor]) -> None:
         """Records what was given to a function, which has rows of its own."""
-        for i in self.rows_of(inputs):
+        for i in self.row_of.of(inputs):
             self.rows[i].is_passed_on = True
-
-
-class SpoiltTensors:
-    """Tensors of eager code that are not finite for a reason that is known."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, weakref.ref[tf.Tensor]] = {}
-
-    def add(self, values: Sequence[tf.Tensor]) -> None:
-        """Adds those that are not finite, and those that may hold such, such as an `Optional`."""
-        for value in values:
-            is_bad = value.dtype == tf.variant
-            if value.dtype.is_floating:
-                is_bad = not bool(tf.reduce_all(tf.math.is_finite(value)))
-            if is_bad:
-                forget = functools.partial(_forget, self._known, id(value))
-                self._known[id(value)] = weakref.ref(value, forget)
-
-    def has_any(self, values: Sequence[tf.Tensor]) -> bool:
-        """Whether one of these is among them."""
-        return any(id(value) in self._known for value in values)
-
-
-def _forget(known: dict[int, Any], key: int, dropped: object) -> None:
-    """Forgets a tensor that is no more, since another one may get its id."""
-    del dropped
-    known.pop(key, None)
 
 
 def first_bad(
