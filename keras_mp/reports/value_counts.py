@@ -197,6 +197,20 @@ def zeros_in_a_thousand(grads: Sequence[Gradient]) -> tf.Tensor:
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
     if not values:
         return tf.zeros([], tf.int64)
-    nonzeros = tf.add_n([tf.math.count_nonzero(each) for each in values])
-    size = tf.maximum(tf.add_n([tf.size(each, tf.int64) for each in values]), 1)
+    alike: dict[Any, list[tf.Tensor]] = {}
+    for each in values:
+        alike.setdefault(each.dtype if is_small(each) else id(each), []).append(each)
+    joined = [concat(group) if len(group) > 1 else group[0] for group in alike.values()]
+    nonzeros = tf.add_n([_nonzeros_of(each.dtype)(each) for each in joined])
+    size = tf.maximum(tf.add_n([tf.size(each, tf.int64) for each in joined]), 1)
     return 1000 - tf.cast(tf.round(1000 * nonzeros / size), tf.int64)
+
+
+@functools.cache
+def _nonzeros_of(dtype: tf.DType) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns a function that counts in one operation for each tensor."""
+
+    def count(values: tf.Tensor) -> tf.Tensor:
+        return tf.math.count_nonzero(tf.reshape(values, [-1]))
+
+    return host.shared_operation(count, [tf.TensorSpec(None, dtype)])  # pyright: ignore[reportArgumentType]

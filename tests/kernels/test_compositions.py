@@ -35,6 +35,13 @@ BOXES = tf.constant(
 )
 LARGE = tf.constant(np.random.default_rng(2).integers(0, 256, [1, 180, 180, 1]), tf.float32)
 
+
+def _seeded(draw: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """Draws what a program of its own would draw first."""
+    tf.random.set_seed(1)
+    return draw()
+
+
 PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
     "math.unsorted_segment_mean": lambda c: tf.math.unsorted_segment_mean(c(MANY), ZEROS, 1),
     "math.unsorted_segment_sqrt_n": lambda c: tf.math.unsorted_segment_sqrt_n(c(MANY), ZEROS, 1),
@@ -170,6 +177,18 @@ PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
     "complex": lambda c: tf.abs(tf.complex(c(ROWS), c(ROWS))),
     "math.digamma": lambda c: tf.math.digamma(c(ROWS + 1.0)),
     "range": lambda c: tf.range(3000, dtype=c(MANY).dtype),
+    "nn.dropout": lambda c: _seeded(lambda: tf.nn.dropout(c(NUMBERS), 0.99, seed=4)),
+    "nn.dropout, rate": lambda c: _seeded(
+        lambda: tf.nn.dropout(rate=c(tf.constant(0.3)), x=c(NUMBERS), seed=4)
+    ),
+    "nn.experimental.stateless_dropout": lambda c: tf.nn.experimental.stateless_dropout(
+        c(NUMBERS), 0.8, seed=[1, 2]
+    ),
+    "nn.experimental.general_dropout": lambda c: tf.nn.experimental.general_dropout(
+        c(NUMBERS),
+        0.1,
+        lambda shape, dtype: tf.random.stateless_uniform(shape, [3, 4], dtype=dtype),
+    ),
     "random.categorical": lambda c: tf.random.categorical(c(ODDS * 1000.0), 5),
     "random.stateless_categorical": lambda c: tf.random.stateless_categorical(c(ODDS), 20, [1, 2]),
 }
@@ -179,7 +198,7 @@ PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
 def test_each_of_them_is_tried() -> None:
     tried = {name.partition(",")[0] for name in PROGRAMS}
     others = {"math.reduce_mean", "math.add_n", "math.accumulate_n", "AvgPool3D"}
-    assert tried == {*compositions.NAMES, *others}
+    assert tried == {*compositions.NAMES, *compositions.DROPOUTS, *others}
 
 
 @once
@@ -201,6 +220,27 @@ def test_they_compute_in_float32(name: str, dtype: str) -> None:
                 rtol=2 ** (-10 if dtype == "float16" else -7),
                 atol=0.1 if value.dtype.is_integer else 1e-7,
             )
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.8, 0.99, 0.999])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_dropout_keeps_its_share(dtype: str, rate: float) -> None:
+    layer = tf.keras.layers.Dropout(rate, seed=5, dtype=keras_mp.Policy(f"mixed_{dtype}"))
+    inputs = tf.ones([1000, 1000])
+    compiled = tf.function(lambda x: layer(x, training=True), jit_compile=True)
+    for run in (lambda x: layer(x, training=True), tf.function(compiled.python_function), compiled):
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            outputs = run(inputs)
+        gradients = tape.gradient(outputs, inputs)
+        kept = np.asarray(outputs) != 0
+        # Five standard deviations of a share, and of the mean that follows from it.
+        error = 5 * np.sqrt(rate * (1 - rate) / kept.size)
+        assert abs(kept.mean() - (1 - rate)) < error
+        # What is kept is rounded once, to 16 bits.
+        factor = np.asarray(tf.cast(tf.cast(1 / (1 - rate), dtype), "float32"))
+        np.testing.assert_array_equal(np.asarray(outputs), np.where(kept, factor, 0.0))
+        np.testing.assert_allclose(np.asarray(gradients), np.where(kept, factor, 0.0), rtol=2**-7)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

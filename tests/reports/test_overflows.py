@@ -469,6 +469,19 @@ def test_a_graph_has_no_more_operations_than_with_keras(cell):
     assert count("keras_mp") <= count("Keras")
 
 
+def test_a_variable_adds_few_operations_to_what_counts_in_a_skipped_step():
+    def added_by_one(wrapper):
+        counts = []
+        for count in (20, 21):
+            cell = overhead.Cell("graph", "SGD", count, 1)
+            step = overhead.make_step(cell, wrapper, overhead.make_variables(cell))
+            graph = step.func.get_concrete_function(*step.args).graph
+            counts.append(tracing.operations(graph.as_graph_def()))
+        return counts[1] - counts[0]
+
+    assert added_by_one("keras_mp") - added_by_one("bare") <= 3
+
+
 def test_variables_of_replicas_are_not_read_for_their_names():
     strategy, names = mirrored(2), []
     with strategy.scope():
