@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api, variables
-from keras_mp.layer_calls import raw_inputs, unrounded
+from keras_mp.layer_calls import initial_weights, raw_inputs, unrounded
 from keras_mp.op_autocast import promotion
 from keras_mp.support import marks, messages, validation
 from keras_mp.support.dtypes import FLOATING
@@ -27,10 +27,6 @@ _TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices, tf.Va
 # Containers that are always copied. Others are copied if something in them is cast.
 _CONTAINERS = (list, tuple, dict, collections.OrderedDict, collections.defaultdict)
 
-# The positional arguments of `add_weight`. TensorFlow 2 and the RFC have `add_weight("kernel", [3,
-# 4])`, and Keras 3 has `add_weight([3, 4], "zeros")`.
-_NAME_FIRST = ("name", "shape", "dtype", "initializer", "regularizer", "trainable", "constraint")
-_SHAPE_FIRST = ("shape", "initializer", "dtype")
 
 _PROMOTED = contextlib.nullcontext()
 _warned_of: weakref.WeakSet[type] = weakref.WeakSet()
@@ -136,7 +132,7 @@ class Layer(keras_api.BaseLayer):
 
         Source: RFC 293, "Layer variables".
         """
-        order = _NAME_FIRST if args and isinstance(args[0], str | None) else _SHAPE_FIRST
+        order = initial_weights.positional_arguments(args)
         positional = dict(zip(order, args))
         if len(args) > len(order) or positional.keys() & kwargs.keys():
             raise TypeError(

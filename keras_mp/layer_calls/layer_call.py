@@ -18,7 +18,7 @@ from keras_mp.hooks import Method, Replacement, When, observers, reach
 from keras_mp.hooks.once import once
 from keras_mp.hooks.reach import Region
 from keras_mp.kernels import again_in_float32
-from keras_mp.layer_calls import added_losses, model_outputs, raw_inputs
+from keras_mp.layer_calls import added_losses, initial_weights, model_outputs, raw_inputs
 from keras_mp.op_autocast import context_manager, promotion
 from keras_mp.policy import Policy
 from keras_mp.support.autograph import allow_conversion, do_not_convert
@@ -31,6 +31,7 @@ def install() -> None:
     owner = next(cls for cls in tf.keras.layers.Layer.__mro__ if "__call__" in vars(cls))
     hooks.install([Replacement(Method(owner, "__call__"), _heeding_policies, When.ALWAYS)])
     added_losses.install()
+    initial_weights.install()
     promotion.install()
     raw_inputs.install()
 
