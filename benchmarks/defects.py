@@ -355,7 +355,7 @@ def look(tool: str, model: Any, batch: tuple[Any, Any]) -> list[Finding]:
 
     [made] = batches.listed(model, batch)
     if tool == AUDIT:
-        return [Finding(f.where, f.hazard) for f in audit.audit(model, made)]
+        return [Finding(f.where, f.hazard) for f in audit.audit(model, [made])]
     if tool == COMPARE:
         with own_thread.random_numbers():
             compared = compare.compare(*run.runners(model, made))

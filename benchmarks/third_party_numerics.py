@@ -124,7 +124,8 @@ def _compare(example: Example) -> dict:
 def _audit(example: Example) -> dict:
     from keras_mp.numerics import audit, batches
 
-    found = audit.audit(example.model, batches.as_fit_takes_it(example.model, example.batch))
+    batch = batches.as_fit_takes_it(example.model, example.batch)
+    found = audit.audit(example.model, [batch])
     return {"findings": [f"{each.where}: {each.hazard}. {each.why}" for each in found]}
 
 

@@ -5,17 +5,18 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.models.layer_paths import layers_by_path, variables_inside
+from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.numerics import batches, hazards, own_thread, watching
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.causes import CURES
+from keras_mp.numerics.causes import CURES, Hazard, Observed
 from keras_mp.numerics.graphs import traces
-from keras_mp.numerics.hazards.traced_step import Hazard, Observed, TracedStep
+from keras_mp.numerics.hazards.traced_step import TracedStep
 from keras_mp.numerics.results import Finding
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -27,13 +28,33 @@ from keras_mp.variables import type_errors
 UNTRACEABLE = ("a custom gradient without dtypes", "dtypes that do not fit")
 
 _DTYPES = (*LOW_PRECISION_NAMES, "half")
+_AS_IT_IS = tf.compat.v1.ConfigProto()
+_AS_IT_IS.graph_options.rewrite_options.disable_meta_optimizer = True
 _OURS = os.path.dirname(hazards.__file__)
 
 
-def audit(model: tf.keras.Model, batch: Batch, device: str | None = None) -> tuple[Finding, ...]:
-    """Looks for known hazards of training in 16 bits, in a model and on one batch.
+class _Traced(NamedTuple):
+    """A training step, and what hazards have observed in it.
 
-    The training step of a compiled model is traced and run once with the batch, under the model's
+    Attributes:
+        specs: those of the batches that it takes.
+        step: TracedStep.
+        seen: list of hazards and of what each has observed.
+        run: called with a batch's data, runs the step and returns the numbers that are tensors.
+    """
+
+    specs: Any
+    step: TracedStep
+    seen: list[tuple[Hazard, Observed]]
+    run: tf.types.experimental.ConcreteFunction
+
+
+def audit(
+    model: tf.keras.Model, given: Sequence[Batch], device: str | None = None
+) -> tuple[Finding, ...]:
+    """Looks for known hazards of training in 16 bits, in a model and on some batches.
+
+    The training step of a compiled model is traced, and run once with each batch, under the model's
     own policy, optimizer and strategy; of another model it is the forward pass. What the step has
     assigned (weights, slots, statistics, metrics, the loss scale) is put back. It takes as much
     memory as that for a moment, and is not compiled by XLA.
@@ -42,53 +63,43 @@ def audit(model: tf.keras.Model, batch: Batch, device: str | None = None) -> tup
 
     Args:
         model: a model of `tf.keras`, best compiled.
-        batch: Batch.
+        given: batches.
         device: str. A GPU and its compute capability, such as "GPU 7.0", for whose tensor cores
             dtypes and sizes are judged. None is needed. Defaults to this machine.
 
+    Returns:
+        Each hazard of a place once: that of the first batch, and on how many it was found.
+
     Raises:
-        ValueError: the batch does not suit the model.
+        ValueError: a batch does not suit the model.
     """
-    try:
-        with own_thread.random_numbers_of(model), Progress("audit", parts=2) as progress:
-            return (*_not_finite(batch), *_findings(model, batch, device, progress))
-    except (TypeError, ValueError, AttributeError, tf.errors.InvalidArgumentError) as error:
-        finding = _finding_of_error(model, batch, error)
-        if finding is not None:
-            return (finding,)
-        if not batches.is_misfit(batch, error) or _is_made_here(error):
-            raise
-        raise batches.misfit(traces.name_of_step(model), batch, error) from error
-
-
-def of_batches(found: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Returns each hazard of a place once: that of the first batch, and on how many it was found.
-
-    Args:
-        found: what `audit` has found on each batch.
-    """
-    if len(found) == 1:
-        return list(found[0])
+    found: list[list[Finding]] = []
+    traced: _Traced | None = None
+    for batch in given:
+        try:
+            with own_thread.random_numbers_of(model), Progress("audit", parts=2) as progress:
+                progress.begin("tracing the step")
+                specs = tf.nest.map_structure(_spec, batch.data)
+                if traced is None or traced.specs != specs:
+                    traced = _traced(model, batch, specs, device)
+                progress.begin("running it")
+                found.append(list(_judged(model, batch, traced)))
+        except (TypeError, ValueError, AttributeError, tf.errors.InvalidArgumentError) as error:
+            finding = _finding_of_error(model, batch, error)
+            if finding is None:
+                if not batches.is_misfit(batch, error) or _is_made_here(error):
+                    raise
+                raise batches.misfit(traces.name_of_step(model), batch, error) from error
+            found.append([finding])
     firsts: dict[Hashable, Finding] = {}
     for each in itertools.chain.from_iterable(found):
         firsts.setdefault(each.place, each)
-    counts = Counter(place for one in found for place in {each.place for each in one})
-    return [
-        each._replace(why=f"{each.why} (On {counts[place]} of {len(found)} batches.)")
-        for place, each in firsts.items()
-    ]
-
-
-def _not_finite(batch: Batch) -> Iterator[Finding]:
-    for name, bad, _ in batches.not_finite(batch):
-        yield Finding(
-            "a batch that is not finite",
-            f"the batch's {name}",
-            None,
-            f"{bad:,} of its numbers are NaN or infinite. So are results computed from them, in "
-            "float32, too.",
-            CURES["a batch"],
-        )
+    if len(found) > 1:
+        counts = Counter(place for one in found for place in {each.place for each in one})
+        for place, each in firsts.items():
+            on = f"On {counts[place]} of {len(found)} batches."
+            firsts[place] = each._replace(why=f"{each.why} ({on})")
+    return tuple(firsts.values())
 
 
 def policy_of(model: tf.keras.Model) -> str:
@@ -102,15 +113,17 @@ def policy_of(model: tf.keras.Model) -> str:
     return names.most_common(1)[0][0] if names else model.dtype_policy.name
 
 
-def _findings(
-    model: tf.keras.Model, batch: Batch, device: str | None, progress: Progress
-) -> Iterator[Finding]:
+def _spec(value: Any) -> Any:
+    return None if value is None else tf.type_spec_from_value(value)
+
+
+def _traced(model: tf.keras.Model, batch: Batch, specs: Any, device: str | None) -> _Traced:
     scopes: dict[str, str] = {}
     seen: list[tuple[Hazard, Observed]] = []
     steps: list[TracedStep] = []
 
     @do_not_convert
-    def inspect(result: object) -> list[dict[str, tf.Tensor]]:
+    def inspect(result: object, batch: Batch) -> list[dict[str, tf.Tensor]]:
         # A function that makes variables is traced twice. The last trace is the one that runs.
         steps[:] = [TracedStep(model, batch, result, scopes, device)]
         seen[:] = [(each, found) for each in hazards.HAZARDS for found in each.measure(steps[0])]
@@ -119,39 +132,42 @@ def _findings(
             for _, found in seen
         ]
 
-    progress.begin("tracing the step")
-    traced = traces.step_of(model, batch, scopes, inspect)
-    progress.begin("running it")
-    places = set()
-    for (hazard, found), measured in zip(seen, _run_and_restore(model, traced, batch), strict=True):
+    run = traces.step_of(model, batch, scopes, inspect)
+    return _Traced(specs, steps[0], seen, run)
+
+
+def _judged(model: tf.keras.Model, batch: Batch, traced: _Traced) -> Iterator[Finding]:
+    for (hazard, found), measured in zip(traced.seen, _run(model, batch, traced.run), strict=True):
         arrays = {name: np.asarray(each) for name, each in measured.items()}
         numbers = {name: each if each.ndim else each.item() for name, each in arrays.items()}
         said = hazard.judge(**{**found.numbers, **numbers})
         if said is None:
             continue
-        at, line = said.at or found.at, None
+        at, line = said.at or found.at, found.line
         if isinstance(at, tf.Operation):
-            line = steps[0].line(at)
-            at = steps[0].where(at)
-        finding = Finding(said.hazard, said.where or at, line, said.why, said.cure, said.units)
-        # Several operations of one line are one finding.
-        if finding.place not in places:
-            places.add(finding.place)
-            yield finding
+            line = traced.step.line(at)
+            at = traced.step.where(at)
+        yield said.finding(at, line)
 
 
-def _run_and_restore(
-    model: tf.keras.Model, step: tf.types.experimental.ConcreteFunction, batch: Batch
-) -> list[dict[str, tf.Tensor]]:
+def _run(model: tf.keras.Model, batch: Batch, step: Any) -> list[dict[str, tf.Tensor]]:
+    """Runs a step, and restores what it has assigned."""
     # The graph knows those that it reads, of the optimizer and of the program, too.
-    read = step.graph.variables  # pyright: ignore[reportAttributeAccessIssue]
-    variables = {id(each): each for each in (*read, *variables_inside(model))}.values()
-    before = [(variable, tf.identity(variable)) for variable in variables]
+    read = step.graph.variables
     try:
-        return step(batch.data)
-    finally:
-        for variable, value in before:
-            variable.assign(value)
+        # To optimize the graph takes longer than to run it once.
+        with own_thread.put_back(model, read):
+            flat = tf.raw_ops.StatefulPartitionedCall(
+                args=[*tf.nest.flatten(batch.data, expand_composites=True), *step.captured_inputs],
+                Tout=[each.dtype for each in step.outputs],
+                f=step,
+                config_proto=_AS_IT_IS.SerializeToString(),
+            )
+        return tf.nest.pack_sequence_as(step.structured_outputs, flat)
+    except (TypeError, ValueError, tf.errors.OpError):
+        # An error of the step itself comes again, with its own message.
+        with own_thread.put_back(model, read):
+            return step(batch.data)
 
 
 def _is_made_here(error: Exception) -> bool:
@@ -189,7 +205,7 @@ def _custom_gradients(model: tf.keras.Model, batch: Batch) -> dict[str, Line]:
     found: dict[str, Line] = {}
     scopes: dict[str, str] = {}
 
-    def inspect(result: object) -> object:
+    def inspect(result: object, batch: Batch) -> object:
         step = TracedStep(model, batch, result, scopes)
         for operation in step.forward:
             is_custom = "_gradient_op_type" in operation.node_def.attr

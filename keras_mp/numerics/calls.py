@@ -54,7 +54,6 @@ class Call:
         is_gradient: whether it is an operation that ran for a gradient.
         line: the line of the program that an operation came from; None where only libraries had to
             do with it.
-        by_name: dict of the gradients of its inputs and weights, of a call that was made again.
     """
 
     position: Position
@@ -70,7 +69,6 @@ class Call:
     numbers: "RandomNumbers | None" = None
     is_gradient: bool = False
     line: Line | None = None
-    by_name: dict[str, tf.Tensor] = dataclasses.field(default_factory=dict)
 
     @property
     def inputs(self) -> list[tf.Tensor]:
@@ -131,6 +129,7 @@ class Watch(LayerObserver):
 
     Attributes:
         calls: list of Call, each when it ends: those inside of a layer come before its own.
+        kept: KeptOperations, if somebody keeps them.
 
     Args:
         numbers: RandomNumbers. Runs that are to be compared share them.
@@ -143,6 +142,7 @@ class Watch(LayerObserver):
         self, numbers: RandomNumbers, change: Change | None = None, start: Position = (0,)
     ) -> None:
         self.calls: list[Call] = []
+        self.kept = KeptOperations()
         self._numbers = numbers
         self._change = change
         # The position of the next call, and how many times each call around it has drawn numbers.
@@ -188,7 +188,7 @@ class Watch(LayerObserver):
         self._counts.pop()
 
     @contextlib.contextmanager
-    def over(self, root: Called | None) -> Iterator[None]:
+    def over(self, root: Any) -> Iterator[None]:
         """Watches a model or layer, with the layers inside of it, and the numbers that are drawn.
 
         Args:
@@ -288,9 +288,9 @@ def shape_of(tensor: tf.Tensor) -> tuple[int, ...]:
     return cast(tuple[int, ...], tuple(tensor.shape))
 
 
-def _named(root: Called | None) -> Iterator[tuple[str, Any]]:
+def _named(root: Any) -> Iterator[tuple[str, Any]]:
     """Yields a model or layer, and the layers inside of it, with their paths."""
-    if root is None or not hasattr(root, "call"):
+    if not hasattr(root, "call"):
         return
     yield root.name, root
     if not isinstance(root, tf.keras.layers.Layer):

@@ -1,9 +1,16 @@
-"""The cause of a wrong number: where it is, what is said of it, and its cure, for all tools."""
+"""The cause of a wrong number: where it is, what is said of it, and its cure, for all tools.
+
+What `check` finds is a `Hazard`: a function that measures, and one that judges the numbers.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from keras_mp.numerics.results import Finding
+from keras_mp.support.messages import Line
 
 # Inputs of a batch, and weights, that make an overflow their own: networks begin with numbers of
 # about 1, and few that train have weights of more than 10.
@@ -58,6 +65,64 @@ IN_FLOAT32 = {
     'dtype="float32"',
     "a function": "run it in float32: with keras_mp.autocast(enabled=False):",
 }
+
+
+class Said(NamedTuple):
+    """What a judge says: a finding without its place.
+
+    Attributes:
+        hazard: str. Its name.
+        why: str. Why it matters, with the numbers.
+        cure: str. What to change.
+        units: float. As in `Finding`.
+        at: the operation that it is about, if it is another one than that which was observed.
+        where: str. What it is about, if that is no layer.
+    """
+
+    hazard: str
+    why: str
+    cure: str
+    units: float | None = None
+    at: Any = None
+    where: str | None = None
+
+    def finding(self, where: str, line: Line | None) -> Finding:
+        """Returns the finding, given what it is about if the judge has not said that."""
+        return Finding(self.hazard, self.where or where, line, self.why, self.cure, self.units)
+
+
+class Observed:
+    """Something that may be a hazard, with the numbers that tell.
+
+    Args:
+        at: an operation, or words for what it is about.
+        line: the line of the program, where it is known and `at` is no operation.
+        **numbers: tensors of the graph, which are computed together with the step; or what is
+            known already.
+    """
+
+    def __init__(self, at: Any, line: Line | None = None, /, **numbers: Any) -> None:
+        self.at, self.line, self.numbers = at, line, numbers
+
+
+class Hazard(NamedTuple):
+    """A known hazard of 16 bits.
+
+    Attributes:
+        measure: called with what was run, such as a `TracedStep`; yields what is `Observed`.
+        judge: called with the numbers of one, by name, each a number, a str or an array; returns
+            what is `Said`, or None. It needs neither a model nor a graph.
+    """
+
+    measure: Callable[[Any], Iterator[Observed]]
+    judge: Callable[..., Said | None]
+
+    def findings(self, seen: Any) -> Iterator[Finding]:
+        """Measures and judges what was run, where all numbers are known at once."""
+        for found in self.measure(seen):
+            said = self.judge(**found.numbers)
+            if said is not None:
+                yield said.finding(found.at, found.line)
 
 
 def of_weights(largest: float) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import tensorflow as tf
@@ -18,14 +18,22 @@ from keras_mp.models.model_steps import has_own_train_step
 from keras_mp.numerics import audit, own_thread
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch, Batches, Structure
-from keras_mp.numerics.comparison.compare import UNSCALED, compare, compare_records, record
+from keras_mp.numerics.causes import Hazard, Observed, Said
+from keras_mp.numerics.comparison.compare import (
+    IGNORES_THE_SCALE,
+    UNSCALED,
+    compare,
+    compare_records,
+    record,
+)
 from keras_mp.numerics.comparison.compare_function import compare_function
 from keras_mp.numerics.comparison.compared import Comparison
-from keras_mp.numerics.comparison.differences import MANY_ZEROS
+from keras_mp.numerics.comparison.differences import FAR, MANY_ZEROS
 from keras_mp.numerics.comparison.records import Record
 from keras_mp.numerics.exponents.advise import Advice, advise
 from keras_mp.numerics.exponents.histogram import exponent_of, round_down
 from keras_mp.numerics.exponents.what_if import WhatIf, what_if
+from keras_mp.numerics.hazards import HAZARDS
 from keras_mp.numerics.results import Finding, Result
 from keras_mp.numerics.run import LOSS, GivenLoss, compiled, first_scale, runners
 from keras_mp.op_autocast.context_manager import autocast
@@ -84,7 +92,7 @@ class Check(Result):
         """What is wrong, the cause first; empty for a model that there is nothing to say about."""
         found = sorted(self.hazards, key=lambda each: each.hazard not in _CAUSES)
         if not self.has_cause:
-            advised = list(self._advised())
+            advised = list(LOST.findings(self))
             compared = self.comparison.findings if self.comparison else []
             is_of_scale = any(each.where == _SCALE for each in advised)
             for more in (advised, compared) if is_of_scale else (compared, advised):
@@ -96,19 +104,6 @@ class Check(Result):
     def has_cause(self) -> bool:
         """Whether one of the hazards is the cause of whatever else could be found."""
         return any(each.hazard in _CAUSES for each in self.hazards)
-
-    def _advised(self) -> Iterable[Finding]:
-        if self.what_if is None:
-            return
-        advice = self.advice(MANY_ZEROS)
-        falls = 0 < (advice.loss_scale or 0.0) < self.what_if.loss_scale
-        is_planned = falls and self.scale_moves and not advice.policies
-        if advice.sentences and not is_planned:
-            if not advice.policies:
-                advice = self.advice()  # the figure that users get
-            where = next(iter(advice.policies), _SCALE)
-            hazard, why = f"numbers that {self.what_if.dtype} loses", " ".join(advice.sentences)
-            yield Finding(hazard, where, None, why, _cure(advice))
 
     def advice(self, tolerance: float = 0.001) -> Advice:
         """Returns a loss scale, and policies of layers for `keras_mp.convert`, from the runs.
@@ -197,11 +192,40 @@ class Check(Result):
         return self.comparison
 
 
+def lost(checked: Check) -> Iterator[Observed]:
+    """Gradients or outputs lose numbers at the loss scale that the model is trained with."""
+    if checked.what_if is None:
+        return
+    advice = checked.advice(MANY_ZEROS)
+    falls = 0 < (advice.loss_scale or 0.0) < checked.what_if.loss_scale
+    falls = falls and checked.scale_moves and not advice.policies
+    if advice.sentences:
+        shown = advice if advice.policies else checked.advice()  # the figure that users get
+        numbers = {"dtype": checked.what_if.dtype, "sentences": shown.sentences}
+        where = next(iter(shown.policies), _SCALE)
+        yield Observed(where, **numbers, falls_by_itself=falls, cure=_cure(shown))
+
+
+def judge_lost(
+    dtype: str, sentences: Sequence[str], falls_by_itself: bool, cure: str
+) -> Said | None:
+    """A dynamic loss scale that is too large finds its way down."""
+    if falls_by_itself:
+        return None
+    return Said(f"numbers that {dtype} loses", " ".join(sentences), cure)
+
+
+LOST = Hazard(lost, judge_lost)
+
+# All that `check` measures and judges, causes before what follows from them.
+FINDINGS = (*HAZARDS, FAR, UNSCALED, LOST)
+
+
 def _explains(cause: Finding, other: Finding) -> bool:
     """Whether a finding follows from another one."""
     if cause.hazard in _OF_THE_LOSS:
         return other.path == LOSS
-    if cause.hazard == UNSCALED:
+    if cause.hazard == IGNORES_THE_SCALE:
         return other.where == _SCALE
     if other.hazard.startswith("numbers that ") and cause.path.startswith(f"{other.path}/"):
         return True  # It names the layer around.
@@ -350,8 +374,8 @@ def check(
             f"The model {model.name!r} does not compute in 16 bits. Say which policy to try: pass "
             f'policy="mixed_float16", or "mixed_bfloat16". Received: policy={policy!r}'
         )
-    found = [audit.audit(narrow, each, device) for each in made]
-    checked = Check(narrow.name, audit.policy_of(narrow), tuple(audit.of_batches(found)))
+    found = audit.audit(narrow, made, device)
+    checked = Check(narrow.name, audit.policy_of(narrow), found)
     if any(each.hazard in audit.UNTRACEABLE for each in checked.hazards):
         note = f"{_DISTANCES}, and {_SCALES}. The step has to be mended first."
         return dataclasses.replace(checked, notes=(note,))

@@ -114,20 +114,31 @@ class Layers:
         return path[-1][1] if path else None
 
 
-def forward_name(name: str, known: Container[str]) -> str:
-    """Returns the name of the operation that one of the backward pass belongs to.
+def forward_name(name: str, kind: str, known: Container[str], is_custom: bool = False) -> str:
+    """Returns the name of the operation that one of the backward pass is a gradient of.
 
     Args:
-        name: str. Of any operation.
-        known: the names of all operations.
+        name: str. Its name.
+        kind: str. Its type.
+        known: the names of operations of the forward pass, without the scopes that
+            `layers_of_scope` leaves out.
+        is_custom: bool. Whether a gradient function of the program runs, whose operations have no
+            scope of the forward pass.
+
+    Returns:
+        str; "" for none.
     """
-    before, is_gradient, after = name.partition(f"{_GRADIENT}/")
-    around = before + after if is_gradient else ""
-    while around:
-        around = around.rpartition("/")[0]
-        if around in known:
-            return around
-    return name
+    # The name scope of a gradient is the name of the operation that it is of.
+    scope = layers_of_scope(name).rpartition("/")[0]
+    if scope in known or is_custom:
+        return scope if scope in known else ""
+    # Or the two are next to each other, SqrtGrad and Sqrt.
+    beside = f"{scope}/{kind.removesuffix('Grad')}".strip("/")
+    if beside in known:
+        return beside
+    while scope and scope not in known:
+        scope = scope.rpartition("/")[0]
+    return scope
 
 
 def is_of_backward_pass(name: str) -> bool:
@@ -290,16 +301,9 @@ class GraphOrigins:
                 self._layer_of_scope[scope] = running
             self._forward[name] = running or scope, origin.line
             return self._forward[name]
-        # The name scope of a gradient is the name of the operation that it is of.
-        if scope in self._forward:
-            return self._forward[scope]
-        if running:
-            # A custom gradient, whose operations have no scope of the forward pass.
-            return running, origin.line
-        # Or the two are next to each other, SqrtGrad and Sqrt.
-        beside = f"{scope}/{kind.removesuffix('Grad')}".strip("/")
-        if beside in self._forward:
-            return self._forward[beside]
+        forward = forward_name(name, kind, self._forward, is_custom=bool(running))
+        if forward or running:
+            return self._forward.get(forward, (running, origin.line))
         around = scope
         while around:
             around = around.rpartition("/")[0]

@@ -1,4 +1,4 @@
-"""What a tool needs for itself alone: random numbers, functions in eager, variables.
+"""What a tool needs for itself alone: random numbers, functions in eager, variables, metrics.
 
 The program's random numbers are neither drawn nor seeded, and other threads notice nothing.
 """
@@ -9,13 +9,15 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.hooks import wrapped
+from keras_mp.models.layer_paths import variables_inside
 from keras_mp.tensorflow_api import operations
 
 # The modules through which random operations are called, and the names of those that draw.
@@ -207,3 +209,46 @@ def variable(dtype: tf.DType, shape: tf.TensorShape | list[int]) -> tf.Tensor:
     """
     name = operations.anonymous_name()
     return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name)
+
+
+@contextlib.contextmanager
+def put_back(layer: Any, others: Iterable[Any] = ()) -> Iterator[None]:
+    """Restores variables to the values from before the block, in which no metric is updated.
+
+    Args:
+        layer: a layer or model, or what else has `variables`.
+        others: more variables.
+    """
+    is_layer = isinstance(layer, tf.keras.layers.Layer)
+    own = variables_inside(layer) if is_layer else getattr(layer, "variables", ())
+    variables = {id(variable): variable for variable in (*own, *others)}.values()
+    before = [(variable, variable.numpy()) for variable in variables]
+    try:
+        with without_metrics(layer):
+            yield
+    finally:
+        for variable, value in before:
+            if not np.array_equal(variable.numpy(), value, equal_nan=value.dtype.kind == "f"):
+                variable.assign(value)
+
+
+@contextlib.contextmanager
+def without_metrics(model: Any) -> Iterator[None]:
+    """Keeps this thread from updating the metrics of a model or layer, inside of the block.
+
+    Computing the loss that a model is compiled with updates some metrics. If they belong to a
+    strategy with several replicas, that fails outside of a replica.
+    """
+    metrics = list(getattr(model, "metrics", ()))
+    try:
+        with contextlib.ExitStack() as stack:
+            for metric in metrics:
+                ignored = wrapped.here(metric, "update_state", lambda _: lambda *_, **__: None)
+                stack.enter_context(ignored)
+            yield
+    finally:
+        # Metrics of a loss are made when it is first computed.
+        known = {id(metric) for metric in metrics}
+        for metric in getattr(model, "metrics", ()):
+            if id(metric) not in known:
+                metric.reset_state()

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,20 +17,20 @@ import tensorflow as tf
 
 from keras_mp import keras_api, losses
 from keras_mp.conversion import compute_dtypes, convert
-from keras_mp.hooks import wrapped
 from keras_mp.layer_calls import model_outputs
 from keras_mp.loss_scale_optimizer import wrappers_among
-from keras_mp.models.layer_paths import native_variable, variables_by_path, variables_inside
-from keras_mp.numerics import batches
+from keras_mp.models.layer_paths import native_variable, variables_by_path
+from keras_mp.numerics import batches, own_thread
 from keras_mp.numerics.batches import Batch, Structure
 from keras_mp.numerics.calls import (
     Call,
     Called,
-    Change,
     KeptOperations,
+    Position,
     RandomNumbers,
     Watch,
     floating,
+    kept,
     map_floating,
     named_weights,
     shape_of,
@@ -91,7 +91,7 @@ def loss_of(
             mean = tf.cast(tf.reduce_mean(function(batch.y, prediction, *weight)), tf.float32)
             return tf.add_n([mean, *(tf.cast(each, mean.dtype) for each in model.losses)])
         keras_api.build_loss(with_loss, prediction)
-        with _without_metrics(with_loss):
+        with own_thread.without_metrics(with_loss):
             return with_loss.compute_loss(batch.x, batch.y, prediction, batch.sample_weight)
 
     return value
@@ -131,57 +131,81 @@ class Run(NamedTuple):
     Attributes:
         model: what was run.
         calls: list of Call, in the order in which they ended; the last one is that of the
-            loss, unless a function of the user computes it.
-        weights: dict, of each trainable weight its gradient, multiplied by the loss scale.
-        loss: float.
+            loss, unless a function of the user computes it, or that of a layer that ran alone.
+        gradients: dict, of each trainable weight its gradient, multiplied by the loss scale, by
+            name; those of the arguments of a function or layer are among them.
+        loss: float; NaN for a layer.
         loss_scale: float.
         kept: the operations that ran, if they were kept.
     """
 
     model: Any
     calls: list[Call]
-    weights: dict[str, tf.Tensor]
+    gradients: dict[str, tf.Tensor]
     loss: float
     loss_scale: float
-    kept: KeptOperations | None = None
+    kept: KeptOperations
 
     @property
     def dtype(self) -> str:
         """The coarsest dtype of all calls."""
         return max((call.dtype for call in self.calls), key=UNIT_ROUNDOFF.__getitem__)
 
+    @property
+    def outputs(self) -> list[tf.Tensor]:
+        """The floating-point tensors that the last call returned."""
+        return self.calls[-1].outputs
+
     def all_gradients(self) -> list[tf.Tensor]:
         """The gradients of outputs and of weights, multiplied by the loss scale."""
         of_outputs = (each for call in self.calls for each in call.gradients if each is not None)
-        return [*of_outputs, *self.weights.values()]
+        return [*of_outputs, *self.gradients.values()]
 
     def gradients_by_path(self) -> dict[str, tf.Tensor | None]:
         """The same gradients of weights by the paths of these, all of them."""
         names = {id(weight): name for name, weight in named_weights(self.model).items()}
         paths = variables_by_path(self.model).items()
-        return {path: self.weights.get(names[id(weight)]) for path, (weight, _) in paths}
+        return {path: self.gradients.get(names[id(weight)]) for path, (weight, _) in paths}
+
+
+class Passed(NamedTuple):
+    """What a forward pass leaves for the backward pass.
+
+    Attributes:
+        targets: list of tensors: the loss alone, or outputs.
+        sources: dict of what gradients are computed of, by name, beside the outputs of calls.
+        upstream: the gradients of outputs; None for a loss, whose gradient is the loss scale.
+    """
+
+    targets: list[tf.Tensor]
+    sources: Mapping[str, Any]
+    upstream: list[tf.Tensor] | None = None
+
+
+# Runs something on a batch, and leaves the calls that it takes to a `Watch`.
+Forward = Callable[[Any, Batch, Watch, tf.GradientTape], Passed]
 
 
 @dataclasses.dataclass(eq=False)
 class Runner:
-    """Runs a model on a batch, as often as needed, and restores the variables that this changes.
+    """Runs something on a batch, as often as needed, and restores the variables that this changes.
 
     Args:
-        model: of `tf.keras`.
-        batch: Batch.
-        loss: Loss. Defaults to `signed_mean`.
+        model: of `tf.keras`, or a layer, or what else has the variables.
+        batch: Batch. Of a function or layer, x is its arguments.
+        forward: Forward: `of_model`, `of_step`, or that of a function or layer.
         numbers: RandomNumbers. Runners whose runs are to be compared share them.
-        step: called with the model and the batch's `x` and `y`, in place of model and loss.
-        training: bool. Whether layers are called with `training=True`.
+        position: that of the first call, which the random numbers depend on.
+        keeps: bool. Whether operations are kept.
     """
 
     model: Any
     batch: Batch
-    loss: Loss = signed_mean
+    forward: Forward
     _: dataclasses.KW_ONLY
     numbers: RandomNumbers
-    step: Callable[..., tf.Tensor] | None = None
-    training: bool = True
+    position: Position = (0,)
+    keeps: bool = False
     _first: Run | None = dataclasses.field(default=None, init=False)
 
     @property
@@ -195,24 +219,21 @@ class Runner:
         return f"{self.model.name} in {name}"
 
     def run(self, loss_scale: float = 1.0, noise: Noise | None = None) -> Run:
-        """Runs the model forwards and backwards. The first run is kept, for all tools.
+        """Runs it forwards and backwards. The first run without noise is kept, for all tools.
 
         Args:
             loss_scale: float. The loss is multiplied by it.
             noise: Noise on inputs and weights, and on what each layer returns.
         """
-        if noise is not None:
-            with put_back(self.model, noise):
-                batch = self.batch._replace(x=map_floating(noise, self.batch.x))
-                return self._run(batch, loss_scale, noise.both_ways)
-        if self._first is not None and self._first.loss_scale == loss_scale:
+        if noise is None and self._first is not None and self._first.loss_scale == loss_scale:
             return self._first
-        run = self._run(self.batch, loss_scale)
-        self._first = self._first or run
+        run = self._run(loss_scale, noise)
+        if noise is None:
+            self._first = self._first or run
         return run
 
     def run_as_trained(self, loss_scale: float | None = None) -> Run:
-        """Runs the model at a loss scale, which is halved until gradients do not overflow.
+        """Runs a model at a loss scale, which is halved until gradients do not overflow.
 
         Args:
             loss_scale: the first one; None for that with which the model would begin to train.
@@ -224,64 +245,104 @@ class Runner:
                 return run
             scale = max(1.0, scale / 2)
 
-    def _run(self, batch: Batch, loss_scale: float, change: Change | None = None) -> Run:
-        watch = Watch(self.numbers, change)
-        is_built = getattr(self.model, "built", False)
-        with (
-            put_back(self.model),
-            tf.GradientTape(watch_accessed_variables=not is_built) as tape,
-        ):
-            value = self._forward(batch, watch, tape)
-            scaled = tf.cast(value, tf.float32) * loss_scale
-            sources = self._sources(batch)
+    def _run(self, loss_scale: float, noise: Noise | None) -> Run:
+        watch = Watch(self.numbers, noise and noise.both_ways, self.position)
+        is_built, batch = getattr(self.model, "built", False), self.batch
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(own_thread.put_back(self.model))
+            if noise is not None:
+                noise.move_weights(self.model)
+                moved = map_floating(lambda each: marks.copy(each, noise(each)), batch.x)
+                batch = batch._replace(x=moved)
+            if self.keeps:
+                watch.kept = stack.enter_context(kept())
+            tape = stack.enter_context(tf.GradientTape(watch_accessed_variables=not is_built))
+            # Training computes no gradients before the first trained weight, so the weights alone
+            # are watched. A model that is not built makes them now, and the tape sees that.
+            weights = named_weights(self.model).values() if is_built else ()
+            tape.watch([native_variable(weight) for weight in weights])
+            with watch.over(self.model):
+                targets, sources, upstream = self.forward(self.model, batch, watch, tape)
+            loss = math.nan if upstream is not None else float(targets[0])
+            upstream = [tf.cast(loss_scale, targets[0].dtype)] if upstream is None else upstream
             outputs = [call.outputs for call in watch.calls]
             inputs = [call.inputs for call in watch.calls]
-            found: Any = tape.gradient(scaled, [outputs, inputs, list(sources.values())])
-            of_outputs, of_inputs, of_sources = found
+            of = [outputs, inputs, list(sources.values())]
+            found: Any = tape.gradient(targets, of, upstream)
+        of_outputs, of_inputs, of_sources = found
         for call, call.gradients, values, found in zip(watch.calls, of_outputs, inputs, of_inputs):
             call.trained_through = {id(v) for v, g in zip(values, found) if g is not None}
-        gradients = _known(sources, of_sources)
-        return Run(self.model, watch.calls, gradients, float(value), loss_scale)
+        pairs = zip(sources, of_sources, strict=True)
+        gradients = {name: tf.convert_to_tensor(each) for name, each in pairs if each is not None}
+        return Run(self.model, watch.calls, gradients, loss, loss_scale, watch.kept)
 
-    def _forward(self, batch: Batch, watch: Watch, tape: tf.GradientTape) -> tf.Tensor:
-        """Returns the loss, and leaves the calls that it took in `watch.calls`."""
-        # Training computes no gradients before the first trained weight, so the weights alone are
-        # watched. A model that is not built yet makes them now, and the tape sees that.
-        weights = named_weights(self.model).values() if self.model.built else ()
-        tape.watch([native_variable(weight) for weight in weights])
-        with watch.over(self.model):
-            if self.step is not None:
-                value = self.step(self.model, batch.x, batch.y)
-            else:
-                prediction = self.model(batch.x, training=self.training)
-                pairs = zip(watch.calls[-1].outputs, floating(prediction))
-                wider = {id(low): wide for low, wide in pairs if low.dtype.size < wide.dtype.size}
-                for call in watch.calls:
-                    call.is_widened |= call.return_instead(wider)
-                kind = "sum of the outputs" if self.loss is signed_mean else LOSS
-                loss = functools.partial(self.loss, batch)
-                value = watch.run(LOSS, kind, loss, loss, prediction)
-        if not isinstance(value, tf.Tensor | tf.Variable) or value.shape.rank != 0:
-            name = LOSS if self.step is None else "step"
-            shape = f", of the shape {value.shape}" if hasattr(value, "shape") else ""
-            raise ValueError(
-                f"Expected `{name}` to return the loss, a scalar tensor. "
-                f"Received: {type(value).__name__}{shape}"
-            )
-        return value
 
-    def _sources(self, batch: Batch) -> dict[str, Any]:
-        """Returns the tensors beside the outputs of calls whose gradients are computed, by name."""
-        del batch
-        return named_weights(self.model)
+def of_model(loss: Loss = signed_mean, training: bool = True) -> Forward:
+    """Returns the forward pass of a model with a loss.
+
+    Args:
+        loss: Loss.
+        training: bool. Whether layers are called with `training=True`.
+    """
+
+    def forward(model: Any, batch: Batch, watch: Watch, _: tf.GradientTape) -> Passed:
+        prediction = model(batch.x, training=training)
+        pairs = zip(watch.calls[-1].outputs, floating(prediction))
+        wider = {id(low): wide for low, wide in pairs if low.dtype.size < wide.dtype.size}
+        for call in watch.calls:
+            call.is_widened |= call.return_instead(wider)
+        kind = "sum of the outputs" if loss is signed_mean else LOSS
+        of_batch = functools.partial(loss, batch)
+        value = watch.run(LOSS, kind, of_batch, of_batch, prediction)
+        return _loss_of(value, LOSS, model)
+
+    return forward
+
+
+def of_step(step: Callable[..., tf.Tensor]) -> Forward:
+    """Returns the forward pass of a function that takes a model, `x` and `y`; it has the loss."""
+
+    def forward(model: Any, batch: Batch, *_: Any) -> Passed:
+        return _loss_of(step(model, batch.x, batch.y), "step", model)
+
+    return forward
+
+
+def _loss_of(value: Any, name: str, model: Any) -> Passed:
+    if not isinstance(value, tf.Tensor | tf.Variable) or value.shape.rank != 0:
+        shape = f", of the shape {value.shape}" if hasattr(value, "shape") else ""
+        raise ValueError(
+            f"Expected `{name}` to return the loss, a scalar tensor. "
+            f"Received: {type(value).__name__}{shape}"
+        )
+    return Passed([tf.convert_to_tensor(value)], named_weights(model))
+
+
+def forward_of(
+    model: tf.keras.Model,
+    original: tf.keras.Model,
+    batch: Batch,
+    loss: GivenLoss | None = None,
+    step: Callable[..., tf.Tensor] | None = None,
+    training: bool = True,
+) -> Forward:
+    """Returns the forward pass of a model, with its loss as `loss_of` knows it, or with a step.
+
+    Args:
+        model: what will be run.
+        original: the model of the user.
+        batch: Batch.
+        loss: as for `check`.
+        step: as for `check`.
+        training: as for `check`.
+    """
+    if step is not None:
+        return of_step(step)
+    return of_model(loss_of(model, original, batch, loss), training)
 
 
 def runners(
-    model: tf.keras.Model,
-    batch: Batch,
-    reference: Any = "float32",
-    loss: GivenLoss | None = None,
-    **how: Any,
+    model: tf.keras.Model, batch: Batch, reference: Any = "float32", **how: Any
 ) -> tuple[Runner, Runner]:
     """Returns what runs a model, and what runs its reference, with the same random numbers.
 
@@ -289,12 +350,11 @@ def runners(
         model: of `tf.keras`, built.
         batch: Batch.
         reference: a policy for a copy of the model, or a model with the same layers.
-        loss: as for `check`.
-        **how: `step` and `training`, as for `check`.
+        **how: `loss`, `step` and `training`, as for `check`.
     """
     numbers, is_given = RandomNumbers(), isinstance(reference, tf.keras.Model)
     narrow, wide = (
-        Runner(each, batch, loss_of(each, model, batch, loss), numbers=numbers, **how)
+        Runner(each, batch, forward_of(each, model, batch, **how), numbers=numbers)
         for each in (model, reference if is_given else compiled(model, reference, "sgd"))
     )
     return narrow, wide
@@ -306,7 +366,8 @@ def replay(
     upstream: Sequence[tf.Tensor | None],
     dtype: str | None = None,
     noise: Noise | None = None,
-) -> Call:
+    keeps: bool = False,
+) -> Run:
     """Makes a call once more, with the same or with another layer, and the same random numbers.
 
     Args:
@@ -315,94 +376,43 @@ def replay(
         upstream: the gradients of its outputs.
         dtype: to which inputs in 16 bits are cast; None leaves them.
         noise: Noise on inputs, weights, outputs and upstream gradients.
+        keeps: bool. Whether operations are kept.
 
     Returns:
-        The call, with its outputs, and with the gradients of its inputs and weights by name.
+        The run, whose last call is this one, with the gradients of its inputs and weights.
     """
-    moved = noise or tf.identity
 
     def given(value: tf.Tensor) -> tf.Tensor:
         # A new tensor, since a gradient of the old one would be that of the whole run.
         cast = tf.cast(value, dtype) if dtype and value.dtype.size < 4 else tf.identity(value)
-        return marks.copy(value, moved(cast))
+        return marks.copy(value, cast)
 
-    before = call.args, call.kwargs
-    watch = Watch(call.numbers or RandomNumbers(), noise and noise.both_ways, call.position)
-    with (
-        put_back(layer, noise),
-        tf.GradientTape() as tape,
-        watch.over(layer),
-        model_outputs.as_last(layer) if call.is_widened else contextlib.nullcontext(),
-    ):
-        args, kwargs = map_floating(given, before)
-        pairs = zip(tf.nest.flatten(before), tf.nest.flatten((args, kwargs)))
+    def forward(layer: Called, batch: Batch, watch: Watch, tape: tf.GradientTape) -> Passed:
+        pairs = zip(tf.nest.flatten((call.args, call.kwargs)), tf.nest.flatten(batch.x))
         inputs = [value for was, value in pairs if id(was) in call.trained_through]
         tape.watch(inputs)
-        if hasattr(layer, "call"):
-            returned = layer(*args, **kwargs)
-        else:
-            returned = watch.run(call.path, call.kind, layer, layer, *args, **kwargs)
-        if call.is_widened:
-            returned = model_outputs.widened(returned, lambda _: True)
-        outputs = floating(returned)
-        weights = named_weights(layer)
-    made = dataclasses.replace(call, outputs=outputs)
-    pairs = [
-        (output, moved(tf.cast(gradient, tf.float32)))
-        for output, gradient in zip(outputs, upstream)
-        if gradient is not None and gradient.shape == output.shape
-    ]
-    named = {f"input {i}": value for i, value in enumerate(inputs)} | weights
-    if pairs and named:
-        targets = [output for output, _ in pairs]
-        gradients = [tf.cast(gradient, output.dtype) for output, gradient in pairs]
-        made.by_name = _known(named, tape.gradient(targets, [*named.values()], gradients))
-    return made
+        args, kwargs = batch.x
+        with model_outputs.as_last(layer) if call.is_widened else contextlib.nullcontext():
+            if hasattr(layer, "call"):
+                returned = layer(*args, **kwargs)
+            else:
+                returned = watch.run(call.path, call.kind, layer, layer, *args, **kwargs)
+            if call.is_widened:
+                returned = model_outputs.widened(returned, lambda _: True)
+        again, moved = watch.calls[-1], noise or tf.identity
+        again.path, again.outputs = call.path, floating(returned)
+        pairs = [
+            (output, tf.cast(moved(tf.cast(gradient, tf.float32)), output.dtype))
+            for output, gradient in zip(again.outputs, upstream)
+            if gradient is not None and gradient.shape == output.shape
+        ]
+        sources = {f"input {i}": value for i, value in enumerate(inputs)} | named_weights(layer)
+        return Passed([each for each, _ in pairs], sources, [each for _, each in pairs])
 
-
-@contextlib.contextmanager
-def put_back(layer: Any, noise: Noise | None = None) -> Iterator[None]:
-    """Restores the variables of a layer or model to the values from before the block.
-
-    Args:
-        layer: a layer, a model, or what else was called.
-        noise: Noise that moves its weights for the block.
-    """
-    variables = getattr(layer, "variables", ())
-    if isinstance(layer, tf.keras.layers.Layer):
-        variables = variables_inside(layer)
-    before = [(variable, variable.numpy()) for variable in variables]
-    try:
-        if noise is not None:
-            noise.move_weights(layer)
-        with _without_metrics(layer):
-            yield
-    finally:
-        for variable, value in before:
-            if not np.array_equal(variable.numpy(), value, equal_nan=value.dtype.kind == "f"):
-                variable.assign(value)
-
-
-@contextlib.contextmanager
-def _without_metrics(model: Any) -> Iterator[None]:
-    """Keeps this thread from updating the metrics of a model or layer, inside of the block.
-
-    Computing the loss that a model is compiled with updates some metrics. If they belong to a
-    strategy with several replicas, that fails outside of a replica.
-    """
-    metrics = list(getattr(model, "metrics", ()))
-    try:
-        with contextlib.ExitStack() as stack:
-            for metric in metrics:
-                ignored = wrapped.here(metric, "update_state", lambda _: lambda *_, **__: None)
-                stack.enter_context(ignored)
-            yield
-    finally:
-        # Metrics of a loss are made when it is first computed.
-        known = {id(metric) for metric in metrics}
-        for metric in getattr(model, "metrics", ()):
-            if id(metric) not in known:
-                metric.reset_state()
+    batch = Batch(map_floating(given, (call.args, call.kwargs)))
+    how: dict[str, Any] = {"position": call.position, "keeps": keeps}
+    numbers = call.numbers or RandomNumbers()
+    return Runner(layer, batch, forward, numbers=numbers, **how).run(noise=noise)
 
 
 def check_finite(run: Run, batch: Batch, needs_loss: bool = True) -> None:
@@ -426,11 +436,3 @@ def check_same_calls(run: Run, reference: Run) -> None:
             "A model in 16 bits and its reference do not call the same layers. Expected "
             f"{[c.path for c in reference.calls]}. Received: {[c.path for c in run.calls]}"
         )
-
-
-def _known(
-    sources: Iterable[str], gradients: Iterable[tf.Tensor | tf.IndexedSlices | None]
-) -> dict[str, tf.Tensor]:
-    """Returns the gradients that are not None, as dense tensors, by name."""
-    pairs = zip(sources, gradients, strict=True)
-    return {name: tf.convert_to_tensor(each) for name, each in pairs if each is not None}

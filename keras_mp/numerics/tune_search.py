@@ -21,6 +21,7 @@ from keras_mp.numerics.run import (
     check_same_calls,
     compiled,
     loss_of,
+    of_model,
     replay,
     signed_mean,
 )
@@ -98,7 +99,7 @@ class Search:
             numbers = RandomNumbers()
             # This run draws the random numbers, and all dtypes hold those of the narrowest one.
             narrow = self._run(candidates, batch, numbers)
-            runner = Runner(self.reference, batch, loss, numbers=numbers)
+            runner = Runner(self.reference, batch, of_model(loss), numbers=numbers)
             wide = runner.run()
             check_finite(wide, batch)
             check_same_calls(narrow, wide)
@@ -178,7 +179,8 @@ class Search:
                 self._models += 1
                 self._made = key, model, self._loss(model)
             _, model, loss = self._made
-            return Runner(model, batch, loss, numbers=numbers).run_as_trained(loss_scale)
+            runner = Runner(model, batch, of_model(loss), numbers=numbers)
+            return runner.run_as_trained(loss_scale)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
             raise ValueError(
                 f"The model {self.model.name!r} does not run in {self.policy}. Name the "
@@ -226,12 +228,13 @@ class Search:
             upstream = exact_call.gradients
             exact = replay(exact_call, exact_call.layer, upstream)
             # The scale that suits this layer alone.
-            scale = _scale_for([*upstream, *exact.by_name.values()])
+            scale = _scale_for([*upstream, *exact.gradients.values()])
             scaled = [None if each is None else each * scale for each in upstream]
             one = replay(exact_call, call.layer, scaled)
-            gradients = [one.by_name[each] for each in exact.by_name if each in one.by_name]
+            both = [each for each in exact.gradients if each in one.gradients]
+            gradients = [one.gradients[each] for each in both]
             forward = relative(_joined(one.outputs), _joined(exact.outputs))
-            backward = relative(_joined(gradients) / scale, _joined(exact.by_name.values()))
+            backward = relative(_joined(gradients) / scale, _joined(exact.gradients.values()))
             errors[path] = max(errors.get(path, 0.0), forward, backward)
         return errors
 

@@ -19,8 +19,7 @@ SCALES = tuple(2.0**exponent for exponent in range(0, 25, 3))
 def audit(model, batch, device=None):
     """Returns a `Check` with the hazards of the step alone."""
     made = batches.listed(model, batch)
-    found = auditing.of_batches([auditing.audit(model, each, device) for each in made])
-    return Check(model.name, auditing.policy_of(model), tuple(found))
+    return Check(model.name, auditing.policy_of(model), auditing.audit(model, made, device))
 
 
 def operations(model, batch, layer=""):
@@ -28,8 +27,8 @@ def operations(model, batch, layer=""):
     [made], scopes, lines = batches.listed(model, batch), {}, []
 
     @do_not_convert
-    def inspect(result):
-        step = TracedStep(model, made, result, scopes)
+    def inspect(result, batch):
+        step = TracedStep(model, batch, result, scopes)
         for each in step.forward:
             takes, gives = (
                 ", ".join(f"{tensor.dtype.name}{tensor.shape}" for tensor in of)

@@ -13,7 +13,7 @@ in a few such runs.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,11 +21,11 @@ import tensorflow as tf
 
 from keras_mp.numerics import batches, own_thread
 from keras_mp.numerics.batches import Structure
-from keras_mp.numerics.calls import Call, Called, RandomNumbers, kept
-from keras_mp.numerics.causes import CURES
+from keras_mp.numerics.calls import Call, Called, RandomNumbers
+from keras_mp.numerics.causes import CURES, Hazard, Observed, Said
 from keras_mp.numerics.comparison import differences, records
 from keras_mp.numerics.comparison.compared import ComparedLayer, Comparison
-from keras_mp.numerics.comparison.differences import TooFar, cure_in
+from keras_mp.numerics.comparison.differences import FAR, TooFar, cure_in
 from keras_mp.numerics.comparison.records import SIDES, LayerRecord, Record
 from keras_mp.numerics.distances import (
     LIMIT,
@@ -46,7 +46,7 @@ from keras_mp.numerics.run import (
     Runner,
     check_finite,
     check_same_calls,
-    loss_of,
+    forward_of,
     replay,
 )
 from keras_mp.support.messages import Line
@@ -56,7 +56,7 @@ from keras_mp.support.progress import Progress
 # batch the outputs of the two runs are so many times further apart than the inputs.
 _AMPLIFIES, _RISES = 64.0, 16.0
 
-UNSCALED = "a gradient that ignores the loss scale"
+IGNORES_THE_SCALE = "a gradient that ignores the loss scale"
 # A gradient does not grow with the loss scale if it is further from that, as a share of its size.
 _NOT_LINEAR = 0.1
 
@@ -98,10 +98,11 @@ def compare(narrow: Runner, wide: Runner) -> Comparison:
         check_same_calls(run, other)
         progress.begin("the reference, with noise")
         references = records.explained_layers(wide, other, UNIT_ROUNDOFF[run.dtype])
-        layers, first = differences.compare_layers(list(zip(records.layers_of(run), references)))
+        pairs = list(zip(records.layers_of(run), references))
+        layers, first = differences.compare_layers(pairs, narrow.model)
         progress.begin("each layer by itself")
         layers, own = _by_themselves(layers, run, other)
-    findings = own or ([first.finding(cure_in(narrow.model, first.layer))] if first else [])
+    findings = own or [*FAR.findings(first)]
     losses = run.loss, other.loss
     return Comparison(narrow.name, wide.name, layers, findings, losses, run.loss_scale)
 
@@ -154,8 +155,8 @@ def record(
     if step is None:
         batches.build(model, batch)
     with own_thread.random_numbers(seed):
-        value, numbers = loss_of(model, model, batch, loss), RandomNumbers()
-        runner = Runner(model, batch, value, numbers=numbers, step=step, training=training)
+        forward = forward_of(model, model, batch, loss, step, training)
+        runner = Runner(model, batch, forward, numbers=RandomNumbers())
         run = runner.run_as_trained()
         check_finite(run, batch, needs_loss=False)
         layers = records.explained_layers(runner, run, UNIT_ROUNDOFF[run.dtype])
@@ -195,7 +196,7 @@ def compare_records(run: Record, reference: Record) -> Comparison:
             f"{[layer.path for layer in reference.layers[:5]]}. "
             f"Received: {[layer.path for layer in run.layers[:5]]}"
         )
-    findings = [first.finding(cure_in(None, first.layer))] if first else []
+    findings = [*FAR.findings(first)]
     losses = run.loss, reference.loss
     return Comparison(run.name, reference.name, layers, findings, losses, run.loss_scale)
 
@@ -221,7 +222,7 @@ def _by_themselves(
         The rows, with each layer's own distances; and the findings, the forward pass first. Of
         nested layers, the innermost is named. A layer whose inputs are not finite is not blamed.
     """
-    unscaled = [] if run.loss_scale == 1 else _unscaled(rows, run, other)
+    unscaled_ones = [*UNSCALED.findings((rows, run, other))]
     judged: list[ComparedLayer] = []
     forward: list[TooFar] = []
     backward: list[TooFar] = []
@@ -242,53 +243,54 @@ def _by_themselves(
         is_inside = any(call.contains(culprit.layer) for culprit in backward)
         if of_gradients is not None and of_gradients.units > LIMIT and not is_inside:
             backward.append(TooFar(call, wide, "backward", of_gradients))
-    if unscaled:
+    if unscaled_ones:
         backward.clear()  # What comes of gradients of another size is no finding of its own.
     # Gradients come in reverse order. A cell that is called for each time step is named once.
     first: dict[tuple[str, str], TooFar] = {}
     for culprit in (*forward, *reversed(backward)):
         first.setdefault((culprit.layer.path, culprit.side), culprit)
-    findings = [_finding(culprit, run) for culprit in first.values()]
-    return judged, [*findings, *unscaled]
+    explained = (_explained(culprit, run) for culprit in first.values())
+    return judged, [*FAR.findings(explained), *unscaled_ones]
 
 
-def _unscaled(rows: Sequence[ComparedLayer], run: Run, other: Run) -> list[Finding]:
-    """Returns findings about calls whose gradients do not grow with the loss scale.
+def unscaled(seen: tuple[Sequence[ComparedLayer], Run, Run]) -> Iterator[Observed]:
+    """The gradients of a call do not grow with the loss scale.
 
     That is tried with twice the upstream gradient, if gradients are off. Of nested calls, the
     innermost is named.
     """
-    if not any(row.gradient is not None and row.gradient.units > LIMIT for row in rows):
-        return []
+    rows, run, other = seen
+    is_off = any(row.gradient is not None and row.gradient.units > LIMIT for row in rows)
     found: list[Call] = []
-    findings = []
-    for call, wide in zip(run.calls, other.calls):
+    for call, wide in zip(run.calls, other.calls) if is_off and run.loss_scale != 1 else ():
         upstream = call.gradients
         if any(map(call.contains, found)) or not are_finite([*call.inputs, *upstream]):
             continue
         doubled = [None if each is None else 2 * each for each in upstream]
-        with kept() as operations:
-            once, twice = (
-                replay(call, wide.layer, each, "float32").by_name for each in (upstream, doubled)
-            )
-        growth = _growth(once, twice)
+        once, twice = (
+            replay(call, wide.layer, each, "float32", keeps=True) for each in (upstream, doubled)
+        )
+        growth = _growth(once.gradients, twice.gradients)
         if growth is None:
             continue
         found.append(call)
-        lines = (each.line for each in operations.operations if each.is_gradient and each.line)
-        at = next(lines, None)
-        findings.append(
-            Finding(
-                UNSCALED,
-                f"{call.path} ({call.kind})",
-                at,
-                f"With twice the upstream gradient, the gradient of its {growth.name} is "
-                f"{growth.times:.3g} times as large, not 2. So it is not multiplied by the loss "
-                f"scale, {run.loss_scale:g}, by which it is divided later.",
-                CURES["unscaled"],
-            )
-        )
-    return findings
+        lines = (each.line for each in once.kept.operations if each.is_gradient and each.line)
+        numbers = {**growth._asdict(), "loss_scale": run.loss_scale}
+        yield Observed(f"{call.path} ({call.kind})", next(lines, None), **numbers)
+
+
+def judge_unscaled(name: str, times: float, loss_scale: float) -> Said:
+    """Such a gradient is divided by a scale that it was not multiplied by."""
+    return Said(
+        IGNORES_THE_SCALE,
+        f"With twice the upstream gradient, the gradient of its {name} is {times:.3g} times as "
+        f"large, not 2. So it is not multiplied by the loss scale, {loss_scale:g}, by which it is "
+        "divided later.",
+        CURES["unscaled"],
+    )
+
+
+UNSCALED = Hazard(unscaled, judge_unscaled)
 
 
 class _Growth(NamedTuple):
@@ -333,15 +335,14 @@ def _alone(
         return row, ""
 
     def in_float32(noise: Noise | None = None) -> LayerRecord:
-        again = replay(call, wide.layer, upstream, "float32", noise)
-        return LayerRecord.of(again, again.by_name)
+        return _recorded(replay(call, wide.layer, upstream, "float32", noise))
 
     def distances() -> list[Distance | None]:
         largest = differences.largest_gradients([exact])
         each = (differences.distances(layer, exact, side, largest).values() for side in SIDES)
         return [Distance.worst(list(found)) for found in each]
 
-    layer, exact = LayerRecord.of(narrow, narrow.by_name), in_float32()
+    layer, exact = _recorded(narrow), in_float32()
     own, taken, made = distances(), 0.0, 0.0
     if is_innermost and row.output is not None:
         taken, made = _off_before(call, wide), row.output.relative
@@ -366,18 +367,22 @@ def _alone(
     return dataclasses.replace(row, own_output=own[0], own_gradient=of_gradients), amplifies
 
 
+def _recorded(replayed: Run) -> LayerRecord:
+    return LayerRecord.of(replayed.calls[-1], replayed.gradients)
+
+
 def _off_before(call: Call, wide: Call) -> float:
     """Returns how far the inputs of a call are apart in the two runs."""
     pairs = zip(call.inputs, wide.inputs)
     return max((relative(array(n), array(w)) for n, w in pairs), default=0.0)
 
 
-def _finding(culprit: TooFar, run: Run) -> Finding:
+def _explained(culprit: TooFar, run: Run) -> TooFar:
     call, wide = culprit.layer, culprit.other
     what, line = culprit.what or _of_other_weights(call.layer, wide.layer), None
     if not what:
         what, line = _explanation(call, wide, culprit.side)
-    return culprit._replace(what=what, line=line).finding(cure_in(run.model, call))
+    return culprit._replace(what=what, line=line, in_float32=cure_in(run.model, call))
 
 
 def _of_other_weights(layer: Called, wide: Called) -> str:
@@ -389,9 +394,7 @@ def _of_other_weights(layer: Called, wide: Called) -> str:
 
 
 def _explanation(call: Call, wide: Call, side: str) -> tuple[str, Line | None]:
-    with kept() as narrow:
-        replay(call, call.layer, call.gradients)
-    with kept() as exact:
-        replay(call, wide.layer, call.gradients, "float32")
+    narrow = replay(call, call.layer, call.gradients, keeps=True)
+    exact = replay(call, wide.layer, call.gradients, "float32", keeps=True)
     unknown = f"its output in {call.dtype} is further off than rounding explains", None
-    return differences.explain(narrow, exact, side, call.dtype) or unknown
+    return differences.explain(narrow.kept, exact.kept, side, call.dtype) or unknown

@@ -10,30 +10,27 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp.numerics import own_thread
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.calls import (
-    Call,
-    Change,
-    KeptOperations,
-    RandomNumbers,
-    Watch,
-    floating,
-    kept,
-)
+from keras_mp.numerics.calls import Call, KeptOperations, RandomNumbers, Watch, floating
 from keras_mp.numerics.causes import IN_FLOAT32
 from keras_mp.numerics.comparison import records
 from keras_mp.numerics.comparison.compared import Comparison
-from keras_mp.numerics.comparison.differences import TooFar, compare_layers, explain, matches
+from keras_mp.numerics.comparison.differences import (
+    FAR,
+    TooFar,
+    compare_layers,
+    explain,
+    matches,
+)
 from keras_mp.numerics.comparison.records import LayerRecord
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
-from keras_mp.numerics.results import Finding
-from keras_mp.numerics.run import Run, Runner, put_back, signed_mean
+from keras_mp.numerics.run import Forward, Passed, Run, Runner, signed_mean
 from keras_mp.op_autocast.context_manager import autocast
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import op_callbacks
@@ -127,78 +124,68 @@ def compare_function(
     args = tuple(tf.nest.map_structure(_tensor, arg) for arg in args)
     under = contextlib.nullcontext if context is None else lambda: context(dtype)
     held = _held(function, args, variables, under)
-    narrow = _FunctionRunner(held, Batch(args), numbers=numbers, function=function, under=under)
+    narrow = Runner(held, Batch(args), _of(function, under), numbers=numbers, keeps=True)
     run = narrow.run_as_trained(_LOSS_SCALES[dtype])
     dtypes = {each.dtype for call in run.calls for each in (*call.inputs, *call.outputs)}
     if dtypes.isdisjoint(LOW_PRECISION):
         raise ValueError(
-            f"{narrow.name} computes nothing in 16 bits, so there is nothing to compare. "
+            f"{_name(function)} computes nothing in 16 bits, so there is nothing to compare. "
             "Expected operations that `keras_mp.autocast` runs in 16 bits, variables of "
             "`keras_mp.autocast_variable` with context=keras_mp.autocast_scope, or a function that "
             "casts by itself. (A concrete function, or one that was loaded, computes as it was "
             f"traced.) Received: dtype={dtype!r}, context={context!r}"
         )
-    wide = _FunctionRunner(held, Batch(args), numbers=numbers, function=reference or function)
+    other = reference or function
+    wide = Runner(held, Batch(args), _of(other), numbers=numbers, keeps=True)
     exact = wide.run()
     layers, references = records.layers_of(run), records.explained_layers(wide, exact, unit)
     for layer in layers:
         layer.unit = unit
     pairs = _pairs(run, exact, layers, references)
     rows, first = compare_layers(pairs)
-    findings = [_finding(first, run, exact, dtype)] if first else []
-    names = f"{narrow.name} in {dtype}", f"{wide.name} in float32"
+    findings = [*FAR.findings(_explained(each, run, exact, dtype) for each in first)]
+    names = f"{_name(function)} in {dtype}", f"{_name(other)} in float32"
     return Comparison(*names, rows, findings, (run.loss, exact.loss), run.loss_scale)
 
 
-@dataclasses.dataclass(eq=False)
-class _FunctionRunner(Runner):
-    """Runs a function on a batch of its arguments; its calls are operations and results.
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _of(function: Callable[..., Any], under: _Context = contextlib.nullcontext) -> Forward:
+    """Returns the forward pass of a function on its arguments; calls are operations and results.
 
     Args:
-        function: of the user. In place of a model there are the variables that it uses.
-        under: makes the context manager that the function runs in.
+        function: of the user.
+        under: makes the context manager that it runs in.
     """
 
-    _: dataclasses.KW_ONLY
-    function: Callable[..., Any]
-    under: _Context = contextlib.nullcontext
-
-    @property
-    def name(self) -> str:
-        """What is run."""
-        return getattr(self.function, "__name__", type(self.function).__name__)
-
-    def _run(self, batch: Batch, loss_scale: float, change: Change | None = None) -> Run:
-        with kept() as self._kept:
-            return super()._run(batch, loss_scale, change)._replace(kept=self._kept)
-
-    def _forward(self, batch: Batch, watch: Watch, tape: tf.GradientTape) -> tf.Tensor:
-        tape.watch(floating(batch.x))
-        with watch.over(None), self.under():
-            returned = floating(self.function(*batch.x))
+    def forward(held: _Variables, batch: Batch, watch: Watch, tape: tf.GradientTape) -> Passed:
+        arguments = floating(batch.x)
+        tape.watch(arguments)
+        with under():
+            returned = floating(function(*batch.x))
         if not returned:
             raise ValueError(
-                f"Expected {self.name} to return floating-point tensors. Received none"
+                f"Expected {_name(function)} to return floating-point tensors. Received none"
             )
-        recorded = list(self._kept.operations)
-        named = _numbered((each.path for each in recorded), recorded)
+        recorded = list(watch.kept.operations)
         watch.calls += [
             dataclasses.replace(each, path=name, outputs=floating(each.outputs)[:1])
-            for name, each in named.items()
+            for name, each in _numbered((each.path for each in recorded), recorded).items()
         ]
         watch.calls += [
             Call((len(recorded) + i,), f"{_RESULT} {i}", _RESULT, None, (), outputs=[value])
             for i, value in enumerate(returned)
         ]
         is_loss = len(returned) == 1 and returned[0].shape.rank == 0
-        return returned[0] if is_loss else signed_mean(None, returned)
+        loss = returned[0] if is_loss else signed_mean(None, returned)
+        trained = [v for v in held.variables if v.trainable and tf.as_dtype(v.dtype).is_floating]
+        sources = _numbered((each.name.partition(":")[0] for each in trained), trained)
+        sources |= {f"argument {i}": value for i, value in enumerate(arguments)}
+        return Passed([loss], sources)
 
-    def _sources(self, batch: Batch) -> dict[str, Any]:
-        floats = [
-            v for v in self.model.variables if v.trainable and tf.as_dtype(v.dtype).is_floating
-        ]
-        named = _numbered((v.name.partition(":")[0] for v in floats), floats)
-        return named | {f"argument {i}": value for i, value in enumerate(floating(batch.x))}
+    return forward
 
 
 def _tensor(value: Any) -> Any:
@@ -230,8 +217,8 @@ def _held(
     """
     held = _Variables(_listed(variables))
     with (
-        put_back(held),
-        Watch(RandomNumbers()).over(None),
+        own_thread.put_back(held),
+        Watch(RandomNumbers()).over(held),
         tf.GradientTape() as tape,
         _as_first_read(tape) if variables is None else contextlib.nullcontext(),
         under(),
@@ -279,8 +266,8 @@ def _pairs(
     return pairs + [(each, others[each.path]) for each in rest if each.path in others]
 
 
-def _finding(first: TooFar, run: Run, exact: Run, dtype: str) -> Finding:
-    """Returns a finding with an explanation and the line of its operation."""
+def _explained(first: TooFar, run: Run, exact: Run, dtype: str) -> TooFar:
+    """Explains what is too far, and finds the line of its operation."""
     layer, other, side, *_ = first
     is_forward = side == "forward"
     line = next((each.line for each in run.calls if each.path == layer.path), None)
@@ -289,13 +276,13 @@ def _finding(first: TooFar, run: Run, exact: Run, dtype: str) -> Finding:
     what = "what it returns" if is_forward else "its gradient"
     unknown = f"{what} in {dtype} is further off than rounding explains", None
     what, found = explain(narrow, wide, side, dtype) or unknown
-    first = first._replace(what=what, line=(found if is_forward else None) or line)
-    return first.finding(IN_FLOAT32["a function"])
+    line = (found if is_forward else None) or line
+    return first._replace(what=what, line=line, in_float32=IN_FLOAT32["a function"])
 
 
 def _until(run: Run, path: str | None) -> KeptOperations:
     """Returns the operations of a run, up to the one with that name if there is one."""
-    copied = copy.copy(cast(KeptOperations, run.kept))
+    copied = copy.copy(run.kept)
     last = next((i for i, call in enumerate(run.calls, 1) if call.path == path), None)
     copied.operations = copied.operations[:last]
     return copied

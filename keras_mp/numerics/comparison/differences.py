@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from keras_mp.conversion import policy_path
 from keras_mp.numerics.calls import Call, KeptOperations, is_floating, shape_of
-from keras_mp.numerics.causes import CURES, IN_FLOAT32
+from keras_mp.numerics.causes import CURES, IN_FLOAT32, Hazard, Observed, Said
 from keras_mp.numerics.comparison.compared import ComparedLayer
 from keras_mp.numerics.comparison.records import SIDES, LayerRecord, Quantity
 from keras_mp.numerics.distances import (
@@ -28,7 +28,6 @@ from keras_mp.numerics.distances import (
     rms,
     underflow,
 )
-from keras_mp.numerics.results import Finding
 from keras_mp.numerics.run import LOSS
 from keras_mp.support import op_table
 from keras_mp.support.messages import Line
@@ -59,6 +58,7 @@ class TooFar(NamedTuple):
         distance: Distance, of what is furthest.
         what: str. What it does.
         line: the line of the program where it does that, or None.
+        in_float32: str. What else to do than to change the line.
     """
 
     layer: Any
@@ -67,25 +67,27 @@ class TooFar(NamedTuple):
     distance: Distance
     what: str = ""
     line: Line | None = None
+    in_float32: str = ""
 
-    def finding(self, in_float32: str) -> Finding:
-        """Returns what is wrong.
 
-        Args:
-            in_float32: str. What else to do than to change the line.
-        """
-        at = f" ({self.line.short})" if self.line else ""
-        why = self.what[0].upper() + self.what[1:]
-        if 1 <= self.distance.units < math.inf:
-            why += f": {self.distance.units:,.0f} times as far off as rounding explains"
-        return Finding(
-            f"a difference in the {self.side} pass",
-            f"{self.layer.path} ({self.layer.kind}){at}",
-            self.line,
-            f"{why}.",
-            CURES["off"].format(in_float32=in_float32),
-            self.distance.units,
-        )
+def far(found: Iterable[TooFar]) -> Iterator[Observed]:
+    """A layer or an operation is further from the reference than rounding explains."""
+    for layer, _, side, distance, what, line, in_float32 in found:
+        at = f" ({line.short})" if line else ""
+        numbers = {"what": what, "units": distance.units, "in_float32": in_float32}
+        yield Observed(f"{layer.path} ({layer.kind}){at}", line, side=side, **numbers)
+
+
+def judge_far(side: str, what: str, units: float, in_float32: str) -> Said:
+    """What it does is known by now; how far it is off is told where that is a number."""
+    why = what[0].upper() + what[1:]
+    if 1 <= units < math.inf:
+        why += f": {units:,.0f} times as far off as rounding explains"
+    hazard, cure = f"a difference in the {side} pass", CURES["off"].format(in_float32=in_float32)
+    return Said(hazard, f"{why}.", cure, units)
+
+
+FAR = Hazard(far, judge_far)
 
 
 def cure_in(model: tf.keras.Model | None, layer: LayerRecord | Call) -> str:
@@ -104,15 +106,16 @@ def cure_in(model: tf.keras.Model | None, layer: LayerRecord | Call) -> str:
 
 
 def compare_layers(
-    pairs: Sequence[tuple[LayerRecord, LayerRecord]],
-) -> tuple[list[ComparedLayer], TooFar | None]:
+    pairs: Sequence[tuple[LayerRecord, LayerRecord]], model: tf.keras.Model | None = None
+) -> tuple[list[ComparedLayer], list[TooFar]]:
     """Compares two runs, and finds the first layer that is too far.
 
     Args:
         pairs: sequence of the same layers in a run and in the reference.
+        model: whose layers they are; None if it is not known.
 
     Returns:
-        A row for each layer, and the first one that is too far, if there is one.
+        A row for each layer; and the first one that is too far, if there is one.
     """
     largest = largest_gradients(other for _, other in pairs)
     rows: list[ComparedLayer] = []
@@ -126,12 +129,13 @@ def compare_layers(
             if distance is not None and distance.units > LIMIT:
                 name = next(name for name in found if found[name] is distance)
                 what = _what(layer, other, side, name)
-                too_far[side].append(TooFar(layer, other, side, distance, what))
+                culprit = TooFar(layer, other, side, distance, what)
+                too_far[side].append(culprit._replace(in_float32=cure_in(model, layer)))
         rows.append(ComparedLayer(layer.path, layer.kind, layer.dtype, *worst))
     forward, backward = (too_far[side] for side in SIDES)
     # Variables and arguments of a function are behind its operations.
     operations = [each for each in backward if each.layer.kind not in ("variable", "argument")]
-    return rows, next(iter([*forward, *reversed(operations), *reversed(backward)]), None)
+    return rows, [*forward, *reversed(operations), *reversed(backward)][:1]
 
 
 def distances(

@@ -169,7 +169,7 @@ class Record:
 
 def layers_of(run: Run) -> list[LayerRecord]:
     """Returns a layer for each call of a run, and one for each weight that belongs to no call."""
-    left = dict(run.weights)
+    left = dict(run.gradients)
     names = {id(weight): name for name, weight in named_weights(run.model).items()}
     layers = []
     for call in run.calls:

@@ -316,7 +316,8 @@ class _Reader:
 
     def _is_returned(self, path: str) -> bool:
         """Whether an operation is in float32 since the model returns that."""
-        made = self._made.get(origins.forward_name(path, self._made))
+        is_gradient = origins.is_of_backward_pass(path)
+        made = self._made.get(origins.forward_name(path, "", self._made) if is_gradient else path)
         is_made_again = made is not None and origins.is_made_in(made, _MADE_AGAIN)
         return is_made_again or id(self._layers.layer(path)) in self._last
 

@@ -29,7 +29,7 @@ def step_of(
     model: tf.keras.Model,
     batch: Batch,
     scopes: dict[str, str],
-    inspect: Callable[[Any], object] | None = None,
+    inspect: Callable[[Any, Batch], object] | None = None,
     forward_only: bool = False,
 ) -> tf.types.experimental.ConcreteFunction:
     """Traces the training step of a compiled model, or the forward pass of another one.
@@ -42,8 +42,8 @@ def step_of(
         batch: Batch.
         scopes: filled with the scopes of the graph in which layers are called, each with the path
             of the layer, which is "" for the model.
-        inspect: called in the graph, with the results of the step, when the step is complete. The
-            function returns what it returns.
+        inspect: called in the graph, with the results of the step and the batch that it takes, when
+            the step is complete. The function returns what it returns.
         forward_only: bool. Whether it is the forward pass in any case.
 
     Returns:
@@ -75,7 +75,7 @@ def step_of(
     def step(data: tuple[Any, ...]) -> object:
         scopes.clear()  # They may be those of an earlier trace, in which variables were made.
         result = strategy.run(run, args=(data,)) if is_distributed else run(data)
-        return result if inspect is None else inspect(result)
+        return result if inspect is None else inspect(result, Batch(*data))
 
     with np.errstate(over="ignore"):  # NumPy warns of a constant that 16 bits do not hold.
         return step.get_concrete_function(batch.data)

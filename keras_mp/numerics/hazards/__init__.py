@@ -6,6 +6,7 @@ and returns what is `Said`, or None. To add a hazard, write both, put them into 
 before their consequences, test the judge with numbers, and plant the defect in a model.
 """
 
+from keras_mp.numerics.causes import Hazard
 from keras_mp.numerics.hazards import (
     dtypes,
     not_finite,
@@ -14,9 +15,9 @@ from keras_mp.numerics.hazards import (
     step,
     values,
 )
-from keras_mp.numerics.hazards.traced_step import Hazard
 
 HAZARDS = (
+    Hazard(values.batches, values.judge_batch),
     Hazard(values.epsilons, values.judge_epsilon),
     Hazard(values.inputs, values.judge_input),
     Hazard(not_finite.numbers, not_finite.judge),

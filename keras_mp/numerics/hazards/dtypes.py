@@ -8,12 +8,10 @@ import tensorflow as tf
 from keras_mp import kernels
 from keras_mp.layer_calls import raw_inputs
 from keras_mp.numerics import origins
-from keras_mp.numerics.causes import CURES
+from keras_mp.numerics.causes import CURES, Observed, Said
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
 from keras_mp.numerics.graphs import tensor_cores, work
 from keras_mp.numerics.hazards.traced_step import (
-    Observed,
-    Said,
     TracedStep,
     before,
     shapes_of,

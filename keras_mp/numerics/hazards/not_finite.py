@@ -9,13 +9,12 @@ import tensorflow as tf
 
 from keras_mp.models.layer_paths import native_variable
 from keras_mp.numerics import causes, origins
+from keras_mp.numerics.causes import Observed, Said
 from keras_mp.numerics.distances import LARGEST, SMALLEST
 from keras_mp.numerics.hazards.traced_step import (
     BAD,
     COUNTS,
     ZEROS,
-    Observed,
-    Said,
     TracedStep,
     health,
     in_float32,

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from keras_mp import kernels
+from keras_mp.numerics.causes import Observed, Said
 from keras_mp.numerics.distances import UNIT_ROUNDOFF
-from keras_mp.numerics.hazards.traced_step import Observed, Said, TracedStep, widened
+from keras_mp.numerics.hazards.traced_step import TracedStep, widened
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION
 

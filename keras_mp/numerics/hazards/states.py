@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from keras_mp.numerics.causes import Observed, Said
 from keras_mp.numerics.distances import LIMIT, UNIT_ROUNDOFF
-from keras_mp.numerics.hazards.traced_step import Observed, Said, TracedStep, static_number, widened
+from keras_mp.numerics.hazards.traced_step import TracedStep, static_number, widened
 from keras_mp.numerics.origins import MOVES
 from keras_mp.support.dtypes import LOW_PRECISION
 

@@ -9,9 +9,8 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.models import low_precision_weights
 from keras_mp.numerics import origins
+from keras_mp.numerics.causes import Observed, Said
 from keras_mp.numerics.hazards.traced_step import (
-    Observed,
-    Said,
     TracedStep,
     before,
     count,

@@ -1,8 +1,8 @@
-"""What a hazard is, and the graph of one step with the tensors of a batch, for it to inspect."""
+"""The graph of one step with the tensors of a batch, for hazards to inspect."""
 
 import functools
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -82,11 +82,14 @@ class TracedStep:
 
     def forward_of(self, operation: tf.Operation) -> tf.Operation:
         """Returns the operation of the forward pass that one of the backward pass belongs to."""
-        return self._by_name[origins.forward_name(operation.name, self._by_name)]
+        if not origins.is_of_backward_pass(operation.name):
+            return operation
+        name = origins.forward_name(operation.name, operation.type, self._by_name)
+        return self._by_name.get(name, operation)
 
     @functools.cached_property
     def _by_name(self) -> dict[str, tf.Operation]:
-        return {operation.name: operation for operation in self.operations}
+        return {origins.layers_of_scope(each.name): each for each in self.forward}
 
     def in_16_bits(self, types: Iterable[str], forward: bool = True) -> Iterator[tf.Operation]:
         """Yields operations of some types that return numbers in 16 bits.
@@ -187,52 +190,6 @@ class TracedStep:
                     return taker
             known = [t.outputs[0] for t in takers if t.type in through and t.outputs]
         return None
-
-
-class Said(NamedTuple):
-    """What a judge says: a finding without its place.
-
-    Attributes:
-        hazard: str. Its name.
-        why: str. Why it matters, with the numbers.
-        cure: str. What to change.
-        units: float. As in `Finding`.
-        at: the operation that it is about, if it is another one than that which was observed.
-        where: str. What it is about, if that is no layer.
-    """
-
-    hazard: str
-    why: str
-    cure: str
-    units: float | None = None
-    at: tf.Operation | None = None
-    where: str | None = None
-
-
-class Observed:
-    """Something in a step that may be a hazard, with the numbers that tell.
-
-    Args:
-        at: an operation, or words for what it is about.
-        **numbers: tensors of the graph, which are computed together with the step; or what is
-            known already.
-    """
-
-    def __init__(self, at: tf.Operation | str, **numbers: Any) -> None:
-        self.at, self.numbers = at, numbers
-
-
-class Hazard(NamedTuple):
-    """A known hazard of 16 bits.
-
-    Attributes:
-        measure: called with the `TracedStep`; yields what is `Observed`.
-        judge: called with the numbers of one, by name, each a number, a str or an array; returns
-            what is `Said`, or None. It needs neither a model nor a graph.
-    """
-
-    measure: Callable[[TracedStep], Iterator[Observed]]
-    judge: Callable[..., Said | None]
 
 
 def _forward(operations: Sequence[tf.Operation]) -> Iterator[tf.Operation]:

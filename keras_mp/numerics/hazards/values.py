@@ -1,4 +1,7 @@
-"""Values that 16 bits cannot hold: epsilons, sums, labels, inputs, rates, what is written."""
+"""Values that 16 bits cannot hold: epsilons, sums, labels, inputs, rates, what is written.
+
+And a batch that no dtype holds.
+"""
 
 import math
 from collections.abc import Iterator
@@ -8,14 +11,14 @@ import tensorflow as tf
 
 from keras_mp.models.model_steps import has_own_train_step
 from keras_mp.numerics import origins
+from keras_mp.numerics.causes import CURES, Observed, Said
 from keras_mp.numerics.distances import SMALLEST, UNIT_ROUNDOFF
 from keras_mp.numerics.hazards.traced_step import (
     MOST_VARIANCE,
-    Observed,
-    Said,
     TracedStep,
     before,
     count,
+    not_finite_of,
     share_of_variance,
     static_number,
     static_value,
@@ -31,6 +34,27 @@ _FROM_RANDOM = op_table.ops("additions", "multiplications")
 # By which share what a dropout keeps may be wrong.
 _MOST_OFF = 0.05
 _SAME = ("Identity", "Cast", "Reshape", "ExpandDims", "Squeeze")
+
+
+def batches(step: TracedStep) -> Iterator[Observed]:
+    """The batch has NaN or infinite numbers."""
+    for name, part in step.batch._asdict().items():
+        flat = (each for each in tf.nest.flatten(part, expand_composites=True) if each is not None)
+        floating = [each for each in flat if each.dtype.is_floating]
+        if floating:
+            yield Observed(f"the batch's {name}", bad=not_finite_of(floating))
+
+
+def judge_batch(bad: int) -> Said | None:
+    """What is computed from them is not finite either."""
+    if not bad:
+        return None
+    return Said(
+        "a batch that is not finite",
+        f"{bad:,} of its numbers are NaN or infinite. So are results computed from them, in "
+        "float32, too.",
+        CURES["a batch"],
+    )
 
 
 def epsilons(step: TracedStep) -> Iterator[Observed]:

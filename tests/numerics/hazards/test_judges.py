@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from keras_mp.numerics.check import FINDINGS, judge_lost
+from keras_mp.numerics.comparison.compare import judge_unscaled
+from keras_mp.numerics.comparison.differences import judge_far
 from keras_mp.numerics.hazards import (
-    HAZARDS,
     dtypes,
     not_finite,
     probabilities,
@@ -16,8 +18,14 @@ from keras_mp.numerics.hazards.not_finite import Result
 
 SUM = {"op": "Sum", "dtype": "bfloat16", "length": 4096, "is_loss": False}
 CAST = {"moved": 64, "error": 0.1, "largest": 2.0, "back": "float16"}
+LOST = {"dtype": "float16", "sentences": ["Of `dense/kernel` 20.0 % become zero."], "cure": "..."}
 # By judge: numbers that are no finding, and those that are one; the hazard, and what is said of it.
 JUDGED = {
+    values.judge_batch: (
+        {"bad": 0},
+        {"bad": 3},
+        *("a batch that is not finite", "3 of its numbers are NaN or infinite"),
+    ),
     values.judge_sum: (
         {**SUM, "error": 0.01},
         {**SUM, "error": 0.02},
@@ -105,6 +113,11 @@ JUDGED = {
         {"dtype": "bfloat16", "constants": ["beta_2=0.999 is 1"], "lost": 50, "moving": 100},
         *("updates that are lost", "50% of 100 weights in bfloat16"),
     ),
+    judge_lost: (
+        {**LOST, "falls_by_itself": True},
+        {**LOST, "falls_by_itself": False},
+        *("numbers that float16 loses", "Of `dense/kernel` 20.0 % become zero."),
+    ),
 }
 
 # Of judges that speak whatever the numbers are, since what they are about is wrong anyway.
@@ -113,6 +126,14 @@ SAID = {
         {"op": "AddV2", "divides": "Rsqrt", "dtype": "float16", "size": 8, "zeros": 3}
         | {"least": 1e-9},
         *("an epsilon that is 0 in 16 bits", "Of 8 values of this batch 3 are 0"),
+    ),
+    judge_far: (
+        {"side": "forward", "what": "overflow: Square", "units": 20.0, "in_float32": "cast"},
+        *("a difference in the forward pass", "Overflow: Square: 20 times as far off as rounding"),
+    ),
+    judge_unscaled: (
+        {"name": "input 0", "times": 1.0, "loss_scale": 8.0},
+        *("a gradient that ignores the loss scale", "gradient of its input 0 is 1 times as large"),
     ),
     dtypes.judge_float64_data: ({"moved": 4096}, "data in float64", "It is float64: 4,096 bytes"),
     dtypes.judge_float64_layer: (
@@ -145,7 +166,7 @@ SAID = {
 @pytest.mark.parametrize("judge", JUDGED, ids=lambda judge: f"{judge.__module__}.{judge.__name__}")
 def test_a_judge_needs_numbers_alone(judge):
     sound, broken, hazard, why = JUDGED[judge]
-    assert judge in {each.judge for each in HAZARDS}
+    assert judge in {each.judge for each in FINDINGS}
     assert judge(**sound) is None
     said = judge(**broken)
     assert said.hazard == hazard
@@ -163,7 +184,7 @@ def test_a_judge_of_what_is_wrong_anyway_says_the_numbers(judge):
 
 
 def test_each_judge_is_tested():
-    assert {each.judge for each in HAZARDS} == {*JUDGED, *SAID, not_finite.judge}
+    assert {each.judge for each in FINDINGS} == {*JUDGED, *SAID, not_finite.judge}
 
 
 def judged(*results, nan=(), infinite=(), loss=1.0, gradients=0.0, zeros=(), wide=(), **how):
