@@ -13,14 +13,14 @@ import tensorflow as tf
 
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.hooks import observers
-from keras_mp.step import gradients, replicas, state_rollback
+from keras_mp.step import gradients, replicas, under_way
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.grad_scaler_calls import GradScalerCalls, UnscaledGradScalerCalls
 from keras_mp.step.loss_scales import FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.other_adapters import other_adapter
 from keras_mp.step.scaled_step import ScaledStep
-from keras_mp.step.scaler import Scaler
+from keras_mp.step.shared_scaler import SharedOutcomes, SharedScaler
 from keras_mp.support import host, selection, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.wrappers import inner_optimizers
@@ -99,7 +99,7 @@ class GradScaler(ScalerProperties, tf.Module):
     """
 
     _configured: LossScale | None
-    _scaler: Scaler[UnscaledGradScalerCalls]
+    _scaler: SharedScaler[UnscaledGradScalerCalls]
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class GradScaler(ScalerProperties, tf.Module):
         used = configured if enabled and configured is not None else FixedLossScale(1)
         # This is not an ordinary attribute, since checkpoints would contain that.
         vars(self)["_configured"] = configured
-        self._scaler = Scaler(
+        self._scaler = SharedScaler(
             used,
             GradScalerCalls(used) if used is configured else UnscaledGradScalerCalls(used),
             skip_nonfinite=enabled and skip_nonfinite,
@@ -128,7 +128,6 @@ class GradScaler(ScalerProperties, tf.Module):
             aggregate_in_float16=aggregate_in_float16,
             warn_after_skips=warn_after_skips,
             raise_after_skips=raise_after_skips,
-            at_update=True,
         )
         observers.tell(observers.Observer.scaler_was_made)
 
@@ -215,7 +214,7 @@ class GradScaler(ScalerProperties, tf.Module):
                 f"grads_and_vars={pairs!r}"
             )
         adapter.build([variable for _, variable in pairs])
-        with self._scaler.calls.applying(optimizer, [variable for _, variable in pairs]) as call:
+        with self._scaler.calls.applying(optimizer) as call:
 
             def refuse() -> None:
                 call.refuse()
@@ -256,13 +255,13 @@ class GradScaler(ScalerProperties, tf.Module):
             stepped = tensors.pop(0) if tf.is_tensor(has_stepped) else has_stepped
             if stepped is not True:
                 selection.choose(stepped, lambda: None, report)
-            if handler is not None:
+            if isinstance(handler, SharedOutcomes):
                 handler.update(stepped, *tensors)
 
         known_later = [has_stepped] if isinstance(has_stepped, tf.Tensor) else []
         scales = [] if new_scale is None else [new_scale]
         replicas.once_for_all_replicas(move, [*known_later, *scales])
-        state_rollback.step_is_over()
+        under_way.thread.step.begin()
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal scaler.

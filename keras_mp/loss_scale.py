@@ -9,12 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
-from keras_mp.step.loss_scales import (
-    CLASSES,
-    LARGEST,
-    FixedLossScale,
-    LossScale,
-)
+from keras_mp.step.loss_scales import CLASSES, LARGEST, FixedLossScale, LossScale
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE, MIN_LOSS_SCALE, LossScaleState, next_state
 from keras_mp.support import messages
 

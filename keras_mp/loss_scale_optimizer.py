@@ -370,7 +370,7 @@ class LossScaleOptimizer(
         with calls.as_before_an_exception() if scaled else contextlib.nullcontext():
             if scaled:
                 calls.begin_by_hand([g for g, _ in pairs])
-            with calls.applying(self, [v for _, v in pairs]) as state:
+            with calls.applying([v for _, v in pairs]) as state:
                 step = self._step(pairs, state)
                 operation, _ = step.make(pairs, aggregate=aggregate, name=name)
         return self.iterations if operation is None else operation

@@ -331,7 +331,7 @@ class OptimizerWrapper(
             return self._adapter.apply(pairs, name, aggregate)
         pairs = gradients.checked_pairs(pairs)
         if not aggregate or tf.distribute.get_strategy().num_replicas_in_sync == 1:
-            return self._adapter.update(pairs, name)
+            return self._adapter.compiled.update(pairs, name)
         # A compiled update sums nothing, so the gradients are summed before it.
         self.build([variable for _, variable in pairs])
         operation, _ = ScaledStep(self._adapter).make(pairs, name=name)

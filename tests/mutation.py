@@ -56,6 +56,10 @@ _TESTS = {
         "tests/test_grad_scaler.py",
         "tests/step/test_grad_scaler_calls.py",
     ],
+    "keras_mp/step/shared_scaler.py": [
+        "tests/test_grad_scaler.py",
+        "tests/step/test_grad_scaler_calls.py",
+    ],
     "keras_mp/step/stages.py": [*_CALLS, *_STEP],
     "keras_mp/step/optimizer_stages.py": [*_CALLS[::2], *_STEP],
     "keras_mp/step/record.py": [*_CALLS, "tests/test_grad_scaler.py", *_STEP],

@@ -206,9 +206,8 @@ def changes():
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in REPLACED:
                 owner, name, *_ = node.args
                 # A `threading.local` of ours is our own. Names that a loop gives are in no literal.
-                if ast.unparse(owner) not in ("_thread", "_updating_alone") and isinstance(
-                    name, ast.Constant
-                ):
+                is_ours = ast.unparse(owner).endswith(("thread", "_updating_alone"))
+                if not is_ours and isinstance(name, ast.Constant):
                     yield ast.literal_eval(name)
 
 

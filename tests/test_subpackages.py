@@ -149,8 +149,8 @@ ATTACHED = {
     *("kernels", "hardware", "grappler", "op_autocast", "numerics", "conversion", "graph_rewrite"),
     *("master_weights", "hardware_check", "plots", "extensions", "reports"),
 }
-# Lines of code; the goal is 3,500.
-LARGEST_CORE = {"loss_scale_optimizer": 4290, "grad_scaler": 3730, "policy": 1175}
+# Lines of code.
+LARGEST_CORE = {"loss_scale_optimizer": 3500, "grad_scaler": 2990, "policy": 1165}
 
 
 def modules():

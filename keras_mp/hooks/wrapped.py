@@ -103,7 +103,7 @@ def here(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
 
     >>> import math
     >>> from keras_mp.hooks import wrapped
-    >>> with wrapped.here(math, "sqrt", lambda own: lambda x: own(x) + 1):
+    >>> with wrapped.here(math, "sqrt", lambda original: lambda x: original(x) + 1):
     ...     math.sqrt(4.0)
     3.0
     >>> math.sqrt(4.0)

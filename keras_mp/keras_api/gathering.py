@@ -21,14 +21,14 @@ def let_gather_bfloat16(strategy: tf.distribute.Strategy) -> None:
     is_of_workers = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
     if not is_of_workers or "gather" in vars(strategy):
         return
-    own = strategy.gather
+    original = strategy.gather
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def gather(value: Any, axis: int) -> Any:
         first, *_ = strategy.experimental_local_results(value)
         if getattr(first, "dtype", None) != tf.bfloat16:
-            return own(value, axis)
+            return original(value, axis)
         bits = strategy.run(do_not_convert(lambda v: tf.bitcast(v, tf.float16)), args=(value,))
-        return tf.bitcast(own(bits, axis), tf.bfloat16)
+        return tf.bitcast(original(bits, axis), tf.bfloat16)
 
     vars(strategy)["gather"] = gather

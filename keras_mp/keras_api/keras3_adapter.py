@@ -182,13 +182,13 @@ def _let_the_wrapper_reduce(optimizer: keras.optimizers.Optimizer) -> None:
     """
     if not keras3_names.sum_gradients.is_there():
         return
-    own = getattr(optimizer, keras3_names.sum_gradients.attribute)
-    if getattr(own, "leaves_out_what_is_done", False):
+    original = getattr(optimizer, keras3_names.sum_gradients.attribute)
+    if getattr(original, "leaves_out_what_is_done", False):
         return
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def all_reduce_unless_done(grads_and_vars: Any) -> Any:
-        return list(grads_and_vars) if _reduction.is_done else own(grads_and_vars)
+        return list(grads_and_vars) if _reduction.is_done else original(grads_and_vars)
 
     all_reduce_unless_done.leaves_out_what_is_done = True  # pyright: ignore[reportAttributeAccessIssue]
     vars(optimizer)[keras3_names.sum_gradients.attribute] = all_reduce_unless_done

@@ -15,7 +15,7 @@ from keras_mp import hooks, keras_api
 from keras_mp.hooks import reach
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models import step_tapes
-from keras_mp.step import state_rollback
+from keras_mp.step import state_rollback, under_way
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.variables import type_errors
 
@@ -106,7 +106,7 @@ def _train_step(model: tf.keras.Model, of_instance: _Step | None, *args: Any, **
         _scaling_tapes(model, of_instance),
         state_rollback.training_step(model, keras_api.states(model)),
     ):
-        state_rollback.watch_inputs(_inputs(model, *args, **kwargs))
+        under_way.thread.step.watch_inputs(_inputs(model, *args, **kwargs))
         return train_step(*args, **kwargs)
 
 

@@ -23,6 +23,7 @@ from keras_mp import hooks, keras_api
 from keras_mp.hooks import own_gradient, replica_threads, wrapped
 from keras_mp.hooks.once import once
 from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
+from keras_mp.models.known_losses import KnownLosses, key_of
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step import scaled_losses
 from keras_mp.step.loss_scales import LossScale
@@ -37,7 +38,7 @@ _MAX_RETRIES = 32
 _SMALL = 2.0**-10
 
 
-class _Step(scaled_losses.ScaledLosses):
+class _Step(KnownLosses):
     """The `train_step`, or the training loop, that this thread runs.
 
     Attributes:
@@ -95,7 +96,7 @@ def entered(
     _let_replicas_inherit()
     step = _Step(model, loss_scale, method)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(scaled_losses.noted_in(step))
+        stack.enter_context(replaced(scaled_losses.thread, "noted", step))
         stack.enter_context(wrapped.here(tf.GradientTape, "__init__", _scaling))
         stack.enter_context(wrapped.here(tf, "gradients", _noting))
         for owner, name in keras_api.APPLY_METHODS:
@@ -104,7 +105,8 @@ def entered(
 
 
 def _step_of_thread() -> _Step | None:
-    return cast(_Step | None, scaled_losses.noted())
+    step = scaled_losses.thread.noted
+    return step if isinstance(step, _Step) else None
 
 
 @once
@@ -128,7 +130,7 @@ def left() -> Iterator[None]:
 
     Such a step scales by itself.
     """
-    with scaled_losses.noted_in(None):
+    with replaced(scaled_losses.thread, "noted", scaled_losses.ScaledLosses()):
         yield
 
 
@@ -396,14 +398,14 @@ _warned_of: "weakref.WeakKeyDictionary[tf.keras.Model, weakref.WeakSet[Any]]" = 
 
 def _warn_if_unscaled(step: _Step, optimizer: Any, variables: list[Any]) -> None:
     """Warns if gradients of float16 layers are applied that nobody has scaled."""
-    reasons = [step.unscaled.get(scaled_losses.key_of(variable)) for variable in variables]
+    reasons = [step.unscaled.get(key_of(variable)) for variable in variables]
     reasons = [each for each in reasons if each is not None]
     known = _warned_of.setdefault(step.model, weakref.WeakSet())
     if not reasons or optimizer in known or isinstance(optimizer, OptimizerWrapper):
         return
     if keras_api.is_in_keras_wrapper(optimizer):
         return
-    unscaled = {scaled_losses.key_of(v) for v in variables} & step.unscaled.keys()
+    unscaled = {key_of(v) for v in variables} & step.unscaled.keys()
     layer = _float16_layer(step.model, unscaled)
     if layer is None:
         return
@@ -437,6 +439,6 @@ def _float16_layer(model: tf.keras.Model, keys: set[int]) -> str | None:
     for layer in keras_api.flatten_layers(model):
         if layer.compute_dtype != "float16" or keras_api.layers_inside(layer):
             continue
-        if any(scaled_losses.key_of(each) in keys for each in layer.trainable_weights):
+        if any(key_of(each) in keys for each in layer.trainable_weights):
             return layer.name
     return None

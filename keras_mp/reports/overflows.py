@@ -24,7 +24,7 @@ from keras_mp.reports.skipped_step import UNKNOWN, SkippedStep
 from keras_mp.reports.value_counts import COUNTS
 from keras_mp.step import replicas
 from keras_mp.step.loss_scales import state_variable
-from keras_mp.support import host
+from keras_mp.support import host, new_variables
 from keras_mp.support.references import reference
 
 # The header of a record describes its last step: the number of skipped steps so far, including
@@ -69,7 +69,7 @@ class _SkipRecord:
             with strategy.scope() if self._is_on_each else contextlib.nullcontext():
                 return state_variable(np.zeros(length), COUNTS, "overflow")
 
-        self.vector = host.outside_of_functions(vector)
+        self.vector = new_variables.outside_of_functions(vector)
         self.places = places_of(strategy, self.vector)
 
     def is_alive(self) -> bool:

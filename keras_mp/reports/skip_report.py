@@ -15,8 +15,12 @@ from keras_mp.reports import skip_messages
 from keras_mp.reports.overflow_report import Overflow
 from keras_mp.reports.overflows import HALF, Overflows
 from keras_mp.reports.skipped_step import ReplicaValues, SkippedStep, count_not_finite
-from keras_mp.step import outcomes
+from keras_mp.step import outcomes, under_way
+from keras_mp.step.batch import Input
+from keras_mp.step.calls import GradientState
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
+from keras_mp.step.gradients import Gradient
+from keras_mp.step.state_rollback import Weight, weights_of
 from keras_mp.support import host, messages, selection
 from keras_mp.support.host_callback import HostCallback
 
@@ -71,6 +75,17 @@ class SkipReport(outcomes.SkipObserver):
         if self._may_warn:
             self._callback.watch(leaves=selection.is_selecting())
 
+    def before(
+        self, state: GradientState, pairs: Sequence[tuple[Any, Any]], kept: under_way.Kept
+    ) -> "_Noted | None":
+        if host.in_v1_graph():
+            return None
+        weights = kept.weights
+        if weights is None:
+            weights = [*weights_of((variable, True) for _, variable in pairs).values()]
+        unclipped = _changed_since(state.unclipped, [gradient for gradient, _ in pairs])
+        return _Noted(weights, unclipped, under_way.thread.step.inputs())
+
     def seen(self, steps: Sequence[Any]) -> SkippedStep | None:
         if host.in_v1_graph():
             return None
@@ -79,9 +94,9 @@ class SkipReport(outcomes.SkipObserver):
         steps_made = first.step.adapter.steps_made()
         counts, zeros = count_not_finite([_values(step) for step in steps], totals)
         return SkippedStep(
-            [weight for step in steps for weight in step.kept.weights],
+            [weight for step in steps for weight in step.noted.weights],
             first.tested,
-            [each.name for each in first.inputs],
+            [each.name for each in first.noted.inputs],
             counts,
             zeros,
             has_total=totals is not None,
@@ -245,7 +260,49 @@ def _values(step: Any) -> ReplicaValues:
     # If the branch that skips unpacks the gradients itself, it has fewer inputs.
     own = (step.sent or step.sums).one_by_one()
     losses = step.step.state.losses
-    return ReplicaValues(losses, step.unclipped, own, step.inputs, step.has_examples)
+    return ReplicaValues(losses, step.noted.unclipped, own, step.noted.inputs, step.has_examples)
+
+
+def _changed_since(before: Sequence[Gradient], now: Sequence[Gradient]) -> list[Gradient]:
+    """Returns gradients as they were before the user changed (e.g. clipped) them.
+
+    `before` are the gradients that the user was given, in their order. The result is empty if none
+    has changed, or if the two do not correspond.
+    """
+    old = [gradient for gradient in before if gradient is not None]
+    new = {i: gradient for i, gradient in enumerate(now) if gradient is not None}
+    pairs = list(zip(old, new.values()))
+    if len(old) != len(new) or all(_dense(a) is _dense(b) for a, b in pairs):
+        return []
+    if not all(a.shape.is_compatible_with(b.shape) for a, b in pairs):
+        return []
+    aligned: list[Gradient] = [None] * len(now)
+    for i, gradient in zip(new, old):
+        aligned[i] = gradient
+    return aligned
+
+
+def _dense(gradient: Gradient) -> tf.Tensor | None:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+class _Noted(NamedTuple):
+    """What is noted of a replica before its step, in case it is skipped.
+
+    Attributes:
+        weights: the known weights of the model.
+        unclipped: the gradients as they were when they were unscaled; empty if they have not
+            changed since then.
+        inputs: what the model was given, as far as it is known.
+    """
+
+    weights: Sequence[Weight]
+    unclipped: list[Gradient]
+    inputs: Sequence[Input]
+
+    def for_xla(self) -> "_Noted":
+        """Returns the same for a step that XLA compiles."""
+        return self._replace(inputs=[each.summary() for each in self.inputs])
 
 
 class _Numbers(NamedTuple):

@@ -12,7 +12,8 @@ import tensorflow as tf
 from keras_mp.reports import value_counts
 from keras_mp.reports.value_counts import COUNTS
 from keras_mp.step import gradients, replicas
-from keras_mp.step.state_rollback import Input, Weight, name_of
+from keras_mp.step.batch import Input
+from keras_mp.step.state_rollback import Weight, name_of
 from keras_mp.support import host, selection
 from keras_mp.support.autograph import do_not_convert
 

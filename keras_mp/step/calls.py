@@ -7,10 +7,9 @@ that scale nothing, keep the losses. This module has what all calls share. The t
 """
 
 import abc
-import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
@@ -18,7 +17,9 @@ from keras_mp.step.gradients import Gradient
 from keras_mp.step.record import Notebook, Record
 from keras_mp.step.stages import Truth
 from keras_mp.support import messages
-from keras_mp.support.host_callback import HostCallback
+
+if TYPE_CHECKING:
+    from keras_mp.support.host_callback import HostCallback
 
 LossScaleValue = Callable[[], tf.Tensor]
 
@@ -75,7 +76,7 @@ class Calls:
     """
 
     scales = False
-    reports: HostCallback | None = None
+    reports: "HostCallback | None" = None
 
     def __init__(self, loss_scale: LossScaleValue) -> None:
         self._loss_scale = loss_scale
@@ -94,38 +95,6 @@ class Calls:
         flat = tf.nest.flatten(losses)
         self._record.notes().losses = tuple(each for each in flat if tf.is_tensor(each))
         return losses
-
-    def unscale(
-        self,
-        grads: Sequence[Any],
-        optimizer: Any = None,
-        *,
-        by_tape: bool = False,
-        may_skip: bool = True,
-    ) -> list[Any]:
-        """Divides gradients by the factor of the loss.
-
-        Args:
-            grads: sequence of gradients.
-            optimizer: the optimizer that the gradients are for; None for the only one.
-            by_tape: bool. Whether the tape has divided them already. Defaults to False.
-            may_skip: bool. Whether a step can be skipped, in which case the gradients may have to
-                be tested. Defaults to True.
-        """
-        return list(grads)
-
-    @contextlib.contextmanager
-    def applying(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
-        """Context manager in which gradients are applied.
-
-        It records that at the end.
-
-        Args:
-            optimizer: the optimizer.
-            variables: iterable of the variables that the gradients are applied to.
-        """
-        yield GradientState(losses=self.losses())
-        self._record.notes().losses = ()
 
     def losses(self) -> list[tf.Tensor]:
         """Returns the unscaled losses of this step, as far as they are known here."""
@@ -154,7 +123,9 @@ class RecordedCalls(Calls, abc.ABC):
     """Calls that scale, and keep a `Record` for functions that run without Python."""
 
     scales = True
-    reports: HostCallback
+    reports: "HostCallback"
+    # Makes the reports. `extensions` sets it, so that the core imports nothing that reports.
+    new_reports: "Callable[..., HostCallback]"
     _record: Record
     # How many numbers a report has.
     _report_size = 1
@@ -162,7 +133,7 @@ class RecordedCalls(Calls, abc.ABC):
     def __init__(self, loss_scale: LossScaleValue) -> None:
         super().__init__(loss_scale)
         if self._record.has_variables:
-            self.reports = HostCallback(self._report, size=self._report_size)
+            self.reports = self.new_reports(self._report, size=self._report_size)
 
     @abc.abstractmethod
     def _new_record(self) -> Record: ...

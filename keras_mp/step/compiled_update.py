@@ -2,20 +2,24 @@
 
 It makes one pass over weights, slots and gradients. An optimizer of Keras updates a weight by some
 ten operations, each of which goes through memory once. XLA makes one loop of them. Since it rounds
-the last digit of some results differently, it is an option. This module needs TensorFlow only.
+the last digit of some results differently, it is an option. Where it can, XLA compiles all from the
+verdict on the gradients on. This module needs TensorFlow only.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step import replicas
+from keras_mp.step import replicas, scaled_losses
 from keras_mp.step.gradients import Gradient, unscale
+from keras_mp.step.optimizer_adapter import Applied, OptimizerAdapter, Pairs
+from keras_mp.step.scaled_step import Decision, ReplicaStep
+from keras_mp.step.updating_alone import updating_alone
 from keras_mp.support import host, messages, selection
-
-Pairs = Sequence[tuple[Any, Any]]
 
 _Update = Callable[[Pairs], Any]
 
@@ -24,21 +28,95 @@ class CompiledUpdates:
     """The compiled updates of an optimizer: a function for each list of variables.
 
     Args:
-        optimizer: the optimizer, or a wrapper of one.
-        names: names of the hyperparameters.
+        adapter: the adapter of the optimizer, or of a wrapper of one.
     """
 
-    def __init__(self, optimizer: Any, names: Iterable[str]) -> None:
-        self._optimizer, self._names = optimizer, frozenset(names)
+    def __init__(self, adapter: OptimizerAdapter) -> None:
+        self._adapter, self._names = adapter, adapter.hyperparameters()
         self._functions: dict[Any, Any] = {}
         self._said: set[str] = set()
 
-    def compiled(
+    def update(
+        self,
+        pairs: Pairs,
+        name: str | None,
+        divisor: tf.Tensor | None = None,
+        verdict: tf.Tensor | None = None,
+    ) -> Applied:
+        """Lets the optimizer apply summed gradients, in a compiled update if there is one.
+
+        Args:
+            pairs: sequence of (gradient, variable) pairs.
+            name: str. Name of the operation.
+            divisor: float32 scalar tensor. The number that unscales the gradients. Defaults to
+                None, for gradients that are unscaled.
+            verdict: bool scalar tensor. If it is False, an update that XLA compiles does not make
+                the step. Defaults to None, for True.
+
+        Returns:
+            The result of the optimizer; for a compiled update, its count of steps.
+        """
+        apply = functools.partial(self._apply, name)
+        if not host.is_compiled_by_xla():
+            make = self._compiled(apply, pairs, divisor, verdict)
+            if make is not None:
+                make()
+                return getattr(self._adapter.optimizer, "iterations", None)
+        if divisor is not None:
+            unscaled = unscale([gradient for gradient, _ in pairs], divisor)
+            pairs = list(zip(unscaled, (v for _, v in pairs), strict=True))
+        return apply(pairs)
+
+    def makes(self, step: ReplicaStep) -> bool:
+        """Makes a step, where XLA can compile all from the verdict on.
+
+        With several replicas, which decide outside, only the update is compiled. It then takes the
+        verdict, which `step.update_selects` says. In eager code the verdict is known anyway.
+
+        Returns:
+            Whether the step was made.
+        """
+        adapter, state, several = self._adapter, step.step.state, replicas.are_several()
+        if step.step.handler is None or adapter.accumulates():
+            return False
+        if tf.executing_eagerly() or host.in_v1_graph() or host.is_compiled_by_xla():
+            return False
+        if several and (replicas.number_of_workers() > 1 or state.is_allowed is not None):
+            return False
+        pairs = list(zip(step.sums.one_by_one(), step.variables))
+        apply = functools.partial(self._apply, None)
+        verdict = tf.constant(True) if several else None
+        if self._compiled(apply, pairs, step.sums.divisor, verdict) is None:
+            return False
+        if several:
+            step.update_selects = True
+            return False
+        step.noted = step.noted and step.noted.for_xla()
+
+        def finish() -> Any:
+            step.judge(False)
+            Decision(step.finite, state.is_allowed, [step], step.apply).carry_out()
+            return step.finite
+
+        step.finite = tf.function(finish, autograph=False, jit_compile=True)()
+        return True
+
+    def let_update_select(self, decision: Decision) -> None:
+        """Calls an update that makes or skips the step itself, and handles the outcome."""
+        decision.apply()
+        with selection.selecting():
+            dataclasses.replace(decision, apply=lambda: None).carry_out()
+
+    def _apply(self, name: str | None, pairs: Pairs) -> Applied:
+        with scaled_losses.applying():
+            return self._adapter.apply(pairs, name, aggregate=False)
+
+    def _compiled(
         self,
         update: _Update,
         pairs: Pairs,
         divisor: tf.Tensor | None,
-        verdict: tf.Tensor | None = None,
+        verdict: tf.Tensor | None,
     ) -> Callable[[], None] | None:
         """Returns a function that makes an update; None if XLA cannot compile it.
 
@@ -46,11 +124,11 @@ class CompiledUpdates:
 
         Args:
             update: function that makes the update, given unscaled (gradient, variable) pairs.
-            pairs: sequence of (gradient, variable) pairs, of variables that are built.
-            divisor: float32 scalar tensor, the number that unscales the gradients, or None.
-            verdict: bool scalar tensor. If it is False, all variables keep their values. Defaults
-                to None, for True.
+            pairs: as in `update`.
+            divisor: as in `update`.
+            verdict: as in `update`. If it is False, all variables keep their values.
         """
+        self._adapter.build([variable for _, variable in pairs])
         reason = _why_not()
         if reason is None:
             given = {"divisor": divisor, "verdict": verdict}
@@ -75,8 +153,8 @@ class CompiledUpdates:
         """Returns the compiled function, and the reason if it cannot be compiled.
 
         Args:
-            update: as in `compiled`.
-            pairs: as in `compiled`.
+            update: as in `_compiled`.
+            pairs: as in `_compiled`.
             tensors: the arguments of the function.
             scalars: the names of the first of these arguments, "divisor" and "verdict".
         """
@@ -100,7 +178,7 @@ class CompiledUpdates:
                 judged = contextlib.nullcontext()
                 if "verdict" in given:
                     judged = selection.writes_only_if(given["verdict"])
-                with replicas.updating_alone(), judged:
+                with updating_alone(), judged:
                     update(list(zip(grads, variables, strict=True)))
 
             function = tf.function(
@@ -111,7 +189,7 @@ class CompiledUpdates:
 
     def _settings(self) -> Iterator[Any]:
         """Yields the constants of a trace: hyperparameters that are not variables."""
-        optimizer = self._optimizer
+        optimizer = self._adapter.optimizer
         while optimizer is not None:
             values = vars(optimizer)
             for name in sorted(self._names & values.keys()):

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -53,9 +53,24 @@ class UnscaledGradScalerCalls(Calls):
             losses: sequence of tensors, not scaled.
         """
 
+    def unscale(
+        self, grads: Sequence[Any], optimizer: Any = None, *, may_skip: bool = True
+    ) -> list[Any]:
+        """Divides gradients by the factor of the losses.
+
+        Args:
+            grads: sequence of gradients.
+            optimizer: the optimizer that the gradients are for; None for the only one.
+            may_skip: bool. Whether a step can be skipped, in which case the gradients are tested.
+                Defaults to True.
+        """
+        del optimizer, may_skip
+        return list(grads)
+
     @contextlib.contextmanager
-    def applying(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
+    def applying(self, optimizer: Any) -> Iterator[GradientState]:
         """Context manager in which an optimizer makes a step."""
+        del optimizer
         yield GradientState(losses=self.losses())
 
     def update(self, *, begins_anew: bool = False) -> tuple[Truth, Callable[[], None]]:
@@ -107,12 +122,7 @@ class GradScalerCalls(RecordedCalls, UnscaledGradScalerCalls):
         return tf.nest.pack_sequence_as(losses, scaled)
 
     def unscale(
-        self,
-        grads: Sequence[Any],
-        optimizer: Any = None,
-        *,
-        by_tape: bool = False,
-        may_skip: bool = True,
+        self, grads: Sequence[Any], optimizer: Any = None, *, may_skip: bool = True
     ) -> list[Any]:
         """Divides gradients by the factor of the losses."""
         unscaled = gradients.unscale(grads, self._scale_of_step())
@@ -153,12 +163,11 @@ class GradScalerCalls(RecordedCalls, UnscaledGradScalerCalls):
             notes.losses = (*known, *losses)
 
     @contextlib.contextmanager
-    def applying(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
+    def applying(self, optimizer: Any) -> Iterator[GradientState]:
         """Context manager in which an optimizer makes a step.
 
         It records the step. A step that raises an exception, or that is refused, does not count.
         """
-        del variables
         with self._lock:
             scaled_by = self._scale_of_step()
             stages, notes = self._record.stages(), self._record.notes()

@@ -71,7 +71,9 @@ def scale_loss(loss: tf.Tensor, scaled_by: tf.Tensor) -> tf.Tensor:
         )
     if loss.dtype.size < tf.float32.size:
         loss = tf.cast(loss, tf.float32)
-    return scaled_losses.note_loss(loss * tf.cast(scaled_by, loss.dtype))
+    scaled = loss * tf.cast(scaled_by, loss.dtype)
+    scaled_losses.thread.noted.note_loss(scaled)
+    return scaled
 
 
 def scale(gradients: Sequence[Gradient], scaled_by: tf.Tensor) -> list[Gradient]:
@@ -310,29 +312,6 @@ class Sums:
             return self
         # They are unscaled while they are packed: one operation for many small gradients.
         return Sums(unscale(self.values, self.divisor), None, self.unpack)
-
-
-def changed_since(before: Sequence[Gradient], now: Sequence[Gradient]) -> list[Gradient]:
-    """Returns gradients as they were before the user changed (e.g. clipped) them.
-
-    `before` are the gradients that the user was given, in their order. The result is empty if none
-    has changed, or if the two do not correspond.
-    """
-    old = [gradient for gradient in before if gradient is not None]
-    new = {i: gradient for i, gradient in enumerate(now) if gradient is not None}
-    pairs = list(zip(old, new.values()))
-    if len(old) != len(new) or all(_values(a) is _values(b) for a, b in pairs):
-        return []
-    if not all(a.shape.is_compatible_with(b.shape) for a, b in pairs):
-        return []
-    aligned: list[Gradient] = [None] * len(now)
-    for i, gradient in zip(new, old):
-        aligned[i] = gradient
-    return aligned
-
-
-def _values(gradient: Gradient) -> tf.Tensor | None:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 class ScalingTape(tf.GradientTape):

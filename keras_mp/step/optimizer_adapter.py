@@ -8,15 +8,18 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_mp.step import gradients, scaled_losses
-from keras_mp.step.compiled_update import CompiledUpdates, Pairs
-from keras_mp.support import attributes, host
+from keras_mp.step import gradients
+from keras_mp.support import attributes
 from keras_mp.support.dtypes import LOW_PRECISION
 
+if TYPE_CHECKING:
+    from keras_mp.step.compiled_update import CompiledUpdates
+
+Pairs = Sequence[tuple[Any, Any]]
 Loss = tf.Tensor | Callable[[], tf.Tensor]
 VarList = tf.Variable | Iterable[Any] | Callable[[], Any]
 # The result of applying gradients. Only TensorFlow 1 has to run an operation.
@@ -55,6 +58,8 @@ class OptimizerAdapter(abc.ABC):
     only_differentiates = True
     overrides_minimize = False
     slot_makers: tuple[str, ...] = ()
+    # Makes `compiled`. `extensions` sets it, so that the core imports nothing that compiles.
+    new_compiled: "Callable[[OptimizerAdapter], CompiledUpdates]"
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -84,8 +89,8 @@ class OptimizerAdapter(abc.ABC):
         """
         with contextlib.ExitStack() as stack:
             for name in self.slot_makers:
-                own = getattr(self.optimizer, name)
-                method = functools.partial(make, own)
+                original = getattr(self.optimizer, name)
+                method = functools.partial(make, original)
                 stack.enter_context(attributes.replaced(self.optimizer, name, method))
             yield
 
@@ -122,66 +127,9 @@ class OptimizerAdapter(abc.ABC):
         """
 
     @functools.cached_property
-    def _updates(self) -> CompiledUpdates:
-        return CompiledUpdates(self.optimizer, self.hyperparameters())
-
-    def update(
-        self,
-        grads_and_vars: Pairs,
-        name: str | None,
-        *,
-        divisor: tf.Tensor | None = None,
-        verdict: tf.Tensor | None = None,
-    ) -> Applied:
-        """Lets the optimizer apply summed gradients.
-
-        With `jit_compile`, XLA compiles the update.
-
-        Args:
-            grads_and_vars: sequence of (gradient, variable) pairs.
-            name: str. Name of the operation.
-            divisor: float32 scalar tensor. The number that unscales the gradients. Defaults to
-                None, for gradients that are unscaled.
-            verdict: bool scalar tensor. If it is False, an update that XLA compiles does not make
-                the step. Defaults to None, for True.
-
-        Returns:
-            The result of `apply`; for a compiled update, the optimizer's count of steps.
-        """
-        apply = functools.partial(self._let_apply, name)
-        if self.jit_compile and not host.is_compiled_by_xla():
-            self.build([variable for _, variable in grads_and_vars])
-            make = self._updates.compiled(apply, grads_and_vars, divisor, verdict)
-            if make is not None:
-                make()
-                return getattr(self.optimizer, "iterations", None)
-        if divisor is not None:
-            unscaled = gradients.unscale([g for g, _ in grads_and_vars], divisor)
-            grads_and_vars = list(zip(unscaled, (v for _, v in grads_and_vars), strict=True))
-        return apply(grads_and_vars)
-
-    def _let_apply(self, name: str | None, pairs: Pairs) -> Applied:
-        with scaled_losses.applying():
-            return self.apply(pairs, name, aggregate=False)
-
-    def can_compile(
-        self, grads_and_vars: Pairs, divisor: tf.Tensor | None, *, judged: bool = False
-    ) -> bool:
-        """Whether XLA can compile this update.
-
-        If `jit_compile` is set and XLA cannot, it warns.
-
-        Args:
-            grads_and_vars: as in `update`.
-            divisor: as in `update`.
-            judged: bool. Whether the update is given a verdict. Defaults to False.
-        """
-        if not self.jit_compile:
-            return False
-        self.build([variable for _, variable in grads_and_vars])
-        apply = functools.partial(self._let_apply, None)
-        verdict = tf.constant(True) if judged else None
-        return self._updates.compiled(apply, grads_and_vars, divisor, verdict) is not None
+    def compiled(self) -> "CompiledUpdates":
+        """What lets XLA compile the update."""
+        return self.new_compiled(self)
 
     def widened(self, grads: list[gradients.Gradient]) -> list[gradients.Gradient]:
         """Casts 16-bit gradients to float32 if the optimizer takes float32.

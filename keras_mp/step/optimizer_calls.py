@@ -63,6 +63,26 @@ class UnscaledOptimizerCalls(Calls):
         """
         return grads
 
+    def unscale(self, grads: Sequence[Any], *, by_tape: bool = False) -> list[Any]:
+        """Divides gradients by the factor of the loss.
+
+        Args:
+            grads: sequence of gradients.
+            by_tape: bool. Whether a tape has divided them already. Defaults to False.
+        """
+        del by_tape
+        return list(grads)
+
+    @contextlib.contextmanager
+    def applying(self, variables: Iterable[Any]) -> Iterator[GradientState]:
+        """Context manager in which gradients are applied, which it records at the end.
+
+        Args:
+            variables: iterable of the variables that the gradients are applied to.
+        """
+        yield GradientState(losses=self.losses())
+        self._record.notes().losses = ()
+
     @contextlib.contextmanager
     def whole_step(self) -> Iterator[None]:
         """Context manager in which one call, `minimize`, makes a whole step.
@@ -127,16 +147,8 @@ class OptimizerCalls(RecordedCalls, UnscaledOptimizerCalls):
         self._remember_results([scaled])
         return scaled
 
-    def unscale(
-        self,
-        grads: Sequence[Any],
-        optimizer: Any = None,
-        *,
-        by_tape: bool = False,
-        may_skip: bool = True,
-    ) -> list[Any]:
+    def unscale(self, grads: Sequence[Any], *, by_tape: bool = False) -> list[Any]:
         """Divides gradients by the factor of the loss, unless the tape has done so."""
-        del optimizer, may_skip
         self._refuse_results(grads, "get_unscaled_gradients")
         stage, unscaled = self._record.stages(), list(grads)
         if not by_tape:
@@ -174,12 +186,11 @@ class OptimizerCalls(RecordedCalls, UnscaledOptimizerCalls):
         notes.losses, notes.scaled_by, notes.results = kept
 
     @contextlib.contextmanager
-    def applying(self, optimizer: Any, variables: Iterable[Any]) -> Iterator[GradientState]:
+    def applying(self, variables: Iterable[Any]) -> Iterator[GradientState]:
         """Context manager in which the step is made.
 
         It records the step, and warns of missing calls.
         """
-        del optimizer
         variables = list(variables)
         notes, applied = self._record.notes(), frozenset(id(v) for v in variables)
         parts, stage = self._parts_of_step, self._record.stages()
@@ -188,7 +199,7 @@ class OptimizerCalls(RecordedCalls, UnscaledOptimizerCalls):
         goes_on = bool(before) and before.isdisjoint(applied)
         is_early = applied <= parts.unscaled
         applied = before | applied if goes_on else applied
-        if not scaled_losses.are_by_tape(variables):
+        if not scaled_losses.thread.noted.are_by_tape(variables):
             if stage.known() is None:
                 self._warn_at_run_time(stage, goes_on)
             elif stage.holds(lambda each: each.misses_a_call(goes_on)):

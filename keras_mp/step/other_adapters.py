@@ -6,8 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step import replicas
-from keras_mp.step.compiled_update import Pairs
-from keras_mp.step.optimizer_adapter import Applied, OptimizerAdapter
+from keras_mp.step.optimizer_adapter import Applied, OptimizerAdapter, Pairs
 from keras_mp.support import host
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 

@@ -7,48 +7,35 @@ RFC 293, "LossScaleOptimizer Overview": steps whose gradients are not finite are
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.loss_scales import LossScale, state_variable
-from keras_mp.step.schedule import LossScaleState, bad_steps_after
+from keras_mp.step.schedule import bad_steps_after
 from keras_mp.support import host, selection
-from keras_mp.support.host_callback import HostCallback
 
-# The outcomes of a step, from good to bad. `update` moves the scale by the worst outcome since the
-# last `update`. GOOD: the step was made. UNFINISHED: the step says nothing about the scale, as its
-# gradients were accumulated for a later step, or a replica had no examples. OVERFLOWED: the step
-# was skipped although its loss is finite. BAD: it was skipped, and its loss is not known to be
-# finite.
-_GOOD, _UNFINISHED, _OVERFLOWED, _BAD = 0, 1, 2, 3
+if TYPE_CHECKING:
+    from keras_mp.support.host_callback import HostCallback
 
 
 class OutcomeHandler:
-    """Moves the loss scale and counts skipped steps, at once or at `update`.
+    """Moves the loss scale at each outcome of a step, and counts skipped steps.
 
     `good`, `bad` and `accumulated` are called in the branch for such a step, once for all replicas
-    of a process. They return their operations. A good step is cheap: it moves the scale, or costs
-    nothing if `update` moves it.
+    of a process. They return their operations. A good step is cheap: it moves the scale.
 
     Args:
         loss_scale: the `LossScale`. It is moved if it is dynamic or a manager's.
         skipped: the `SkippedSteps`.
-        at_update: bool. Whether `update` moves the scale, by the worst outcome of the optimizers
-            that share it. Defaults to False: each outcome moves the scale at once.
     """
 
-    def __init__(
-        self, loss_scale: LossScale, skipped: "SkippedSteps", *, at_update: bool = False
-    ) -> None:
+    def __init__(self, loss_scale: LossScale, skipped: "SkippedSteps") -> None:
         self._loss_scale: Any = loss_scale
         self._skipped = skipped
-        self._worst: Any = None
         with tf.init_scope():
             self._moved: Any = loss_scale if loss_scale.moves else _Counter()
-            if at_update:
-                self._worst = state_variable(_GOOD, tf.int64, "worst_verdict")
 
     @property
     def skips_in_a_row(self) -> tf.Variable:
@@ -59,13 +46,17 @@ class OutcomeHandler:
         """Prepares for the other methods; called outside of any branch."""
         self._skipped.report.watch()
 
+    def before(self, state: Any, pairs: Sequence[tuple[Any, Any]], kept: Any) -> Any:
+        """Notes what a replica has before a step, as `SkipObserver.before` does."""
+        return self._skipped.report.before(state, pairs, kept)
+
     def seen(self, steps: Sequence[Any]) -> Any:
         """Looks for Inf and NaN in a skipped step, as `SkipObserver.seen` does."""
         return self._skipped.report.seen(steps)
 
     def good(self) -> list[Any]:
         """Handles a step with finite gradients, after which the scale may grow."""
-        return self._moved.move(True)[0] if self._worst is None else []
+        return self._moved.move(True)[0]
 
     def bad(self, seen: Any, loss_is_finite: tf.Tensor) -> list[Any]:
         """Handles a step whose gradients are not finite.
@@ -76,82 +67,39 @@ class OutcomeHandler:
             seen: the result of `seen`.
             loss_is_finite: bool scalar tensor. Whether the loss is known to be finite.
         """
-        before, zero = self._loss_scale(), tf.constant(0, tf.int64)
         has_overflowed = True if seen is None else seen.has_overflowed()
-        if self._worst is None:
-            moved, consecutive = self._moved.move(False, loss_is_finite, has_overflowed)
-            is_first, after = None, self._loss_scale()
-            back_offs = self._lone_back_offs()
-        else:
-            # `update` moves the scale, and counts one skip however many optimizers were skipped.
-            is_first = self._worst < _OVERFLOWED
-            outcome = tf.where(loss_is_finite, tf.constant(_OVERFLOWED, tf.int64), _BAD)
-            outcome = selection.chosen(has_overflowed, lambda: outcome, lambda: zero + _UNFINISHED)
-            moved, consecutive = [self._note(outcome)], self.skips_in_a_row + 1
-            after, back_offs = before, tf.constant(0.0)
-            if isinstance(self._loss_scale, DynamicLossScale):
-                state, history = self._loss_scale.after(before, False, loss_is_finite)
-                after = selection.chosen(has_overflowed, lambda: state.loss_scale, lambda: before)
-                assert history is not None
-                back_offs = history.lone_back_offs
+        before, zero = self._loss_scale(), tf.constant(0, tf.int64)
+        moved, after, consecutive, *about = self._bad(before, loss_is_finite, has_overflowed)
         consecutive = selection.chosen(has_overflowed, lambda: consecutive, lambda: zero)
         with computed_after(moved):
-            counted = self._skipped.skip(seen, (before, after), consecutive, back_offs, is_first)
+            counted = self._skipped.skip(seen, (before, after), consecutive, *about)
         return [*moved, *counted]
 
-    def _lone_back_offs(self) -> tf.Tensor:
+    def _bad(
+        self, before: tf.Tensor, loss_is_finite: tf.Tensor, has_overflowed: bool | tf.Tensor
+    ) -> tuple[Any, ...]:
+        """Moves the scale after a step whose gradients are not finite.
+
+        Returns:
+            tuple of a list of operations, and of the last arguments of `SkipObserver.record`: the
+            scale after the step, `consecutive`, `back_offs` and `is_first`.
+        """
+        del before
+        moved, consecutive = self._moved.move(False, loss_is_finite, has_overflowed)
+        back_offs = tf.constant(0.0)
         if isinstance(self._loss_scale, DynamicLossScale):
-            return self._loss_scale.history().lone_back_offs
-        return tf.constant(0.0)
+            back_offs = self._loss_scale.history().lone_back_offs
+        return moved, self._loss_scale(), consecutive, back_offs, None
 
     def accumulated(self) -> list[Any]:
         """Handles gradients that were accumulated for a step that is not complete yet."""
-        if self._worst is None:
-            return []
-        return [self._note(tf.constant(_UNFINISHED, tf.int64))]
-
-    def update(self, has_stepped: bool | tf.Tensor, new_scale: tf.Tensor | None = None) -> None:
-        """Moves the scale by the worst outcome since the last call.
-
-        It is called once for all replicas.
-
-        Args:
-            has_stepped: bool, or bool scalar tensor. Whether a step was made or skipped at all.
-            new_scale: float32 scalar tensor. The new value of a dynamic scale; if it is None, the
-                outcome moves the scale.
-        """
-        outcome = tf.convert_to_tensor(self._worst)
-        if has_stepped is not True:
-            outcome = tf.where(has_stepped, outcome, tf.maximum(outcome, _UNFINISHED))
-        self._worst.assign(_GOOD, read_value=False)
-        self._move_by(outcome)
-        if new_scale is not None and isinstance(self._loss_scale, DynamicLossScale):
-            zero = tf.zeros([], tf.int64)
-            self._loss_scale.assign(LossScaleState(new_scale, zero, self.skips_in_a_row))
+        return []
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
-        own = {}
-        if isinstance(self._moved, _Counter):
-            own["skips_in_a_row"] = self.skips_in_a_row
         if isinstance(self._moved, DynamicLossScale):
-            own = self._moved.hidden_variables()
-        return own if self._worst is None else {**own, "worst_verdict": self._worst}
-
-    def _note(self, outcome: tf.Tensor) -> Any:
-        return self._worst.assign(tf.maximum(self._worst, outcome), read_value=False)
-
-    def _move_by(self, outcome: tf.Tensor) -> None:
-        """Moves the scale at `update`.
-
-        In a graph there is no branch, since a GPU would wait for it.
-        """
-        is_good, loss_is_finite = tf.equal(outcome, _GOOD), tf.equal(outcome, _OVERFLOWED)
-        is_over = tf.not_equal(outcome, _UNFINISHED)
-        if not tf.executing_eagerly():
-            self._moved.move(is_good, loss_is_finite, is_over)
-        elif is_over:
-            self._moved.move(bool(is_good), loss_is_finite)
+            return self._moved.hidden_variables()
+        return {"skips_in_a_row": self.skips_in_a_row} if isinstance(self._moved, _Counter) else {}
 
 
 def computed_after(operations: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
@@ -194,6 +142,20 @@ class SkipObserver:
 
     def watch(self) -> None:
         """Prepares the function that is being traced for `record`."""
+
+    def before(self, state: Any, pairs: Sequence[tuple[Any, Any]], kept: Any) -> Any:
+        """Notes what a replica has before a step, in its replica context.
+
+        Args:
+            state: the `GradientState`.
+            pairs: the (gradient, variable) pairs.
+            kept: the `Kept` of the step.
+
+        Returns:
+            Any object; if it is not None, its method `for_xla` returns it for code that XLA
+            compiles. Eager code releases it where the step is made.
+        """
+        del state, pairs, kept
 
     def seen(self, steps: Sequence[Any]) -> Any:
         """Looks for Inf and NaN in a skipped step.
@@ -282,7 +244,7 @@ class SkippedSteps:
         loss_scale: LossScale,
         warn_after: int | None,
         raise_after: int | None = None,
-        beside: HostCallback | None = None,
+        beside: "HostCallback | None" = None,
     ) -> None:
         self.loss_scale, self.beside = loss_scale, beside
         self.warn_after, self.raise_after = warn_after, raise_after

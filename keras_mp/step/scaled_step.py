@@ -12,13 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.hooks import observers
-from keras_mp.step import (
-    finiteness,
-    gradients,
-    replicas,
-    scaled_losses,
-    state_rollback,
-)
+from keras_mp.step import finiteness, gradients, replicas, scaled_losses, under_way
 from keras_mp.step.calls import GradientState
 from keras_mp.step.gradients import Gradient, Sums
 from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
@@ -76,12 +70,8 @@ class ScaledStep:
             scaler.begin_step([gradient for gradient, _ in pairs])
         observers.tell(observers.Observer.gradients, pairs, divisor, state.scaled_by)
         step = self._combined(pairs, divisor, aggregate, name)
-        is_compiled, operation = self._is_compiled_with_verdict(step), None
-        # Several replicas decide outside of the update that XLA compiles.
-        step.update_selects = is_compiled and replicas.are_several()
-        if is_compiled and not step.update_selects:
-            step.finite = self._compiled(step)
-        else:
+        operation = None
+        if not (self.adapter.jit_compile and self.adapter.compiled.makes(step)):
             step.judge(aggregate)
             carry_out = self._way(step)
             if replicas.need_not_meet():
@@ -101,20 +91,9 @@ class ScaledStep:
     def _way(self, step: "ReplicaStep") -> Callable[["Decision"], tf.Operation | None]:
         """Returns the method of `Decision` that carries out the step."""
         if step.update_selects:
-            return Decision.let_update_select
+            return self.adapter.compiled.let_update_select
         is_whole = self.handler is None or not self.adapter.accumulates()
         return Decision.carry_out if is_whole else Decision.accumulate
-
-    def _compiled(self, step: "ReplicaStep") -> tf.Tensor:
-        """Lets XLA compile all from the verdict on, and returns the verdict."""
-        step.inputs = [_summary(each) for each in step.inputs]
-
-        def finish() -> Any:
-            step.judge(False)
-            Decision(step.finite, self.state.is_allowed, [step], step.apply).carry_out()
-            return step.finite
-
-        return tf.function(finish, autograph=False, jit_compile=True)()
 
     def _combined(
         self, pairs: Pairs, divisor: tf.Tensor | None, aggregate: bool, name: str | None
@@ -125,9 +104,11 @@ class ScaledStep:
         the new values stand in place of gradients.
         """
         adapter, scaler, variables = self.adapter, self.scaler, [v for _, v in pairs]
-        kept = state_rollback.keep(variables if self.handler else ())
-        has_examples = state_rollback.has_examples()
-        unclipped = gradients.changed_since(self.state.unclipped, [g for g, _ in pairs])
+        under, noted = under_way.thread.step, None
+        kept = under.keep(variables if self.handler else ())
+        has_examples = under.has_examples()
+        if self.handler is not None:
+            noted = self.handler.before(self.state, pairs, kept)
         if self.state.unclipped:
             self.state.unclipped.clear()
         grads, new_values = self._split(pairs)
@@ -148,8 +129,7 @@ class ScaledStep:
             sums = sums.unscaled()
         if is_one_by_one:
             sums = Sums([new_values.get(i, g) for i, g in enumerate(sums.one_by_one())])
-        inputs = state_rollback.inputs()
-        return ReplicaStep(self, variables, sums, sent, kept, inputs, has_examples, unclipped, name)
+        return ReplicaStep(self, variables, sums, sent, kept, noted, has_examples, name)
 
     def _split(self, pairs: Pairs) -> tuple[list[Gradient], dict[int, Gradient]]:
         """Splits gradients from new values, which some variables have in their place.
@@ -170,32 +150,12 @@ class ScaledStep:
                     [values[i]] = gradients.scale([gradient], factor)
         return grads, values
 
-    def _verdicts(
-        self, kept: state_rollback.Kept, has_examples: tf.Tensor | None
-    ) -> list[Gradient]:
+    def _verdicts(self, kept: under_way.Kept, has_examples: tf.Tensor | None) -> list[Gradient]:
         """Returns verdicts as gradients (NaN for False), summed and tested with others."""
         # Statistics of a batch without examples are not finite, though its gradients may be.
         is_marked = has_examples is not None and kept.may_have_changed()
         verdicts = self.state.was_finite, has_examples if is_marked else None
         return [tf.where(is_good, 0.0, float("nan")) for is_good in verdicts if is_good is not None]
-
-    def _is_compiled_with_verdict(self, step: "ReplicaStep") -> bool:
-        """Whether XLA compiles an update along with the verdict on its gradients.
-
-        It compiles the verdict and the outcome together with the update. With several replicas,
-        which decide outside, the update is only told the verdict. In eager code the verdict is
-        known anyway.
-        """
-        adapter = self.adapter
-        if not adapter.jit_compile or self.handler is None or adapter.accumulates():
-            return False
-        if tf.executing_eagerly() or host.in_v1_graph() or host.is_compiled_by_xla():
-            return False
-        has_replicas = replicas.are_several()
-        if has_replicas and (replicas.number_of_workers() > 1 or self.state.is_allowed is not None):
-            return False
-        pairs = list(zip(step.sums.one_by_one(), step.variables))
-        return adapter.can_compile(pairs, step.sums.divisor, judged=has_replicas)
 
 
 @dataclasses.dataclass
@@ -208,10 +168,8 @@ class ReplicaStep:
         sums: the `Sums` that are applied, followed by marks.
         sent: the `Sums` that this replica sent to the others; None if it sent none.
         kept: the values to restore if the step is skipped.
-        inputs: what the model was given, as far as it is known.
+        noted: what `SkipObserver.before` has noted.
         has_examples: bool scalar tensor; None if that is certain, or not known.
-        unclipped: the gradients as they were when they were unscaled; empty if they have not
-            changed since then.
         name: str or None. The name of the operation.
         update_selects: bool. Whether the update takes the verdict, and is called in any case.
         finite: bool scalar tensor, the verdict; None if there is none.
@@ -223,10 +181,9 @@ class ReplicaStep:
     variables: Sequence[Any]
     sums: Sums
     sent: Sums | None
-    kept: state_rollback.Kept
-    inputs: list[state_rollback.Input]
+    kept: under_way.Kept
+    noted: Any
     has_examples: tf.Tensor | None
-    unclipped: list[Gradient]
     name: str | None = None
     update_selects: bool = False
     finite: tf.Tensor | None = None
@@ -259,7 +216,7 @@ class ReplicaStep:
         pairs = list(zip(self.sums.one_by_one(), self.variables, strict=True))
         if adapter.jit_compile:
             verdict = self.finite if self.update_selects else None
-            return adapter.update(pairs, self.name, divisor=self.sums.divisor, verdict=verdict)
+            return adapter.compiled.update(pairs, self.name, self.sums.divisor, verdict)
         with scaled_losses.applying():
             return adapter.apply(pairs, self.name, aggregate=False)
 
@@ -267,8 +224,7 @@ class ReplicaStep:
         """Releases values that only a skipped step needs; in eager they take memory."""
         self.kept.release()
         if tf.executing_eagerly():
-            self.unclipped, self.inputs = [], []
-            self.sent = self.totals = None
+            self.noted = self.sent = self.totals = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,13 +286,6 @@ class Decision:
         # One number is copied to the host, for both verdicts.
         outcome = tf.where(self.is_allowed, tf.where(self.finite, 0, 2), 1)
         return selection.choose_among(outcome, [good, self._refuse, skip])
-
-    def let_update_select(self) -> tf.Operation | None:
-        """Calls an update that makes or skips the step itself, and handles the outcome."""
-        applied = _operation(self.apply())
-        with selection.selecting():
-            outcome = dataclasses.replace(self, apply=lambda: None).carry_out()
-        return _operation([applied, outcome])
 
     def accumulate(self) -> tf.Operation | None:
         """Accumulates the gradients, or carries out the step that they complete.
@@ -408,13 +357,3 @@ def _operation(result: Any) -> tf.Operation | None:
         return None
     of_replicas = tf.distribute.get_strategy().experimental_local_results(result)
     return tf.group(*(each for each in tf.nest.flatten(of_replicas) if each is not None))
-
-
-def _summary(given: state_rollback.Input) -> state_rollback.Input:
-    """Returns two numbers in place of an input.
-
-    What is looked for in the input can be seen from them. XLA would compile anew for each shape of
-    an input.
-    """
-    values = tf.cast(given.value, tf.float32)
-    return given._replace(value=tf.stack([tf.reduce_max(tf.abs(values)), tf.reduce_sum(values)]))

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import tensorflow as tf
 
 from keras_mp.hooks import observers
-from keras_mp.step import replicas, state_rollback
+from keras_mp.step import replicas, under_way
 from keras_mp.step.calls import Calls
 from keras_mp.step.gradients import Gradient
 from keras_mp.step.loss_scales import LossScale
@@ -39,9 +39,9 @@ class Scaler(Generic[C]):
         aggregate_in_float16: bool or None, also as `replicas.reduce_dtype_of` takes it.
         warn_after_skips: int, or None for never.
         raise_after_skips: int, or None for never (the default).
-        at_update: bool. Whether the scale moves when `OutcomeHandler.update` is called. Defaults to
-            False: each step moves the scale.
     """
+
+    new_handler: type[OutcomeHandler] = OutcomeHandler
 
     def __init__(
         self,
@@ -53,11 +53,10 @@ class Scaler(Generic[C]):
         aggregate_in_float16: bool | None = None,
         warn_after_skips: int | None,
         raise_after_skips: int | None = None,
-        at_update: bool = False,
     ) -> None:
         can_skip = skip_nonfinite or loss_scale.moves
         replicas.check_strategy(may_skip=can_skip)
-        self.loss_scale, self.calls, self._at_update = loss_scale, calls, at_update
+        self.loss_scale, self.calls = loss_scale, calls
         self.reduce_dtype = replicas.reduce_dtype_of(reduce_dtype, aggregate_in_float16)
         self.skipped = SkippedSteps(
             loss_scale,
@@ -67,7 +66,7 @@ class Scaler(Generic[C]):
         )
         self.handler: OutcomeHandler | None = None
         if can_skip:
-            self.handler = OutcomeHandler(loss_scale, self.skipped, at_update=at_update)
+            self.handler = self.new_handler(loss_scale, self.skipped)
 
     def begin_step(self, grads: Sequence[Gradient]) -> None:
         """Begins a step, given the gradients of this replica."""
@@ -81,9 +80,8 @@ class Scaler(Generic[C]):
             observers.tell(observers.Observer.workers_meet, self, grads, facts)
 
     def end_step(self) -> None:
-        """Ends a step that was made or skipped, unless `update` ends it."""
-        if not self._at_update:
-            state_rollback.step_is_over()
+        """Ends a step that was made or skipped."""
+        under_way.thread.step.begin()
 
     def collect_reports(self) -> None:
         """Issues the warnings of what XLA has compiled, which cannot call Python."""

@@ -11,13 +11,14 @@ This module needs TensorFlow only; it asks a model for its `weights`.
 """
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.support import function_graphs, host, messages, variable_ops
+from keras_mp.step import under_way
+from keras_mp.step.batch import Batch, Input, batch_of
+from keras_mp.support import attributes, function_graphs, host, messages, variable_ops
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.variables import scope
 
@@ -60,28 +61,11 @@ def name_of(variable: Any) -> str:
     return getattr(first, "path", None) or first.name.partition(":")[0]
 
 
-class Input(NamedTuple):
-    """What a model is given in a step, and what a skipped step looks at.
-
-    Attributes:
-        name: str.
-        value: floating-point tensor.
-        limit: float. The smallest value that is infinite in the dtype in which the model computes.
-    """
-
-    name: str
-    value: tf.Tensor
-    limit: float
-
-
-class Kept:
+class KeptValues(under_way.Kept):
     """The values that a replica restores if the step is skipped.
 
-    Attributes:
-        weights: the weights of the step: those that it trains, and those that were remembered.
-
     Args:
-        weights: sequence of Weight.
+        weights: sequence of Weight: those that the step trains, and those that were remembered.
         old: list of handles, each with the value that the variable had.
     """
 
@@ -114,18 +98,6 @@ class Kept:
         """Releases the values in eager, where an update copies each value that is held."""
         if tf.executing_eagerly():
             self._old.clear()
-
-
-class _StepState(threading.local):
-    """The step that is under way in a thread.
-
-    MirroredStrategy runs each replica in a thread of its own.
-    """
-
-    step: "_Step | None" = None
-
-
-_thread = _StepState()
 
 
 @do_not_convert
@@ -183,94 +155,31 @@ def training_step(*models: Any) -> Iterator[None]:
             "Enter keras_mp.training_step in a replica context: inside the function that is "
             f"passed to `strategy.run`. Received: models={models!r}"
         )
-    outer, variables = _thread.step, _variables(models)
-    if outer is not None and outer.graph is host.current_graph():
+    outer, variables = under_way.thread.step, _variables(models)
+    if isinstance(outer, _Step) and outer.graph is host.current_graph():
         outer.add(variables)
         yield
         return
-    _thread.step = step = _Step(variables)
-    try:
-        yield
-    except BaseException:
-        step.put_back()
-        raise
-    finally:
-        _thread.step = outer
+    step = _Step(variables)
+    with attributes.replaced(under_way.thread, "step", step):
+        try:
+            yield
+        except BaseException:
+            step.put_back()
+            raise
 
 
 def is_under_way() -> bool:
     """Whether this thread is in a `training_step`."""
-    return _thread.step is not None
+    return isinstance(under_way.thread.step, _Step)
 
 
-def watch_inputs(given: Iterable[tuple[str, Any, tf.DType]]) -> None:
-    """Lets a skipped step look at what its model was given.
-
-    It is called in a `training_step`.
-
-    Args:
-        given: iterable of names, structures of tensors, and the dtypes to which the model casts
-            them.
-    """
-    step = _thread.step
-    if step is None:
-        return
-    named = [(n, v, dtype) for name, each, dtype in given for n, v in _named(name, each)]
-    step.inputs = [
-        Input(name, value, _limit(dtype)) for name, value, dtype in named if value.dtype.is_floating
-    ]
-    step.batch = next((value for _, value, _ in named if value.shape.rank), None)
-
-
-def inputs() -> list[Input]:
-    """Returns what the model of this step was given, as far as this graph knows."""
-    step = _thread.step
-    return step.inputs if step is not None and step.graph is host.current_graph() else []
-
-
-def has_examples() -> tf.Tensor | None:
-    """Returns whether the batch has examples; None if that is certain, or not known."""
-    step = _thread.step
-    if step is None or step.batch is None or step.graph is not host.current_graph():
-        return None
-    size = step.batch.shape[0]
-    if size is not None:
-        return None if size else tf.constant(False)
-    return tf.shape(step.batch)[0] > 0
-
-
-def keep(trained: Iterable[Any]) -> Kept:
-    """Returns the values to restore if the step that is about to be made is skipped.
-
-    Called in a replica context, before anything is applied.
-
-    Args:
-        trained: iterable of the variables that the step trains. For other trainable weights it is
-            unknown whether the forward pass or another step has written to them.
-    """
-    if host.in_v1_graph():
-        return Kept((), [])
-    weights = _by_handle((variable, True) for variable in trained)
-    if _thread.step is None:
-        return Kept(list(weights.values()), [])
-    old = _thread.step.old_values(weights)
-    return Kept(list({**weights, **_thread.step.weights}.values()), old)
-
-
-def step_is_over() -> None:
-    """Begins a new step after one was made or skipped."""
-    if _thread.step is not None:
-        _thread.step.begin()
-
-
-class _Step:
+class _Step(under_way.StepUnderWay):
     """A step that is under way: its weights, and their values when it began.
 
     Attributes:
         graph: the graph in which it began; None in eager.
         weights: the remembered weights, by the id of the handle.
-        inputs: what the model was given, as far as it is known.
-        batch: a tensor of as many rows as there are examples, or None.
 
     Args:
         variables: iterable of variables, and whether each is trained.
@@ -279,8 +188,7 @@ class _Step:
     def __init__(self, variables: Iterable[tuple[Any, bool]]) -> None:
         self.graph = host.current_graph()
         self.weights: dict[int, Weight] = {}
-        self.inputs: list[Input] = []
-        self.batch: tf.Tensor | None = None
+        self._batch = Batch([])
         # The values that were read in eager, by the ids of the handles.
         self._values: dict[int, tf.Tensor] = {}
         # The number of operations that each graph had when the step began there.
@@ -291,9 +199,25 @@ class _Step:
 
     def add(self, variables: Iterable[tuple[Any, bool]]) -> None:
         """Remembers the values of more variables."""
-        weights = _by_handle(variables)
+        weights = weights_of(variables)
         self._read({key: w for key, w in weights.items() if key not in self.weights})
         self.weights = {**weights, **self.weights}
+
+    def watch_inputs(self, given: Iterable[tuple[str, Any, tf.DType]]) -> None:
+        self._batch = batch_of(given)
+
+    def inputs(self) -> Sequence[Input]:
+        return self._batch.inputs if self.graph is host.current_graph() else []
+
+    def has_examples(self) -> tf.Tensor | None:
+        return self._batch.has_examples() if self.graph is host.current_graph() else None
+
+    def keep(self, trained: Iterable[Any]) -> under_way.Kept:
+        if host.in_v1_graph():
+            return under_way.Kept()
+        weights = weights_of((variable, True) for variable in trained)
+        old = self._old_values(weights)
+        return KeptValues([*{**weights, **self.weights}.values()], old)
 
     def begin(self) -> None:
         """Remembers the values again, in this graph or in eager."""
@@ -309,9 +233,9 @@ class _Step:
         """
         if tf.executing_eagerly():
             old = [(self.weights[key].handle, value) for key, value in self._values.items()]
-            Kept((), old).put_back()
+            KeptValues((), old).put_back()
 
-    def old_values(self, trained: dict[int, Weight]) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    def _old_values(self, trained: dict[int, Weight]) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Returns handles and old values of variables that the step may have written."""
         weights = {key: w for key, w in self.weights.items() if key in trained or not w.is_trained}
         if tf.executing_eagerly():
@@ -387,7 +311,12 @@ def _before_first_write(
     return value, False
 
 
-def _by_handle(variables: Iterable[tuple[Any, bool]]) -> dict[int, Weight]:
+def weights_of(variables: Iterable[tuple[Any, bool]]) -> dict[int, Weight]:
+    """Returns weights by the ids of their handles, in a replica context.
+
+    Args:
+        variables: iterable of variables, and whether each is trained.
+    """
     weights = {}
     with scope.autocast_scope(None):  # Here variables show the dtype of their values.
         for variable, is_trained in variables:
@@ -422,21 +351,3 @@ def _variables(models: Any) -> list[tuple[Any, bool]]:
             f"Received: {models!r} (of type {type(models)})"
         )
     return [variable for model in models for variable in _variables(model)]
-
-
-def _named(name: str, structure: Any) -> Iterator[tuple[str, tf.Tensor]]:
-    """Yields the tensors of a structure with their names."""
-    if isinstance(structure, dict):
-        for key, value in structure.items():
-            yield from _named(f"{name}[{key!r}]", value)
-    elif isinstance(structure, (list, tuple)):
-        for i, value in enumerate(structure):
-            yield from _named(f"{name}[{i}]", value)
-    elif isinstance(structure, tf.Tensor):
-        yield name, structure
-
-
-def _limit(dtype: tf.DType) -> float:
-    # Halfway from the largest float16 to the next power of two, from where on rounding gives
-    # infinity.
-    return 65520.0 if dtype == tf.float16 else float("inf")

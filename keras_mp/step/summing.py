@@ -3,7 +3,7 @@
 RFC 293, "All-reducing in float16". This module needs TensorFlow only.
 """
 
-import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +11,30 @@ import tensorflow as tf
 from keras_mp.step import gradients, replicas
 from keras_mp.step.gradients import Gradient, Sums
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
+
+
+class Check:
+    """What replicas send beside gradients, and check; this base class sends nothing."""
+
+    def sent(self, scaled_by: tf.Tensor | None, divisor: tf.Tensor | None) -> Sequence[tf.Tensor]:
+        """Returns what is summed beside the gradients.
+
+        Args:
+            scaled_by: float32 scalar tensor, the factor of the loss; None if no loss is scaled.
+            divisor: float32 scalar tensor. The number that unscales the sums; None if there is
+                none. It is not the scale if the program has scaled no loss.
+        """
+        del scaled_by, divisor
+        return ()
+
+    def received(self, sums: list[Gradient], beside: Sequence[Any]) -> list[Gradient]:
+        """Returns the sums of gradients, after a look at the sums of what was sent beside them."""
+        del beside
+        return sums
+
+
+# `extensions` sets another one, so that the core imports nothing that checks workers.
+check = Check()
 
 
 def summed(
@@ -51,10 +75,12 @@ def summed(
             factor = scaled_by if divisor is None else scaled_by / divisor
             packed, divisor = gradients.scale(packed, factor), scaled_by
     wide = packed if may_skip else gradients.cast(packed, [tf.float16], tf.float32)
-    wide = _with_scale(wide, scaled_by, divisor)
+    beside = check.sent(scaled_by, divisor)
+    wide = [*wide, *beside]
     sent = gradients.cast(wide, [tf.float32], reduce_dtype)
     sums = gradients.cast_as(replicas.all_reduce(sent, tf.float32), wide)
-    sums = _checked(sums, scaled_by)
+    if beside:
+        sums = check.received(sums[: len(packed)], sums[len(packed) :])
     count = len(variables)
     return (
         Sums(sums, divisor, lambda sums: unpack(gradients.cast_as(sums, packed))),
@@ -71,59 +97,3 @@ def _summed_by(
         marks = replicas.all_reduce(marks, tf.float32)
     sums = custom(list(zip(grads, variables, strict=True)))
     return Sums([*(g for g, _ in sums), *marks]), Sums(grads)
-
-
-def _with_scale(
-    grads: list[Any], scaled_by: tf.Tensor | None, divisor: tf.Tensor | None
-) -> list[Any]:
-    """Adds the loss scale to a replica's gradients; `_checked` takes it out again.
-
-    Each replica has a place in a vector that is zero elsewhere. It sends two numbers byte by byte,
-    since numbers up to 255 are the same in every dtype in which gradients are sent.
-
-    Args:
-        grads: the gradients that are sent.
-        scaled_by: float32 scalar tensor, or None where nothing scales a loss.
-        divisor: float32 scalar tensor. The number that unscales the sums; None if there is none. It
-            is not the scale if the program has scaled no loss.
-    """
-    if scaled_by is None or replicas.number_of_workers() == 1:
-        return grads
-    count = tf.distribute.get_strategy().num_replicas_in_sync
-    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-    numbers = tf.stack([scaled_by, tf.constant(1.0) if divisor is None else divisor])
-    own = tf.cast(tf.reshape(tf.bitcast(numbers, tf.uint8), [-1]), tf.float32)
-    return [*grads, tf.reshape(tf.one_hot(replica, count)[:, tf.newaxis] * own, [-1])]
-
-
-def _checked(sums: list[Any], scaled_by: tf.Tensor | None) -> list[Any]:
-    """Returns the sums of gradients, after checking that all replicas scale alike.
-
-    Args:
-        sums: the sums of the gradients of `_with_scale`.
-        scaled_by: as in `_with_scale`.
-
-    Raises:
-        tf.errors.InvalidArgumentError: the scales differ. It is raised where and when the step
-            runs, on all workers.
-    """
-    if scaled_by is None or replicas.number_of_workers() == 1:
-        return sums
-    numbers = tf.reshape(tf.cast(tf.cast(sums[-1], tf.int32), tf.uint8), [-1, 2, 4])
-    scales = tf.bitcast(numbers, tf.float32)
-    are_equal = tf.reduce_all(tf.equal(scales, scales[0]))
-    with tf.control_dependencies([tf.debugging.Assert(are_equal, _of_each_worker(scales))]):
-        return [gradients.map_values(tf.identity, gradient) for gradient in sums[:-1]]
-
-
-def _of_each_worker(scales: tf.Tensor) -> list[Any]:
-    count = replicas.number_of_workers()
-    of_workers = tf.unstack(tf.reshape(scales, [count, -1, 2])[:, 0])
-    text = (
-        "The workers use different loss scales, so sums of their gradients are wrong. Give all of "
-        "them the same loss scale, load the same checkpoint on all, and scale the loss on all or "
-        "on none. The loss scales, and the numbers by which the sums of gradients still have to "
-        "be divided:"
-    )
-    named = ((f"worker {i}:", scale) for i, scale in enumerate(of_workers))
-    return [text, *itertools.chain.from_iterable(named)]

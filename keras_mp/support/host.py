@@ -5,16 +5,13 @@ This module needs TensorFlow only.
 
 import functools
 from collections.abc import Callable, Sequence
-from concurrent import futures
-from typing import Any, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.support import features, function_graphs, op_callbacks
 from keras_mp.tensorflow_api import graphs
 from keras_mp.tensorflow_api.features import XLA
-
-_T = TypeVar("_T")
 
 
 def local_variable(name: str, value: Any, dtype: tf.DType = tf.int64) -> tf.Variable:
@@ -106,22 +103,6 @@ def is_compiled_by_xla() -> bool:
         # Without the private names: code for XLA works in every function.
         return function_graphs.is_of_function(current_graph())
     return graphs.xla_context() is not None
-
-
-def outside_of_functions(make: Callable[[], _T]) -> _T:
-    """Makes variables where no graph and no strategy sees them.
-
-    An `init_scope` would not hide a variable from the `tf.function` that is being traced, which
-    would be traced again, or refuse the variable. Another thread does hide it.
-
-    Args:
-        make: the function that makes them.
-
-    Returns:
-        What it returns.
-    """
-    with futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(make).result()
 
 
 def in_v1_graph() -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from keras_mp.support import function_graphs, host, messages
+from keras_mp.support import function_graphs, host, messages, new_variables
 
 # A collection in a graph that XLA compiles: the callbacks whose buffers the graph around it looks
 # into, with their replicas.
@@ -189,7 +189,7 @@ class _Turns:
                 return tf.Variable(tf.ones([], tf.int64), trainable=False, name=name)
 
         # A strategy would place them on the devices of the replicas.
-        self.left, self.period = host.outside_of_functions(
+        self.left, self.period = new_variables.outside_of_functions(
             lambda: (variable("left"), variable("period"))
         )
 

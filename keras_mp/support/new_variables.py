@@ -1,13 +1,16 @@
-"""Variables that a function makes in its first call, without a second trace.
+"""Variables that are made while a function is traced, without a second trace.
 
 This module needs TensorFlow only.
 """
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from concurrent import futures
+from typing import Any, TypeVar
 
 import tensorflow as tf
+
+_T = TypeVar("_T")
 
 
 def made_at_once() -> contextlib.AbstractContextManager[None]:
@@ -18,6 +21,22 @@ def made_at_once() -> contextlib.AbstractContextManager[None]:
     one trace is enough. What is made elsewhere in a graph still needs two.
     """
     return tf.variable_creator_scope(_make)
+
+
+def outside_of_functions(make: Callable[[], _T]) -> _T:
+    """Makes variables where no graph and no strategy sees them.
+
+    An `init_scope` would not hide a variable from the `tf.function` that is being traced, which
+    would be traced again, or refuse the variable. Another thread does hide it.
+
+    Args:
+        make: the function that makes them.
+
+    Returns:
+        What it returns.
+    """
+    with futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def _make(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:

@@ -130,35 +130,35 @@ def writes_only_if(condition: tf.Tensor) -> Iterator[None]:
         condition: bool scalar tensor.
     """
     graph: Any = tf.compat.v1.get_default_graph()
-    own, is_own = graph._create_op_internal, False
+    original, is_ours = graph._create_op_internal, False
 
     def create(op_type: str, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> tf.Operation:
-        nonlocal is_own
+        nonlocal is_ours
         # Collectives order themselves.
         is_read = op_type in variable_ops.THAT_ONLY_READ or op_type.startswith("Collective")
-        handles = [] if is_own or is_read else list(filter(_is_of_variable, inputs))
+        handles = [] if is_ours or is_read else list(filter(_is_of_variable, inputs))
         if not handles:
-            return own(op_type, inputs, *args, **kwargs)
-        is_own = True
+            return original(op_type, inputs, *args, **kwargs)
+        is_ours = True
         try:
             rows = inputs[1] if op_type in _ROW_WRITES else None
             before = [_read(handle, rows) for handle in handles]
-            operation = own(op_type, inputs, *args, **kwargs)
+            operation = original(op_type, inputs, *args, **kwargs)
             for handle, old in zip(handles, before, strict=True):
                 _write(handle, rows, tf.where(condition, _read(handle, rows), old))
         finally:
-            is_own = False
+            is_ours = False
         return operation
 
     graph._create_op_internal = create
     try:
         yield
     finally:
-        # `own` is put back only if it is the function of an outer context: a bound method would be
-        # a cycle.
+        # `original` is put back only if it is the function of an outer context: a bound method
+        # would be a cycle.
         del graph._create_op_internal
-        if not hasattr(own, "__self__"):
-            graph._create_op_internal = own
+        if not hasattr(original, "__self__"):
+            graph._create_op_internal = original
 
 
 def _is_of_variable(tensor: Any) -> bool:

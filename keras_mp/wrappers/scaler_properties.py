@@ -28,7 +28,7 @@ class ScalerProperties:
 
         Without loss scaling it is a `FixedLossScale(1)`.
         """
-        scaled_losses.note_scale()
+        scaled_losses.thread.noted.note_scale()
         return self._scaler.loss_scale
 
     @property

@@ -386,8 +386,8 @@ def test_copies_begin_anew():
     calls = GradScalerCalls(lambda: tf.constant(2.0))
     calls.scale(tf.constant(1.0))
     with pytest.raises(ValueError, match="no loss was scaled"):
-        copy.deepcopy(calls).applying(sgd, []).__enter__()
-    with calls.applying(sgd, []) as given:
+        copy.deepcopy(calls).applying(sgd).__enter__()
+    with calls.applying(sgd) as given:
         assert given.scaled is True
 
 

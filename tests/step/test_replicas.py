@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from keras_mp.step import replicas
+from keras_mp.step.updating_alone import updating_alone
 from tests.common import mirrored, once
 
 pytestmark = once
@@ -84,7 +85,7 @@ def test_a_replica_that_is_alone_is_so_in_its_thread():
 
     def update_alone(i):
         def on_replica():
-            with replicas.updating_alone():
+            with updating_alone():
                 inside[i].set()
                 assert done[i].wait(60)
             v.assign_add(0.0)

@@ -357,11 +357,11 @@ def test_nothing_is_held_in_eager_while_a_step_is_made(monkeypatch):
     optimizer = keras_mp.LossScaleOptimizer(make_optimizer("new.SGD"))
     optimizer.build(model.trainable_variables)
     held, sizes = [], []
-    keep, release = state_rollback.keep, state_rollback.Kept.release
-    monkeypatch.setattr(state_rollback, "keep", lambda v: held.append(keep(v)) or held[-1])
+    kept, release = state_rollback.KeptValues, state_rollback.KeptValues.release
     monkeypatch.setattr(
-        state_rollback.Kept, "release", lambda k: sizes.append(bool(k)) or release(k)
+        state_rollback, "KeptValues", lambda *given: held.append(kept(*given)) or held[-1]
     )
+    monkeypatch.setattr(kept, "release", lambda k: sizes.append(bool(k)) or release(k))
     own_loop(model, optimizer)(*map(tf.constant, data(1)))
     assert sizes == [True]
     assert not held[0]

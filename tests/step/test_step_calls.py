@@ -367,11 +367,11 @@ def test_copies_begin_anew(name):
     calls.begin(scale(), to_apply=False)
     for copied in (copy.deepcopy(calls), pickle.loads(pickle.dumps(calls))):
         copied.begin(scale(), to_apply=True)
-        with copied.applying(None, [v]) as given:
+        with copied.applying([v]) as given:
             assert given.scaled is True
     [gradient] = calls.unscale([tf.constant(4.0)])
     assert float(gradient) == 2
-    with calls.applying(None, [v]) as given:
+    with calls.applying([v]) as given:
         assert given.scaled is False
 
 
@@ -723,5 +723,5 @@ def test_a_function_that_was_traced_and_is_gone_has_scaled_nothing(name):
     tf.function(lambda: calls.begin(scale, to_apply=True)).get_concrete_function()
     gc.collect()
     warns = pytest.warns(keras_mp.MixedPrecisionWarning, match="Neither")
-    with warns, calls.applying(None, [v]) as given:
+    with warns, calls.applying([v]) as given:
         assert given.scaled is False

@@ -1,0 +1,78 @@
+"""The training step that is under way in this thread, as far as an optimizer asks.
+
+A `training_step` (`state_rollback`) puts its own step here. Without one, nothing is known, and a
+skipped step has nothing to restore. This module needs TensorFlow only.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+class Kept:
+    """What a replica restores if the step is skipped; this base class restores nothing.
+
+    Attributes:
+        weights: the `Weight`s of the step; None if only those that it trains are known.
+    """
+
+    weights: Sequence[Any] | None = None
+
+    def __bool__(self) -> bool:
+        return False
+
+    def may_have_changed(self) -> bool:
+        """Whether the step has written to a weight."""
+        return False
+
+    def put_back(self) -> list[tf.Operation]:
+        """Restores the values, in any context and also for all replicas."""
+        return []
+
+    def release(self) -> None:
+        """Releases the values in eager, where an update copies each value that is held."""
+
+
+class StepUnderWay:
+    """A step that is under way in a thread; this base class knows nothing of it."""
+
+    def keep(self, trained: Iterable[Any]) -> Kept:
+        """Returns what to restore if the optimizer's step is skipped.
+
+        Called in a replica context, before anything is applied.
+
+        Args:
+            trained: iterable of the variables that the step trains. For other trainable weights it
+                is unknown whether the forward pass or another step has written to them.
+        """
+        del trained
+        return Kept()
+
+    def has_examples(self) -> tf.Tensor | None:
+        """Returns whether the batch has examples; None if that is certain, or not known."""
+
+    def inputs(self) -> Sequence[Any]:
+        """Returns the `Input`s of the model, as far as this graph knows."""
+        return []
+
+    def watch_inputs(self, given: Iterable[tuple[str, Any, tf.DType]]) -> None:
+        """Notes what the model is given.
+
+        Args:
+            given: iterable of names, structures of tensors, and the dtypes to which the model casts
+                them.
+        """
+
+    def begin(self) -> None:
+        """Begins anew after an optimizer's step was made or skipped."""
+
+
+class _Thread(threading.local):
+    """MirroredStrategy runs each replica in a thread of its own."""
+
+    step = StepUnderWay()
+
+
+thread = _Thread()
