@@ -1,4 +1,4 @@
-"""What a `train_step` knows of its losses and gradients: which are scaled, and by whom.
+"""What a `train_step` knows of its losses and gradients: who has scaled which.
 
 This module needs TensorFlow only.
 """

@@ -54,7 +54,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(given: Iterable[tuple[str, Any, tf.DType]]) -> Batch:
-    """Makes a batch of names, structures of tensors, and the dtypes in which they are used."""
+    """Makes a batch of names, structures of tensors, and the dtypes of the model."""
     named = [(n, v, dtype) for name, each, dtype in given for n, v in _named(name, each)]
     inputs = [
         Input(name, value, _limit(dtype)) for name, value, dtype in named if value.dtype.is_floating

@@ -1,4 +1,4 @@
-"""Tells a `train_step` which losses are scaled, and asks it who has scaled gradients.
+"""Tells a `train_step` which losses are scaled, and asks it who scaled gradients.
 
 What scales a loss notes the result here. An optimizer that is about to apply gradients can then
 tell whether it has to warn of a missing call. `models/known_losses.py` has what is known in a

@@ -23,7 +23,7 @@ _GOOD, _UNFINISHED, _OVERFLOWED, _BAD = 0, 1, 2, 3
 
 
 class SharedOutcomes(OutcomeHandler):
-    """Notes the worst outcome of the optimizers that share a scale, until `update` moves it."""
+    """Notes the worst outcome of several optimizers, until `update` moves the scale."""
 
     def __init__(self, loss_scale: LossScale, skipped: SkippedSteps) -> None:
         super().__init__(loss_scale, skipped)

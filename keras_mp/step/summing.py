@@ -28,7 +28,7 @@ class Check:
         return ()
 
     def received(self, sums: list[Gradient], beside: Sequence[Any]) -> list[Gradient]:
-        """Returns the sums of gradients, after a look at the sums of what was sent beside them."""
+        """Returns the sums of gradients, after a look at what was sent beside them."""
         del beside
         return sums
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 
 class Kept:
-    """What a replica restores if the step is skipped; this base class restores nothing.
+    """What a replica restores if the step is skipped; for this base class, nothing.
 
     Attributes:
         weights: the `Weight`s of the step; None if only those that it trains are known.
