@@ -1,5 +1,7 @@
 """Where the time of a step goes, and what is proposed of what was tried."""
 
+import json
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -83,7 +85,11 @@ def test_events_of_the_profiler_have_classes():
 def test_what_is_tried(policy, optimizer, expected):
     model = model_of(policy, optimizer if isinstance(optimizer, str) else optimizer())
     before = [value(each) for each in model.weights]
-    found = step_times(model, (X, Y), steps=1)
+    profiled = keras_mp.numerics.profile(model, (X, Y), steps=1)
+    assert policy.removeprefix("mixed_") in profiled.census.traced.work()
+    assert str(profiled).startswith("A step of 'sequential")
+    assert json.loads(profiled.to_json())["times"]["seconds"] > 0
+    found = profiled.times
     assert list(found.tried) == expected
     assert all(isinstance(seconds, float) for seconds in found.tried.values())
     for old, weight in zip(before, model.weights, strict=True):

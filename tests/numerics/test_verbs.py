@@ -219,10 +219,9 @@ def test_against_a_record_and_at_several_scales():
     assert check(model, (X, Y), reference=before).findings == ()
     weights = model.layers[0].get_weights()
     model.layers[0].set_weights([weight * 2 for weight in weights])
-    found = check(model, (X, Y), reference=before, scales=[1.0]).findings
-    assert found[0].where.startswith("dense")
-    at_scales = check(model, (X, Y), scales=[1.0, 2.0**20]).what_if
-    assert {1.0, 2.0**20} <= set(at_scales.scales)
+    found = check(model, (X, Y), reference=before, scales=[1.0, 2.0**20])
+    assert found.findings[0].where.startswith("dense")
+    assert {1.0, 2.0**20} <= set(found.what_if.scales)
 
 
 @common.once
@@ -286,7 +285,7 @@ def test_a_model_is_watched_in_fit_and_in_a_loop():
 
 @common.once
 def test_the_first_operation_that_is_not_finite_is_named_at_its_step():
-    model = small_model(Logarithm)
+    model = small_model(Logarithm, policy="mixed_bfloat16")
     watching = watch(model)
     with pytest.raises(NotFiniteError) as error, watching:
         model.fit(X, Y, 16, verbose=0, callbacks=[watching])
@@ -359,6 +358,7 @@ def test_two_records_are_checked(tmp_path):
 def test_what_follows_from_runs_at_several_scales():
     model = small_model(lambda: L.Dense(8, name="dense"))
     found = check(model, (X, Y), scales=[1.0, 2.0**8])
+    assert {1.0, 2.0**8} <= set(found.what_if.scales)
     assert found.advice().loss_scale is None or found.advice().loss_scale >= 1
     with pytest.raises(ValueError, match="not run at loss scales"):
         check(keras_mp.convert(model, {}), X).advice()
@@ -421,13 +421,12 @@ def test_several_optimizers_and_a_scaler_are_known_to_a_block():
 
 @common.once
 def test_a_model_is_profiled():
-    found = profile(small_model(lambda: L.Dense(8)), (X, Y), steps=1)
-    assert found.times.seconds > 0
+    found = profile(small_model(lambda: L.Dense(8)), (X, Y), steps=0)
     assert "float16" in found.census.traced.work()
-    assert "A step of" in str(found)
     assert json.loads(found.to_json())["census"]["name"].startswith("the training step")
+    # `test_step_times` has models that are timed.
+    assert found.times is None
     assert profile(tf.matmul, X, tf.ones([8, 2])).times is None
-    assert profile(small_model(lambda: L.Dense(8)), (X, Y), steps=0).times is None
 
 
 MODULE = """
@@ -447,7 +446,8 @@ def test_commands_import_the_layers_of_a_model(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(tmp_path))
     import own_layers
 
-    model = small_model(own_layers.Halved, metrics=[own_layers.own_metric])
+    policy = "mixed_bfloat16"  # without a loss scale, whose operations take longest to trace
+    model = small_model(own_layers.Halved, policy=policy, metrics=[own_layers.own_metric])
     files = [os.fspath(tmp_path / name) for name in ("model.keras", "batches.npz")]
     model.save(files[0])
     np.savez(files[1], x=X, y=Y)

@@ -425,7 +425,7 @@ class Norm(L.Layer):
 
 
 def test_fit_names_the_layer_and_is_quick_again_after_it():
-    with keras_mp.policy_scope("mixed_float16"):
+    with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=None)):
         model = tf.keras.Sequential(
             [tf.keras.Input([4]), L.Dense(4, name="first"), Norm(name="norm"), L.Dense(1)],
             name="model",
