@@ -19,7 +19,7 @@ from keras_mp.hooks.once import once
 from keras_mp.hooks.reach import Region
 from keras_mp.kernels import again_in_float32
 from keras_mp.layer_calls import added_losses, initial_weights, model_outputs, raw_inputs
-from keras_mp.op_autocast import context_manager, promotion
+from keras_mp.op_autocast import context_manager
 from keras_mp.policy import Policy
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.variables import type_errors
@@ -32,7 +32,6 @@ def install() -> None:
     hooks.install([Replacement(Method(owner, "__call__"), _heeding_policies, When.ALWAYS)])
     added_losses.install()
     initial_weights.install()
-    promotion.install()
     raw_inputs.install()
 
 
@@ -123,6 +122,8 @@ def entered(policy: Any, dtype: tf.DType | None) -> Iterator[None]:
         policy: the policy of the layer.
         dtype: the 16-bit DType of the policy, if it is one of keras_mp and has one.
     """
+    if dtype is not None:
+        observers.reach_begins()
     with reach.entered(dtype), _gradients(policy, dtype):
         yield
 

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import hooks, keras_api
-from keras_mp.hooks import reach
+from keras_mp.hooks import observers, reach
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models import step_tapes
 from keras_mp.step import state_rollback, under_way
@@ -46,6 +46,7 @@ def _in_reach(
 ) -> Any:
     cls = type(model)
     step = of_instance or getattr(cls, name).__get__(model, cls)
+    observers.reach_begins()
     try:
         with reach.entered(dtype):
             return step(*args, **kwargs)
