@@ -1,4 +1,6 @@
-"""Programs in which keras_mp cannot work, or not all of it; prints what they find, as JSON.
+"""Programs that need a process of their own; prints what they find, as JSON.
+
+In most of them keras_mp cannot work, or not all of it.
 
 Each is a fork of one process that has imported TensorFlow and no Keras, the last ones of one that
 has imported keras_mp: imports take longer than what programs do.
@@ -89,6 +91,26 @@ def other_keras_after_a_policy() -> list[str]:
     return [_error_of_compile(other, lambda: "sgd")]
 
 
+def a_scope_before_a_policy() -> list[Any]:
+    """What a scope of 16 bits makes of a variable, where nothing else of keras_mp was used yet.
+
+    And whether it is the same after a policy.
+    """
+    import keras_mp
+
+    third = keras_mp.autocast_variable(tf.Variable(1 / 3))
+
+    def values() -> list[tuple[str, float]]:
+        with keras_mp.autocast_scope("float16"):
+            wide = tf.convert_to_tensor(third, dtype=tf.float32)
+            mixed = tf.ones([]) * third.value()
+        return [(each.dtype.name, float(each)) for each in (wide, mixed)]
+
+    before = values()
+    keras_mp.Policy("mixed_float16")
+    return [before == values(), *before]
+
+
 def _error_of_compile(keras: Any, make_optimizer: Callable[[], Any]) -> str:
     model = keras.Sequential([keras.layers.Dense(1)])
     try:
@@ -117,6 +139,7 @@ def main() -> None:
     for each in (
         other_keras_before_a_policy,
         other_keras_after_a_policy,
+        a_scope_before_a_policy,
     ):
         raised[each.__name__] = in_a_fork(each)
     print(json.dumps(raised))

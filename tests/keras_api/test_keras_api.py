@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -33,6 +34,13 @@ def raised():
         text=True,
     )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_scope_without_any_policy_does_the_same(raised):
+    third = float(np.float32(1 / 3)), float(np.float16(1 / 3))
+    is_same, *found = raised["a_scope_before_a_policy"]
+    assert is_same
+    assert found == [["float32", each] for each in third]
 
 
 def test_bound_to_what_tf_keras_is():

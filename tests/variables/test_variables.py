@@ -2,8 +2,6 @@ import contextlib
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -332,33 +330,6 @@ def test_converted_to_float32_it_has_all_digits():
     v = autocast(third)
     with keras_mp.autocast_scope("float16"):
         assert tf.convert_to_tensor(v, dtype=tf.float32).numpy() == third.numpy()
-
-
-# What a program does that uses nothing of keras_mp but a scope; printed once more after a policy.
-A_SCOPE_ALONE = """
-import tensorflow as tf
-import keras_mp
-
-third = keras_mp.autocast_variable(tf.Variable(1 / 3))
-
-def values():
-    with keras_mp.autocast_scope("float16"):
-        wide = tf.convert_to_tensor(third, dtype=tf.float32)
-        mixed = tf.ones([]) * third.value()
-    return [(each.dtype.name, float(each)) for each in (wide, mixed)]
-
-before = values()
-keras_mp.Policy("mixed_float16")
-print(before == values(), before)
-"""
-
-
-def test_a_scope_without_any_policy_does_the_same():
-    command = [sys.executable, "-c", A_SCOPE_ALONE]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-    third = float(np.float32(1 / 3)), float(np.float16(1 / 3))
-    expected = [("float32", each) for each in third]
-    assert done.stdout.splitlines()[-1] == f"True {expected}"
 
 
 def test_a_variable_assigned_to_another_is_not_rounded():
