@@ -54,20 +54,6 @@ class Batch(NamedTuple):
         return tf.nest.map_structure(lambda each: None if each is None else each[start:end], self)
 
 
-class NotFinite(NamedTuple):
-    """Numbers of a batch that are NaN or infinite.
-
-    Attributes:
-        part: "x", "y" or "sample_weight".
-        bad: int. How many are.
-        size: int. How many there are in this part.
-    """
-
-    part: str
-    bad: int
-    size: int
-
-
 def listed(model: tf.keras.Model, batches: Structure | Batches) -> list[Batch]:
     """Returns the batches that a tool was given, one or several, as `fit` takes them.
 
@@ -165,11 +151,11 @@ def check_values(x: Structure) -> None:
             )
 
 
-def not_finite(batch: Batch) -> list[NotFinite]:
+def not_finite(batch: Batch) -> list[tuple[str, int, int]]:
     """Counts what is NaN or infinite, in the parts of a batch where something is.
 
-    Args:
-        batch: `Batch`, or another named tuple with its fields.
+    Returns:
+        list of names of parts, how many numbers are not finite, and how many there are.
     """
     found = []
     for name, part in batch._asdict().items():
@@ -177,7 +163,7 @@ def not_finite(batch: Batch) -> list[NotFinite]:
         tensors = [each for each in map(tf.convert_to_tensor, flat) if each.dtype.is_floating]
         bad = sum(int(tf.math.count_nonzero(~tf.math.is_finite(each))) for each in tensors)
         if bad:
-            found.append(NotFinite(name, bad, sum(int(tf.size(each)) for each in tensors)))
+            found.append((name, bad, sum(int(tf.size(each)) for each in tensors)))
     return found
 
 

@@ -14,7 +14,7 @@ in a few such runs.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -271,12 +271,12 @@ def unscaled(seen: tuple[Sequence[ComparedLayer], Run, Run]) -> Iterator[Observe
             replay(call, wide.layer, each, "float32", keeps=True) for each in (upstream, doubled)
         )
         growth = _growth(once.gradients, twice.gradients)
-        if growth is None:
+        if not growth:
             continue
         found.append(call)
         lines = (each.line for each in once.kept.operations if each.is_gradient and each.line)
-        numbers = {**growth._asdict(), "loss_scale": run.loss_scale}
-        yield Observed(f"{call.path} ({call.kind})", next(lines, None), **numbers)
+        at, scale = f"{call.path} ({call.kind})", run.loss_scale
+        yield Observed(at, next(lines, None), **growth, loss_scale=scale)
 
 
 def judge_unscaled(name: str, times: float, loss_scale: float) -> Said:
@@ -293,21 +293,18 @@ def judge_unscaled(name: str, times: float, loss_scale: float) -> Said:
 UNSCALED = Hazard(unscaled, judge_unscaled)
 
 
-class _Growth(NamedTuple):
-    """How many times as large a gradient is with twice the upstream gradient."""
+def _growth(once: Mapping[str, tf.Tensor], twice: Mapping[str, tf.Tensor]) -> dict[str, Any]:
+    """Returns which gradient is furthest from being twice as large, if one is far from it.
 
-    name: str
-    times: float
-
-
-def _growth(once: Mapping[str, tf.Tensor], twice: Mapping[str, tf.Tensor]) -> _Growth | None:
-    """Returns the gradient that is furthest from being twice as large, if one is far from it."""
-    worst, furthest = None, _NOT_LINEAR
+    Returns:
+        dict of its name, and of how many times as large it is; empty if there is none.
+    """
+    worst, furthest = {}, _NOT_LINEAR
     for name, gradient in once.items():
         one, two = array(gradient), array(twice[name])
         size = rms(one) if np.isfinite(one).all() else 0.0
         if size and relative(two, 2 * one) > furthest:
-            worst, furthest = _Growth(name, rms(two) / size), relative(two, 2 * one)
+            worst, furthest = {"name": name, "times": rms(two) / size}, relative(two, 2 * one)
     return worst
 
 
