@@ -86,10 +86,10 @@ class OutcomeHandler:
         """
         del before
         moved, consecutive = self._moved.move(False, loss_is_finite, has_overflowed)
-        back_offs = tf.constant(0.0)
-        if isinstance(self._loss_scale, DynamicLossScale):
-            back_offs = self._loss_scale.history().lone_back_offs
-        return moved, self._loss_scale(), consecutive, back_offs, None
+        scale, after = self._loss_scale, self._loss_scale()
+        is_dynamic = isinstance(scale, DynamicLossScale)
+        back_offs = scale.history().lone_back_offs if is_dynamic else tf.constant(0.0)
+        return moved, after, consecutive, back_offs, None
 
     def accumulated(self) -> list[Any]:
         """Handles gradients that were accumulated for a step that is not complete yet."""
