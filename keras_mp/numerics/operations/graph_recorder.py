@@ -5,7 +5,7 @@ That is all that a graph needs, so that functions that XLA compiles are watched 
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -138,19 +138,15 @@ def _measuring(dtypes: tuple[tf.DType, ...], inputs: int, is_in_loop: bool) -> C
     @tf.function(input_signature=signature, autograph=False)
     def measured(state: tf.Tensor, index: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:
         values, before = tensors[: len(dtypes)], tensors[len(dtypes) :]
-        bad, low, high = [], [], []
-        for value in values:
-            finite = kept_casts.is_finite(value)
-            numbers = kept_casts.as_float32(value)
-            bad.append(tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float32)))
-            low.append(tf.reduce_min(tf.where(finite, numbers, math.inf)))
-            high.append(tf.reduce_max(tf.where(finite, numbers, -math.inf)))
-        count = tf.add_n(bad)
+        finite = _joined(map(kept_casts.is_finite, values))
+        numbers = _joined(map(kept_casts.as_float32, values))
+        count = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float32))
         begins_here = count > 0
         if before:
             begins_here = tf.logical_and(begins_here, tf.equal(tf.add_n(before), 0))
-        ends = tf.reduce_min(low), tf.reduce_max(high)
-        row = tf.stack([count, *ends, tf.cast(begins_here, tf.float32)])
+        low = tf.reduce_min(tf.where(finite, numbers, math.inf))
+        high = tf.reduce_max(tf.where(finite, numbers, -math.inf))
+        row = tf.stack([count, low, high, tf.cast(begins_here, tf.float32)])
         if is_in_loop:
             # In later iterations, what an iteration has computed is not finite from the start: the
             # row keeps where it began. And if several steps are made in a loop, a later one may be
@@ -162,6 +158,11 @@ def _measuring(dtypes: tuple[tf.DType, ...], inputs: int, is_in_loop: bool) -> C
 
     with tf.init_scope():
         return measured.get_concrete_function()
+
+
+def _joined(values: Iterable[tf.Tensor]) -> tf.Tensor:
+    """Returns one vector. Where the rank is known, to reduce it takes fewer operations."""
+    return tf.concat([tf.reshape(value, [-1]) for value in values], 0)
 
 
 def _is_inside(graph: tf.Graph, kind: str) -> bool:
