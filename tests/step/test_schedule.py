@@ -18,17 +18,16 @@ def run(verdict, steps=STEPS, seed=0, **kwargs):
     scale = keras_mp.DynamicLossScale(**kwargs)
 
     @tf.function
-    def move(step, random):
-        before = scale()
-        finite = verdict(step, before, random)
-        scale.move(finite, True)
-        return before, finite
+    def moves():
+        scales, verdicts = (tf.TensorArray(dtype, steps) for dtype in (tf.float32, tf.bool))
+        for step in tf.range(steps):
+            before = scale()
+            finite = verdict(step, before, tf.constant(random, tf.float32)[step])
+            scale.move(finite, True)
+            scales, verdicts = scales.write(step, before), verdicts.write(step, finite)
+        return scales.stack(), verdicts.stack()
 
-    results = [
-        move(tf.constant(step), tf.constant(random[step], tf.float32)) for step in range(steps)
-    ]
-    scales, verdicts = zip(*results, strict=True)
-    return np.array([float(x) for x in scales]), np.array([bool(x) for x in verdicts])
+    return [each.numpy() for each in moves()]
 
 
 def now_and_then(every):
