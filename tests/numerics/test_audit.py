@@ -151,6 +151,49 @@ def test_the_operations_of_a_layer_are_listed_for_who_adds_a_hazard():
     assert {line.partition(":")[0] for line in lines} == {"drop"}
 
 
+class Counting(L.Layer):
+    """Counts how often it is traced."""
+
+    traces = 0
+
+    def call(self, x):
+        self.traces += not tf.executing_eagerly()
+        return tf.minimum(x * 1e5, 1.0)
+
+
+def test_a_step_is_traced_once_for_batches_of_equal_shapes():
+    def audited(*given):
+        model = classifier(lambda: Counting(name="count"), dense())
+        before = model.get_layer("count").traces
+        report = audit(model, list(given))
+        return model.get_layer("count").traces - before, report
+
+    small, large, short = ((x, CLASSES[: len(x)]) for x in (X * 1e-3, X, X[:4]))
+    once_, report = audited(small, large)
+    assert once_ == audited(small)[0]
+    assert audited(small, short)[0] == 2 * once_
+    # Each batch has its own numbers.
+    assert not audited(small)[1].findings
+    [finding] = report.findings
+    assert "(On 1 of 2 batches.)" in finding.why
+
+
+def test_a_step_is_run_with_grappler_where_it_cannot_be_without(monkeypatch):
+    def refuse(**arguments):
+        raise tf.errors.UnimplementedError(None, None, "Not on this device.")
+
+    def findings():
+        tf.keras.utils.set_random_seed(1)
+        return audit(
+            classifier(lambda: OwnDropout(0.999, name="drop"), dense(), dtype="bfloat16"),
+            (X, CLASSES),
+        ).findings
+
+    found = findings()
+    monkeypatch.setattr(tf.raw_ops, "StatefulPartitionedCall", refuse)
+    assert [each.hazard for each in findings()] == [each.hazard for each in found] != []
+
+
 class Augments(L.Layer):
     """Random gains, which are no dropout, and a dropout beside a rate of something else."""
 
