@@ -10,7 +10,6 @@ This module needs TensorFlow only.
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -112,7 +111,7 @@ def replacements() -> tuple[Replacement, ...]:
     rows.append(Replacement(Everywhere(tf.math.reduce_mean), _in_float32_if(_is_ragged)))
     many = _in_float32_if(_are_many)
     rows += [Replacement(Everywhere(original), many) for original in SUMS_OF_TENSORS]
-    rows += [Replacement(_function(name), _in_float32_if(_is_low)) for name in DROPOUTS]
+    rows += [Replacement(_function(name), _in_float32_if(_drops_low)) for name in DROPOUTS]
     for name in INTERPOLATIONS:
         original = in_its_module(getattr(tf.raw_ops, name))
         rows.append(Replacement(Everywhere(original), _of_float32_images))
@@ -158,30 +157,36 @@ def _of_float32_images(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _in_float32_if(condition: Callable[[Any], bool]) -> Callable[..., Any]:
-    """Returns `in_float32` for a function whose first argument meets a condition."""
+def _in_float32_if(condition: Callable[..., bool]) -> Callable[..., Any]:
+    """Returns `in_float32` for functions whose arguments meet a condition."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         wide = in_float32(original)
-        name = next(iter(inspect.signature(original).parameters))
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            first = args[0] if args else kwargs.get(name)
-            return (wide if condition(first) else original)(*args, **kwargs)
+            return (wide if condition(*args, **kwargs) else original)(*args, **kwargs)
 
         return call
 
     return wrap
 
 
-def _is_ragged(value: Any) -> bool:
-    return isinstance(value, tf.RaggedTensor)
+def _is_ragged(input_tensor: Any = None, *args: Any, **kwargs: Any) -> bool:
+    del args, kwargs
+    return isinstance(input_tensor, tf.RaggedTensor)
 
 
-def _are_many(tensors: Any) -> bool:
-    is_many = isinstance(tensors, list | tuple) and len(tensors) > _FEW_TENSORS
+def _are_many(inputs: Any = None, *args: Any, **kwargs: Any) -> bool:
+    del args, kwargs
+    is_many = isinstance(inputs, list | tuple) and len(inputs) > _FEW_TENSORS
     # A float32 tensor among them makes the sum float32 anyway.
-    return is_many and all(map(_is_low, tensors))
+    return is_many and all(map(_is_low, inputs))
+
+
+def _drops_low(x: Any = None, rate: Any = None, *args: Any, **kwargs: Any) -> bool:
+    del args, kwargs
+    # A float32 tensor beside it is a mixture of dtypes, which is computed in float32 or refused.
+    return _is_low(x) and (_is_low(rate) or not tf.is_tensor(rate))
 
 
 def _dtype_asked_for(value: Any) -> tf.DType | None:
