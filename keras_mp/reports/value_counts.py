@@ -48,7 +48,7 @@ def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
         elif isinstance(gradient, tf.IndexedSlices):
             rows.append(_count_one(gradient))
         else:
-            rows.append(_counter(gradient.dtype)(gradient))
+            rows.append(_as_one_operation(_count_one, gradient.dtype)(gradient))
         order.append(i)
     for group in groups:
         rows.append(_count_group([gradients[i] for i in group]))
@@ -104,12 +104,11 @@ def _count_group(group: list[Any]) -> tf.Tensor:
 
 
 @functools.cache
-def _counter(dtype: tf.DType) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns `_count_one` for tensors of a dtype.
-
-    It is one operation for each tensor.
-    """
-    return host.shared_operation(_count_one, [tf.TensorSpec(None, dtype)])  # pyright: ignore[reportArgumentType]
+def _as_one_operation(
+    count: Callable[..., tf.Tensor], dtype: tf.DType
+) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns a function that counts in tensors of a dtype, in one operation for each."""
+    return host.shared_operation(count, [tf.TensorSpec(None, dtype)])  # pyright: ignore[reportArgumentType]
 
 
 def _count_one(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
@@ -201,16 +200,10 @@ def zeros_in_a_thousand(grads: Sequence[Gradient]) -> tf.Tensor:
     for each in values:
         alike.setdefault(each.dtype if is_small(each) else id(each), []).append(each)
     joined = [concat(group) if len(group) > 1 else group[0] for group in alike.values()]
-    nonzeros = tf.add_n([_nonzeros_of(each.dtype)(each) for each in joined])
+    nonzeros = tf.add_n([_as_one_operation(_nonzeros, each.dtype)(each) for each in joined])
     size = tf.maximum(tf.add_n([tf.size(each, tf.int64) for each in joined]), 1)
     return 1000 - tf.cast(tf.round(1000 * nonzeros / size), tf.int64)
 
 
-@functools.cache
-def _nonzeros_of(dtype: tf.DType) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns a function that counts in one operation for each tensor."""
-
-    def count(values: tf.Tensor) -> tf.Tensor:
-        return tf.math.count_nonzero(tf.reshape(values, [-1]))
-
-    return host.shared_operation(count, [tf.TensorSpec(None, dtype)])  # pyright: ignore[reportArgumentType]
+def _nonzeros(values: tf.Tensor) -> tf.Tensor:
+    return tf.math.count_nonzero(tf.reshape(values, [-1]))
