@@ -27,7 +27,6 @@ _TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices, tf.Va
 # Containers that are always copied. Others are copied if something in them is cast.
 _CONTAINERS = (list, tuple, dict, collections.OrderedDict, collections.defaultdict)
 
-
 _PROMOTED = contextlib.nullcontext()
 _warned_of: weakref.WeakSet[type] = weakref.WeakSet()
 

@@ -10,6 +10,7 @@ This module needs TensorFlow only.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -122,8 +123,7 @@ def replacements() -> tuple[Replacement, ...]:
 
 def _function(name: str) -> Everywhere:
     """Returns the place of a public function of TensorFlow."""
-    *_, last = path = name.split(".")
-    return Everywhere(functools.reduce(getattr, path, tf), (last,))
+    return Everywhere(operator.attrgetter(name)(tf), (name.rpartition(".")[2],))
 
 
 def in_float32(original: Callable[..., Any], rounds: bool = True) -> Callable[..., Any]:
