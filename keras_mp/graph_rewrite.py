@@ -107,7 +107,7 @@ def enable_mixed_precision_graph_rewrite(
 
 
 def disable_mixed_precision_graph_rewrite() -> None:
-    """Turns the graph rewrite off.
+    """Turns the graph rewrite off that `enable_mixed_precision_graph_rewrite` has turned on.
 
     It is off for functions at once, and for sessions that are made later. Optimizers that were
     wrapped still scale the loss, which does no harm.
@@ -120,9 +120,14 @@ def disable_mixed_precision_graph_rewrite() -> None:
 
     Source: TensorFlow 1.15, `tf.train.experimental.disable_mixed_precision_graph_rewrite`.
     """
-    if passes.enabled_dtype() is None:
+    was_on, foreign = passes.turn_off(), passes.foreign_pass()
+    if foreign is not None:
+        messages.warn(
+            f"Graphs are rewritten by {foreign}, not by keras_mp, and still will be: turn it off "
+            "where it was turned on."
+        )
+    elif not was_on:
         messages.warn("The graph rewrite was not on, so there is nothing to turn off.")
-    passes.turn_off()
     lists.keep_out(())
 
 

@@ -209,6 +209,32 @@ def test_turning_off_what_is_not_on_is_said():
         disable()
 
 
+@pytest.mark.parametrize("dtype", passes.PASSES)
+def test_what_a_program_has_turned_on_itself_stays_on(dtype):
+    name = passes.PASSES[dtype]
+    tf.config.optimizer.set_experimental_options({name: True})
+    try:
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match=f"rewritten by .*{name}"):
+            disable()
+        assert tf.config.optimizer.get_experimental_options()[name]
+    finally:
+        tf.config.optimizer.set_experimental_options({name: False})
+
+
+@once
+def test_what_tensorflows_own_function_has_turned_on_stays_on():
+    mixed_precision = tf.compat.v1.mixed_precision
+    optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+    mixed_precision.enable_mixed_precision_graph_rewrite(optimizer)
+    try:
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match=r"tf\.compat\.v1.*still will be"):
+            disable()
+        assert tf.config.optimizer.get_experimental_options()["auto_mixed_precision"]
+        assert tf.__internal__.train.is_mixed_precision_graph_rewrite_enabled()
+    finally:
+        mixed_precision.disable_mixed_precision_graph_rewrite()
+
+
 # What the rewrite does not reach.
 
 

@@ -313,6 +313,40 @@ def test_averages_in_fit():
     assert np.abs(plain.get_weights()[0] - ours.get_weights()[0]).max() > 1e-3
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_tensorboard_writes_the_rate_of_a_schedule(policy, tmp_path):
+    keras_mp.set_global_policy(policy)
+    model = make_model()
+    schedule = tf.keras.optimizers.schedules.ExponentialDecay(0.01, 4, 0.9)
+    model.compile(tf.keras.optimizers.SGD(schedule), "mse")
+    board = tf.keras.callbacks.TensorBoard(str(tmp_path), write_graph=False)
+    images, labels = digits()
+    model.fit(images[:8], tf.one_hot(labels[:8], 10), callbacks=[board], verbose=0)
+    (path,) = tmp_path.glob("train/*.v2")
+    records = map(tf.compat.v1.Event.FromString, path_records(path))
+    assert "epoch_learning_rate" in {v.tag for each in records for v in each.summary.value}
+
+
+def path_records(path):
+    return [each.numpy() for each in tf.data.TFRecordDataset(str(path))]
+
+
+@keras_3_only
+@pytest.mark.parametrize("wrap", [keras_mp.LossScaleOptimizer, lambda optimizer: optimizer])
+def test_averages_of_an_optimizer_in_two_wrappers_are_swapped(wrap):
+    optimizer = tf.keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)
+    model = make_model()
+    model.compile(wrap(keras_mp.MasterWeightOptimizer(optimizer)), "mse")
+    images, labels = digits()
+    model.fit(images[:64], tf.one_hot(labels[:64], 10), verbose=0)
+    before = model.get_weights()[0]
+    swap = tf.keras.callbacks.SwapEMAWeights()
+    model.fit(images[:64], tf.one_hot(labels[:64], 10), callbacks=[swap], verbose=0)
+    averages = optimizer._model_variables_moving_average[0].numpy()
+    assert np.abs(model.get_weights()[0] - before).max() > 0
+    np.testing.assert_array_equal(model.get_weights()[0], averages)
+
+
 @keras_3_only
 def test_swapping_averages_for_the_evaluation():
     images, labels = digits()

@@ -63,3 +63,24 @@ def test_without_a_name_only_its_feature_is_off(name, server):
 
 def test_with_all_names_all_features_are_on():
     assert [line for feature in FEATURES for line in feature.missing()] == []
+
+
+RENAMED = """
+import inspect, sys
+import tensorflow as tf
+from tensorflow.python.trackable import base_delegate
+source = inspect.getsource(base_delegate).replace("._trackable", "._delegate")
+exec(source[: source.index("@tf_export")] + source[source.index("class Del") :], vars(base_delegate))
+tf.__internal__.tracking.DelegatingTrackableMixin = base_delegate.DelegatingTrackableMixin
+import keras_mp
+keras_mp.set_global_policy("mixed_float16")
+model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(4)])
+model.compile("sgd", "mse")
+model.fit(tf.ones([8, 4]), tf.ones([8, 4]), verbose=0)
+"""
+
+
+def test_wrappers_set_no_attribute_of_a_base_class_of_tensorflow():
+    env = {**os.environ, "TF_USE_LEGACY_KERAS": "0" if IS_KERAS_3 else "1"}
+    found = subprocess.run([sys.executable, "-c", RENAMED], env=env, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-2000:]

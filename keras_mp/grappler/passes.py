@@ -72,12 +72,16 @@ def turn_on(dtype: str) -> None:
         _rewrite_in_sessions(dtype == "float16")
 
 
-def turn_off() -> None:
-    """Sets the passes as they were before `turn_on`."""
+def turn_off() -> bool:
+    """Sets the passes as they were before `turn_on`, and tells whether one was on."""
     with _lock:
-        tf.config.optimizer.set_experimental_options(_Switch.before)
+        was_on = enabled_dtype() is not None
+        if was_on:
+            tf.config.optimizer.set_experimental_options(_Switch.before)
+        if _Switch.dtype is not None:
+            _rewrite_in_sessions(False)
         _Switch.dtype, _Switch.before = None, {}
-        _rewrite_in_sessions(False)
+    return was_on
 
 
 def _rewrite_in_sessions(is_on: bool) -> None:

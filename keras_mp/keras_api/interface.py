@@ -32,6 +32,7 @@ class KerasApi(Protocol):
         OPTIMIZER_BASES: the classes that Keras takes for an optimizer.
         IN_ONE_TRACE: rows for the methods that make the variables of optimizers and metrics.
         CROSSENTROPY_NAMES: the names in `compile(loss=)` of the cross entropy that fits the shapes.
+        READ_BY_CALLBACKS: the private attributes of optimizers that callbacks of Keras read.
         APPLY_TAKES_SCALED_GRADIENTS: whether the wrapper of `tf.keras` unscales in
             `apply_gradients`.
         KERAS_LAYOUT_CHILD: a child of optimizers in checkpoints of Keras's own only, or None.
@@ -50,6 +51,7 @@ class KerasApi(Protocol):
     OPTIMIZER_BASES: ClassVar[tuple[type, ...]]
     IN_ONE_TRACE: ClassVar[tuple[Replacement, ...]]
     CROSSENTROPY_NAMES: ClassVar[tuple[str, ...]]
+    READ_BY_CALLBACKS: ClassVar[tuple[str, ...]]
     APPLY_TAKES_SCALED_GRADIENTS: ClassVar[bool]
     KERAS_LAYOUT_CHILD: ClassVar[str | None]
     FEATURES: ClassVar[tuple[Feature, ...]]

@@ -62,6 +62,7 @@ OPTIMIZER_BASES: tuple[Any, ...] = (
     keras.optimizers.Optimizer,
     keras.optimizers.legacy.Optimizer,
 )
+READ_BY_CALLBACKS = ("_learning_rate", "_built")
 APPLY_TAKES_SCALED_GRADIENTS = False
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")

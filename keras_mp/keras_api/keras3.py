@@ -37,6 +37,10 @@ LOSSES = keras3_names.LOSSES
 BaseCallback = keras.callbacks.Callback
 KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 OPTIMIZER_BASES: tuple[Any, ...] = (keras.optimizers.Optimizer,)
+READ_BY_CALLBACKS = (
+    *("_trainable_variables", "_model_variables_moving_average"),
+    "_distribution_strategy",
+)
 APPLY_TAKES_SCALED_GRADIENTS = True
 
 patch_fit = keras3_workers.patch_fit

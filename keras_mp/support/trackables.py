@@ -9,18 +9,17 @@ import tensorflow as tf
 
 from keras_mp.support import features
 from keras_mp.tensorflow_api import saving
-from keras_mp.tensorflow_api.features import CHECKPOINTS, TENSORS
+from keras_mp.tensorflow_api.features import TENSORS
 
 
-class _Delegating:
+class DelegatingTrackable:
     """An object whose `_trackable` attribute takes its place in checkpoints.
 
-    It does what TensorFlow's own class does, where TensorFlow has none: everything by which a
-    checkpoint reads and writes an object comes from the other object.
+    Everything by which a checkpoint reads and writes an object comes from the other object.
     """
 
 
-class _DelegatingVariable(_Delegating):
+class DelegatingVariable(DelegatingTrackable):
     """A variable whose values, too, are those of the object in `_trackable`."""
 
 
@@ -38,12 +37,9 @@ for _name in vars(tf.Module.__mro__[-2]):
     if _name.startswith("_") and not _name.startswith("__"):
         # TensorFlow saves the values of any object that has these methods.
         _is_of_values = _name.endswith("tensors")
-        setattr(_DelegatingVariable if _is_of_values else _Delegating, _name, _delegated(_name))
+        setattr(
+            DelegatingVariable if _is_of_values else DelegatingTrackable, _name, _delegated(_name)
+        )
 
-
-# A class cannot change its bases later, so the private names are looked up now.
-DelegatingTrackable: Any = _Delegating
-DelegatingVariable: Any = _DelegatingVariable
-if features.is_on(CHECKPOINTS):
-    DelegatingTrackable = DelegatingVariable = saving.DelegatingTrackable.get()
+# A class cannot change its bases later, so the private name is looked up now.
 TENSOR_BASES: tuple[Any, ...] = (saving.Tensor.get(),) if features.is_on(TENSORS) else ()

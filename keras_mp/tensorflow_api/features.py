@@ -127,11 +127,6 @@ AUTOGRAPH = Feature(
     "Numbers stay the same. An `if` or a loop over tensors is an error in such a function.",
     (graphs.autograph_status, graphs.autograph_convert),
 )
-CHECKPOINTS = Feature(
-    "TensorFlow's own base class for wrappers in checkpoints",
-    "Numbers stay the same. Checkpoints are written by a simpler class, in the same format.",
-    (saving.DelegatingTrackable,),
-)
 TENSORS = Feature(
     "`AutoCastVariable`s that count as tensors",
     "Numbers stay the same. `tf.is_tensor` of one may be False, and a function may refuse it.",
@@ -156,7 +151,6 @@ FEATURES = (
         WITHOUT_BRANCHES,
         XLA,
         AUTOGRAPH,
-        CHECKPOINTS,
         TENSORS,
         SAVED_MODELS,
     ),

@@ -2,8 +2,6 @@
 
 from keras_mp.tensorflow_api.names import Name
 
-# The base of an object that checkpoints take for another one.
-DelegatingTrackable = Name("tf.__internal__.tracking.DelegatingTrackableMixin")
 # The base of what counts as a tensor.
 Tensor = Name("tf.__internal__.types.Tensor")
 # Whether TensorFlow behaves as TensorFlow 2.

@@ -19,7 +19,7 @@ _CHECKPOINTS = ("_create_or_restore_slot_variable", "_restore_slot_variable")
 class WrapperDelegation:
     """The part of an `OptimizerWrapper` that delegates to the inner optimizer."""
 
-    # TensorFlow's DelegatingTrackableMixin has this name for the inner optimizer.
+    # The name under which `DelegatingTrackable` looks for it.
     _trackable: Any
     _hyperparameters: set[str]
 
@@ -32,6 +32,8 @@ class WrapperDelegation:
             return object.__getattribute__(self, name)
         except AttributeError as error:
             inner = own.get("_trackable")
+            if name in keras_api.READ_BY_CALLBACKS and inner is not None:
+                return getattr(inner, name)
             if name.startswith("_") or inner is None or not hasattr(inner, name):
                 raise
             raise AttributeError(_only_inner(self, name)) from error
