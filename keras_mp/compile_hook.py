@@ -65,7 +65,7 @@ def _compile_for_policy(keras_compile: Compile, *args: Any, **kwargs: Any) -> No
         return keras_compile(*args, **kwargs)  # It raises an error with the reason.
     model, policy = args[0], args[0].dtype_policy
     has_our_policy = isinstance(policy, Policy)
-    if not _warn_if_made_in_another_thread(model) and not has_our_policy:
+    if not has_our_policy:
         _warn_if_set_too_late(model)
     _warn_if_policy_is_not_followed(model, call)
     before = next(iter(wrappers_among(getattr(model, "optimizer", None))), None)
@@ -263,20 +263,6 @@ def _warn_if_unscaled(model: tf.keras.Model) -> None:
             'under keras_mp.set_global_policy("mixed_float16"), or compile it with '
             "keras_mp.LossScaleOptimizer(optimizer)."
         )
-
-
-def _warn_if_made_in_another_thread(model: tf.keras.Model) -> bool:
-    if not keras_api.thread_missed_global_policy():
-        return False
-    made_with, policy = model.dtype_policy.name, keras_api.get_global_policy().name
-    if made_with != policy:
-        messages.warn(
-            f"The model {model.name!r} was made with the policy {made_with!r}, not with the "
-            f"global one, {policy!r}: Keras 3 keeps a global policy for each thread, and this "
-            "thread does not have it yet. Call keras_mp.global_policy() in this thread before you "
-            "create the model."
-        )
-    return made_with != policy
 
 
 def _warn_if_policy_is_not_followed(model: tf.keras.Model, call: inspect.BoundArguments) -> None:

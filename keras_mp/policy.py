@@ -320,8 +320,7 @@ def set_global_policy(policy: Any) -> None:
     """Sets the global policy, for keras_mp and for `tf.keras`.
 
     Set it before the model is made, since layers keep the policy that they were made with. It holds
-    in all threads, with one exception: with Keras 3, a thread other than this one has to call
-    `keras_mp.global_policy()` (or anything that does) before it makes Keras's own layers.
+    in all threads; on Keras 3 not in those that set a policy with Keras's own function.
 
     Args:
         policy: A policy's name, a dtype, a `keras_mp.Policy`, a policy of `tf.keras`, or None to

@@ -70,7 +70,7 @@ import inspect, sys
 import tensorflow as tf
 from tensorflow.python.trackable import base_delegate
 source = inspect.getsource(base_delegate).replace("._trackable", "._delegate")
-exec(source[: source.index("@tf_export")] + source[source.index("class Del") :], vars(base_delegate))
+exec(source[source.index("class Delegating") :], vars(base_delegate))
 tf.__internal__.tracking.DelegatingTrackableMixin = base_delegate.DelegatingTrackableMixin
 import keras_mp
 keras_mp.set_global_policy("mixed_float16")

@@ -384,32 +384,49 @@ def test_compile_beside_the_scope_of_another_thread(threads):
     in_a(scope.__exit__, None, None, None)
 
 
-@pytest.mark.parametrize("asks", [False, True])
-def test_a_model_made_in_a_thread_that_did_not_ask(asks):
-    # Defect 11: in a new thread Keras 3 starts from float32, and no public function reaches it.
-    keras_mp.set_global_policy("mixed_float16")
-    seen = []
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_model_made_in_another_thread(policy, threads):
+    in_a, _ = threads
 
     def work():
-        if asks:
-            keras_mp.global_policy()
         model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("always", keras_mp.MixedPrecisionWarning)
-            model.compile("sgd", "mse")
-        seen.append((model.layers[0].compute_dtype, [str(w.message) for w in caught]))
+        model.compile("sgd", "mse")
+        return model.layers[0].dtype_policy.name
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    ((dtype, messages),) = seen
-    if IS_KERAS_3 and not asks:
-        assert dtype == "float32"
-        assert len(messages) == 1
-        assert "Call keras_mp.global_policy() in this thread" in messages[0]
-    else:
-        assert (dtype, messages) == ("float16", [])
+    assert in_a(work) == "float32"
+    keras_mp.set_global_policy(policy)
+    assert in_a(work) == policy
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has one policy for all threads.")
+@pytest.mark.parametrize("name", ["float32", "mixed_bfloat16"])
+def test_a_policy_that_a_thread_has_set_with_keras_is_its_own(name, threads):
+    in_a, in_b = threads
+    keras_mp.set_global_policy("mixed_float16")
+
+    def work():
+        stock.set_dtype_policy(name)
+        model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
+            model.compile("sgd", "mse")
+        return name_and_layers_dtype()
+
+    own = name, name.removeprefix("mixed_")
+    assert in_a(work) == own
+    assert in_b(name_and_layers_dtype) == name_and_layers_dtype() == ("mixed_float16", "float16")
+    keras_mp.set_global_policy("float64")
+    assert in_a(name_and_layers_dtype) == own
+    assert in_b(lambda: tf.keras.layers.Dense(1).compute_dtype) == "float64"
+    in_a(keras_mp.set_global_policy, "float64")
+    assert in_a(name_and_layers_dtype) == ("float64", "float64")
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_the_policy_outlives_a_session_of_keras(policy):
+    keras_mp.set_global_policy(policy)
+    tf.keras.backend.clear_session()
+    assert name_and_layers_dtype() == (policy, policy.removeprefix("mixed_"))
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="Quantized policies are of Keras 3.")

@@ -300,10 +300,6 @@ class KerasApi(Protocol):
         """Returns how many steps a call of `train_function` makes, in `fit`."""
         ...
 
-    def thread_missed_global_policy(self) -> bool:
-        """Whether this thread's Keras does not know the global policy."""
-        ...
-
     def track_variables(self, variables: Iterable[tf.Variable]) -> None:
         """Lets Keras initialize variables together with its own.
 

@@ -43,7 +43,6 @@ init_base_policy = keras2_policies.init_base_policy
 policy_name = keras2_policies.policy_name
 get_global_policy = keras2_policies.get_global_policy
 set_global_policy = keras2_policies.set_global_policy
-thread_missed_global_policy = keras2_policies.thread_missed_global_policy
 policy_scope = keras2_policies.policy_scope
 quantized_policy = keras2_policies.quantized_policy
 

@@ -80,10 +80,6 @@ def quantized_policy(name: str) -> None:
     del name
 
 
-def thread_missed_global_policy() -> bool:
-    return False
-
-
 def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
     keras.mixed_precision.set_global_policy(policy)
 

@@ -57,7 +57,6 @@ init_base_policy = keras3_policies.init_base_policy
 policy_name = keras3_policies.policy_name
 get_global_policy = keras3_policies.get_global_policy
 set_global_policy = keras3_policies.set_global_policy
-thread_missed_global_policy = keras3_policies.thread_missed_global_policy
 policy_scope = keras3_policies.policy_scope
 quantized_policy = keras3_policies.quantized_policy
 

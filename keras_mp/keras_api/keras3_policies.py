@@ -13,6 +13,7 @@ from keras_mp.hooks import Everywhere, Replacement, When, replica_threads
 from keras_mp.hooks.once import once
 from keras_mp.keras_api import keras3_names
 from keras_mp.support import features
+from keras_mp.support.attributes import replaced
 
 keras = tf.keras
 
@@ -63,88 +64,115 @@ def _find_policies_by_name() -> None:
     hooks.install([Replacement(place, with_policies_of_names, When.ALWAYS)])
 
 
-# Keras 3 keeps one global policy for each thread, and a new thread starts from floatx. `_process`
-# has the policy that any thread set last; None stands for floatx. `_thread` has the policy that
-# keras_mp gave this thread. If Keras has another one, Keras's own function has set it. None stays
-# None until Keras needs a policy; then Keras makes one, and keeps it.
-_process: dict[str, Any] = {"policy": None, "version": 0}
+class _Process:
+    """The policy that keras_mp has set for all threads; None follows floatx."""
+
+    policy: Any = None
 
 
-class _ThreadPolicy(threading.local):
-    """The policy that this thread holds: the process's, or that of a scope of its own."""
+class _Thread(threading.local):
+    """What Keras does not know of this thread.
 
-    holds = None
-    is_of_scope = False
-    version = 0
-    floatx: str | None = None
+    Keras keeps a policy for each thread: the one that its own function has set there, or else one
+    that it made of floatx where it first needed one.
+
+    Attributes:
+        made: the latest policy that Keras has made of floatx, which gives way to that of keras_mp.
+        scope: a tuple of the policy of a `policy_scope`, or None outside of scopes.
+    """
+
+    made: Any = None
+    scope: tuple[Any] | None = None
 
 
-_thread = _ThreadPolicy()
+_thread = _Thread()
+
+
+def _chosen() -> Any:
+    """Returns the policy that was chosen for this thread, or None to follow floatx."""
+    kept = keras3_names.get_attribute("dtype_policy")
+    if kept is not None and kept is not _thread.made:
+        return kept
+    return _Process.policy if _thread.scope is None else _thread.scope[0]
+
+
+def _choosing(original: Callable[[], Any]) -> Callable[[], Any]:
+    def dtype_policy() -> Any:
+        policy = _chosen()
+        if policy is None:
+            is_kept = keras3_names.get_attribute("dtype_policy") is not None
+            policy = original()
+            if not is_kept:
+                _thread.made = policy
+        return policy
+
+    return dtype_policy
+
+
+def _keep(policy: keras.mixed_precision.Policy | None) -> None:
+    if features.is_on(keras3_names.THREADS):
+        keras3_names.set_attribute("dtype_policy", policy)
+
+
+if features.is_on(keras3_names.THREADS):
+    # What Keras has made for the first layers may be there already.
+    _kept = keras3_names.get_attribute("dtype_policy")
+    if type(_kept) is BasePolicy and _kept.name == keras.backend.floatx():
+        _thread.made = _kept
+_place = Everywhere(keras.mixed_precision.dtype_policy, ("global_policy",))
+hooks.install([Replacement(_place, _choosing, When.ALWAYS, keras3_names.THREADS)])
 
 
 def get_global_policy() -> keras.mixed_precision.Policy:
     if not features.is_on(keras3_names.THREADS):
         return keras.mixed_precision.dtype_policy()
-    # Not the public function, which would make a policy of floatx and keep it.
-    current = keras3_names.get_attribute("dtype_policy")
-    if current is not _thread.holds and not (_thread.holds is None and _is_floatx(current)):
-        set_global_policy(current)
-    elif thread_missed_global_policy():
-        _hold(_process["policy"])
-    elif _thread.holds is None:
-        _hold(None)
-    return BasePolicy(keras.backend.floatx()) if _thread.holds is None else _thread.holds
-
-
-def _is_floatx(policy: keras.mixed_precision.Policy | None) -> bool:
-    """Whether Keras has made a policy of floatx, as it is now or was before."""
-    names = (keras.backend.floatx(), _thread.floatx)
-    return policy is None or (type(policy) is BasePolicy and policy.name in names)
+    policy = _chosen()
+    if policy is None:
+        # Keras would keep the one that it made, whatever becomes of floatx.
+        _keep(None)
+        policy = BasePolicy(keras.backend.floatx())
+    return policy
 
 
 def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
-    if not _thread.is_of_scope:
-        _process["policy"] = policy
-        _process["version"] += 1
-    _hold(policy)
-
-
-def thread_missed_global_policy() -> bool:
-    return not _thread.is_of_scope and _thread.version != _process["version"]
+    if not features.is_on(keras3_names.THREADS):
+        keras.mixed_precision.set_dtype_policy(policy or keras.backend.floatx())
+    _keep(None)
+    if _thread.scope is None:
+        _Process.policy = policy
+    else:
+        _thread.scope = (policy,)
 
 
 @contextlib.contextmanager
 def policy_scope(policy: keras.mixed_precision.Policy | None) -> Iterator[None]:
+    if not features.is_on(keras3_names.THREADS):
+        before = keras.mixed_precision.dtype_policy()
+        set_global_policy(policy)
+        try:
+            yield
+        finally:
+            set_global_policy(before)
+        return
     _let_replicas_inherit_scope()
-    get_global_policy()  # Notes a policy of Keras's own function, which outlives the scope.
-    was_of_scope, before = _thread.is_of_scope, _thread.holds
-    _thread.is_of_scope = True
-    _hold(policy)
+    kept = keras3_names.get_attribute("dtype_policy")
+    _keep(None)
     try:
-        yield
+        with replaced(_thread, "scope", (policy,)):
+            yield
     finally:
-        _thread.is_of_scope = was_of_scope
-        _hold(before if was_of_scope else _process["policy"])
+        _keep(kept)
 
 
 @once
 def _let_replicas_inherit_scope() -> None:
     def state() -> tuple[Any] | None:
-        return (_thread.holds,) if _thread.is_of_scope else None
+        return None if _thread.scope is None else (_chosen(),)
 
     def entered(scope: tuple[Any] | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if scope is None else policy_scope(*scope)
 
     hooks.install([replica_threads.inheriting(state, entered)])
-
-
-def _hold(policy: keras.mixed_precision.Policy | None) -> None:
-    _thread.holds, _thread.floatx = policy, keras.backend.floatx()
-    _thread.version = _process["version"]
-    if features.is_on(keras3_names.THREADS):
-        keras3_names.set_attribute("dtype_policy", policy)
-    else:
-        keras.mixed_precision.set_dtype_policy(policy or keras.backend.floatx())
 
 
 def quantized_policy(name: str) -> keras.mixed_precision.Policy | None:
