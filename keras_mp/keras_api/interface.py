@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import tensorflow as tf
 
 from keras_mp.tensorflow_api.features import Feature
+from keras_mp.tensorflow_api.names import Name
 
 if TYPE_CHECKING:
     from keras_mp.hooks import Replacement
@@ -38,6 +39,8 @@ class KerasApi(Protocol):
         KERAS_LAYOUT_CHILD: a child of optimizers in checkpoints of Keras's own only, or None.
         FEATURES: the features that need private names of Keras.
         RAW_INPUTS: that of layers that read raw inputs.
+        BUILD_ONCE: the private method of layers that calls `build`.
+        BUILDS: the feature that needs it.
         LAYERS_INSIDE: that of layers in attributes of others.
         LOSSES: that of Keras's own losses, made anew.
     """
@@ -56,6 +59,8 @@ class KerasApi(Protocol):
     KERAS_LAYOUT_CHILD: ClassVar[str | None]
     FEATURES: ClassVar[tuple[Feature, ...]]
     RAW_INPUTS: ClassVar[Feature]
+    BUILD_ONCE: ClassVar[Name]
+    BUILDS: ClassVar[Feature]
     LAYERS_INSIDE: ClassVar[Feature]
     LOSSES: ClassVar[Feature]
 

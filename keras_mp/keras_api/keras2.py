@@ -61,6 +61,8 @@ OPTIMIZER_BASES: tuple[Any, ...] = (
     keras.optimizers.Optimizer,
     keras.optimizers.legacy.Optimizer,
 )
+BUILD_ONCE = keras2_names.build_once
+BUILDS = keras2_names.BUILDS
 READ_BY_CALLBACKS = ("_learning_rate", "_built")
 APPLY_TAKES_SCALED_GRADIENTS = False
 

@@ -39,6 +39,7 @@ RandomGenerator = Name("tf_keras.src.backend.RandomGenerator")
 layer_policy = Attribute("tf_keras.src.engine.base_layer.Layer._dtype_policy")
 compute_dtype = Attribute("tf_keras.src.engine.base_layer.Layer._compute_dtype_object")
 cast_input = Name("tf_keras.src.engine.base_layer.Layer._cast_single_input")
+build_once = Name("tf_keras.src.engine.base_layer.Layer._maybe_build")
 flatten_layers = Name("tf_keras.src.engine.base_layer.Layer._flatten_layers")
 output_signature = Name("tf_keras.src.engine.base_layer.Layer._infer_output_signature")
 convert_input_of_model = Name(
@@ -112,6 +113,11 @@ LSTM = Feature(
     "Keras computes it, which is slower and rounds more often.",
     (lstm_in_eager, lstm_in_graphs),
 )
+BUILDS = Feature(
+    "weights of a layer that are made of others",
+    "What a layer in 16 bits makes of a weight in `build` may be stored in 16 bits.",
+    (build_once,),
+)
 LAYERS_INSIDE = Feature(
     "layers in attributes of other layers",
     "keras_mp finds those that `layers` of a model lists, and says nothing of others.",
@@ -171,6 +177,7 @@ GRAPH_VARIABLES = Feature(
 
 FEATURES = (
     *(
+        BUILDS,
         THREADS,
         TRACES,
         CALLS,

@@ -37,6 +37,8 @@ LOSSES = keras3_names.LOSSES
 BaseCallback = keras.callbacks.Callback
 KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 OPTIMIZER_BASES: tuple[Any, ...] = (keras.optimizers.Optimizer,)
+BUILD_ONCE = keras3_names.build_once
+BUILDS = keras3_names.BUILDS
 READ_BY_CALLBACKS = (
     *("_trainable_variables", "_model_variables_moving_average"),
     "_distribution_strategy",

@@ -16,6 +16,7 @@ SafeModeScope = Name("keras.src.saving.serialization_lib.SafeModeScope")
 convert_inputs_of_model = Name("keras.src.models.functional.Functional._convert_inputs_to_tensors")
 converts_inputs = Attribute("keras.src.layers.layer.Layer._convert_input_args")
 layer_policy = Attribute("keras.src.layers.layer.Layer._dtype_policy")
+build_once = Name("keras.src.layers.layer.Layer._maybe_build")
 flatten_layers = Name("keras.src.layers.layer.Layer._flatten_layers")
 output_shape_of_lambda = Attribute("keras.src.layers.core.lambda_layer.Lambda._output_shape")
 history = Attribute("keras.src.ops.node._keras_history")
@@ -61,6 +62,11 @@ LAYER_INPUTS = Feature(
     "`keras_mp.layers.Layer` with `autocast_inputs=False`",
     "Keras casts its inputs to the compute dtype.",
     (converts_inputs,),
+)
+BUILDS = Feature(
+    "weights of a layer that are made of others",
+    "What a layer in 16 bits makes of a weight in `build` may be stored in 16 bits.",
+    (build_once,),
 )
 LAYERS_INSIDE = Feature(
     "layers in attributes of other layers",
@@ -115,5 +121,5 @@ WORKERS = Feature(
 
 FEATURES = (
     *(THREADS, SHAPES, TRUST, RAW_INPUTS, LAYER_INPUTS, LAYERS_INSIDE, LAMBDAS, OUTPUTS, LOSSES),
-    *(METRICS, IMAGES, REPLICAS, ACCUMULATION, FILES, EXPORT, WORKERS),
+    *(BUILDS, METRICS, IMAGES, REPLICAS, ACCUMULATION, FILES, EXPORT, WORKERS),
 )
