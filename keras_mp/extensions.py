@@ -15,7 +15,7 @@ from keras_mp.grappler import passes
 from keras_mp.hooks import observers
 from keras_mp.kernels import normalization, recurrent, slow
 from keras_mp.layer_calls import layer_call
-from keras_mp.models import saved_files, weights_in_build
+from keras_mp.models import model_steps, saved_files, weights_in_build
 from keras_mp.models.layer_paths import paths_of_weights
 from keras_mp.op_autocast import promotion
 from keras_mp.policy import MIXED, Policy, global_policy
@@ -97,6 +97,7 @@ class _Keras(observers.Observer):
         layer_call.install()
         saved_files.install()
         weights_in_build.install()
+        model_steps.scale_own_loops()
 
     def policy_is_set(self, policy: Policy) -> None:
         # The other Keras may have been imported since, whose models are refused.

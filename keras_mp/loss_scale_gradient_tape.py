@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.grad_scaler import GradScaler
-from keras_mp.step import finiteness, gradients, replicas
+from keras_mp.step import finiteness, gradients, replicas, scaled_losses
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.schedule import MIN_LOSS_SCALE
 from keras_mp.support import host, validation
@@ -200,6 +200,7 @@ class LossScaleGradientTape(tf.GradientTape):
 
     def _search(self, compute: Callable[[tf.Tensor], list[Any]], targets: list[tf.Tensor]) -> list:
         """Computes gradients at the highest scale that works, not above the current one."""
+        scaled_losses.thread.noted.note_tape()
         loss_is_finite = finiteness.all_finite(targets)
         start = self._loss_scale()
         floor = getattr(self._loss_scale, "min_loss_scale", MIN_LOSS_SCALE)

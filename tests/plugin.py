@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.grappler import passes
+from keras_mp.step import scaled_losses
 from tests.common import needs_bfloat16_rewrite
 
 # The modules of the Keras that is not there.
@@ -42,6 +43,8 @@ def clean_slate(doctest_namespace: dict) -> Iterator[None]:
     tf.keras.backend.set_floatx("float32")
     keras_mp.set_global_policy(None)
     tf.keras.utils.set_random_seed(0)
+    # An earlier test may have scaled a loss.
+    type(scaled_losses.thread).noted = scaled_losses.ScaledLosses()
     yield
     if passes.enabled_dtype() is not None:
         keras_mp.disable_mixed_precision_graph_rewrite()

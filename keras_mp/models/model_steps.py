@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import hooks, keras_api
-from keras_mp.hooks import observers, reach
+from keras_mp.hooks import Method, Replacement, When, observers, reach
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models import step_tapes
+from keras_mp.policy import Policy
 from keras_mp.step import state_rollback, under_way
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.variables import type_errors
@@ -82,22 +84,53 @@ def scale(model: tf.keras.Model, loss_scale: LossScale | None) -> None:
     of_instance = vars(model).get("train_step")
     if getattr(of_instance, "func", None) is not _train_step:
         vars(model)["train_step"] = functools.partial(_train_step, model, of_instance)
+    if loss_scale is not None:
+        _scale_loops(model)
+
+
+def scale_own_loops() -> None:
+    """Lets the loops of models scale that are never compiled."""
+    step_tapes.install()
+    hooks.install([Replacement(Method(tf.keras.Model, "__init__"), _with_loops, When.ALWAYS)])
+
+
+def _with_loops(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: tf.keras.Model, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _scale_loops(self)
+
+    return __init__
+
+
+def _scale_loops(model: tf.keras.Model) -> None:
+    """Puts a function around the `fit` and `train_on_batch` of a class that has its own."""
     for name in ("fit", "train_on_batch"):
         of_instance, own = vars(model).get(name), getattr(type(model), name)
         is_ours = getattr(of_instance, "func", None) is _loop
-        if loss_scale is not None and own is not getattr(tf.keras.Model, name) and not is_ours:
+        if own is not getattr(tf.keras.Model, name) and not is_ours:
             vars(model)[name] = functools.partial(_loop, model, of_instance, name)
 
 
 def _loop(
     model: tf.keras.Model, of_instance: _Step | None, name: str, *args: Any, **kwargs: Any
 ) -> Any:
-    cls, loss_scale = type(model), _loss_scales.get(model)
+    cls = type(model)
     method = of_instance or getattr(cls, name).__get__(model, cls)
+    # `compile` decides for the models that it gets.
+    if "train_step" not in vars(model) and model not in _loss_scales:
+        _scale_as_policy(model)
+    loss_scale = _loss_scales.get(model)
     if loss_scale is None:
         return method(*args, **kwargs)
     with step_tapes.entered(model, _scale_of(model, loss_scale), name):
         return method(*args, **kwargs)
+
+
+def _scale_as_policy(model: tf.keras.Model) -> None:
+    policy: Any = model.dtype_policy
+    if isinstance(policy, Policy) and policy.scales_loss and policy.compute_dtype == "float16":
+        with model.distribute_strategy.scope():
+            _loss_scales[model] = copy.deepcopy(policy.loss_scale)
 
 
 def _train_step(model: tf.keras.Model, of_instance: _Step | None, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +160,7 @@ def _scale_of(model: tf.keras.Model, loss_scale: LossScale) -> LossScale:
 
     Without one, it is the given loss scale.
     """
-    wrappers = wrappers_among(model.optimizer)
+    wrappers = wrappers_among(getattr(model, "optimizer", None))
     return wrappers[0].loss_scale if wrappers else loss_scale
 
 

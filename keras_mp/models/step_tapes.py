@@ -14,17 +14,18 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, cast
 
 import tensorflow as tf
 
 from keras_mp import hooks, keras_api
-from keras_mp.hooks import own_gradient, replica_threads, wrapped
+from keras_mp.hooks import Method, Replacement, When, own_gradient, reach, replica_threads, wrapped
 from keras_mp.hooks.once import once
 from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
 from keras_mp.models.known_losses import KnownLosses, key_of
 from keras_mp.optimizer_wrapper import OptimizerWrapper
+from keras_mp.policy import Policy
 from keras_mp.step import scaled_losses
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.support import host, messages
@@ -94,19 +95,25 @@ def entered(
         method: str. The name of the method of the model. Defaults to `"train_step"`.
     """
     _let_replicas_inherit()
+    install()
     step = _Step(model, loss_scale, method)
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(scaled_losses.thread, "noted", step))
         stack.enter_context(wrapped.here(tf.GradientTape, "__init__", _scaling))
         stack.enter_context(wrapped.here(tf, "gradients", _noting))
-        for owner, name in keras_api.APPLY_METHODS:
-            stack.enter_context(wrapped.here(owner, name, _telling))
         yield
 
 
 def _step_of_thread() -> _Step | None:
     step = scaled_losses.thread.noted
     return step if isinstance(step, _Step) else None
+
+
+@once
+def install() -> None:
+    """Lets optimizers warn of gradients that nobody has scaled, also outside of steps."""
+    places = [Method(owner, name) for owner, name in keras_api.APPLY_METHODS]
+    hooks.install([Replacement(place, _telling, When.ALWAYS) for place in places])
 
 
 @once
@@ -373,9 +380,12 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(optimizer, **kwargs)  # It raises an error.
         grads = list(grads)
         with scaled_losses.applying() as is_first:
-            step = _step_of_thread()
-            if is_first and step is not None:
-                _warn_if_unscaled(step, optimizer, _applied(grads, *args, **kwargs))
+            if is_first and not isinstance(optimizer, OptimizerWrapper):
+                variables, step = _applied(grads, *args, **kwargs), _step_of_thread()
+                if step is None:
+                    _warn_if_nobody_scales(optimizer, variables)
+                else:
+                    _warn_if_unscaled(step, optimizer, variables)
             return original(optimizer, grads, *args, **kwargs)
 
     return apply
@@ -401,21 +411,66 @@ def _warn_if_unscaled(step: _Step, optimizer: Any, variables: list[Any]) -> None
     reasons = [step.unscaled.get(key_of(variable)) for variable in variables]
     reasons = [each for each in reasons if each is not None]
     known = _warned_of.setdefault(step.model, weakref.WeakSet())
-    if not reasons or optimizer in known or isinstance(optimizer, OptimizerWrapper):
+    if not reasons or optimizer in known:
         return
     if keras_api.is_in_keras_wrapper(optimizer):
         return
-    unscaled = {key_of(v) for v in variables} & step.unscaled.keys()
-    layer = _float16_layer(step.model, unscaled)
+    layer = _float16_layer(keras_api.flatten_layers(step.model), variables, step.unscaled)
     if layer is None:
         return
     known.add(optimizer)
     name = _name(step.model, optimizer)
+    _warn(
+        f"In the {step.method} of the model {step.model.name!r}, {name}",
+        (name, type(optimizer).__name__, layer),
+        f"(keras_mp scales by itself, but not here: {reasons[0]}.) ",
+    )
+
+
+# Layers in float16 whose policy has a loss scale, and optimizers that have applied gradients
+# outside of the steps of models.
+_scaled_layers: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def note_built(layer: Any) -> None:
+    """Notes a layer that was built, if its losses should be scaled.
+
+    Args:
+        layer: the layer.
+    """
+    policy = layer.dtype_policy
+    if isinstance(policy, Policy) and policy.scales_loss and layer.compute_dtype == "float16":
+        _scaled_layers.add(layer)
+
+
+def _warn_if_nobody_scales(optimizer: Any, variables: list[Any]) -> None:
+    """Warns if a loop of the program's own trains float16 layers, and the program scales nothing.
+
+    Each optimizer is looked at once. In reach is the step of a model, which `compile` has wrapped.
+    """
+    if scaled_losses.thread.noted.has_scaled or optimizer in _seen or reach.current() is not None:
+        return
+    _seen.add(optimizer)
+    if keras_api.is_in_keras_wrapper(optimizer):
+        return
+    layer = _float16_layer(list(_scaled_layers), variables)
+    if layer is not None:
+        _warn("The optimizer", ("optimizer", type(optimizer).__name__, layer))
+
+
+def _warn(where: str, names: tuple[str, str, str], why: str = "") -> None:
+    """Warns of an optimizer that applies gradients that nobody has scaled.
+
+    Args:
+        where: str. Where it is done, and which optimizer does it.
+        names: tuple of the optimizer's name in the program, its class, and a layer's name.
+        why: str. Why keras_mp does not scale.
+    """
+    name, kind, layer = names
     messages.warn(
-        f"In the {step.method} of the model {step.model.name!r}, {name} "
-        f"({type(optimizer).__name__}) applies gradients of float16 layers, such as {layer!r}, of "
-        "a loss that nobody has scaled: small gradients become zero. (keras_mp scales by itself, "
-        f"but not here: {reasons[0]}.) Where the optimizer is made, add:\n"
+        f"{where} ({kind}) applies gradients of float16 layers, such as {layer!r}, of a loss that "
+        f"nobody has scaled: small gradients become zero. {why}Where the optimizer is made, add:\n"
         f"    {name} = keras_mp.LossScaleOptimizer({name})\n"
         "and scale the loss in the tape, which apply_gradients undoes:\n"
         f"    scaled_loss = {name}.scale_loss(loss)\n"
@@ -434,9 +489,19 @@ def _name(model: tf.keras.Model, optimizer: Any) -> str:
     return f"self.{public[0]}" if public else "optimizer"
 
 
-def _float16_layer(model: tf.keras.Model, keys: set[int]) -> str | None:
-    """Returns the name of the first layer in float16 that has one of these variables."""
-    for layer in keras_api.flatten_layers(model):
+def _float16_layer(
+    layers: Iterable[Any], variables: list[Any], unscaled: Collection[int] | None = None
+) -> str | None:
+    """Returns the name of the first layer in float16 that has one of these variables.
+
+    Args:
+        layers: iterable of layers.
+        variables: list of variables.
+        unscaled: keys of those that count, or None for all.
+    """
+    keys = {key_of(variable) for variable in variables}
+    keys = keys if unscaled is None else keys.intersection(unscaled)
+    for layer in layers:
         if layer.compute_dtype != "float16" or keras_api.layers_inside(layer):
             continue
         if any(key_of(each) in keys for each in layer.trainable_weights):

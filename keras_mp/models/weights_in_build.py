@@ -4,6 +4,7 @@ The scope in which an outer layer casts weights is in force there, too: a copy o
 weight with the dtype of another one, would be stored in 16 bits.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 from keras_mp import hooks, keras_api
 from keras_mp.hooks import Replacement, When, reach
+from keras_mp.models import step_tapes
 from keras_mp.policy import Policy
 
 
@@ -22,10 +24,13 @@ def install() -> None:
 
 def _reading_float32(original: Callable[..., Any]) -> Callable[..., Any]:
     def build_once(self: tf.keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-        if self.built or keras_api.autocast_dtype() is None or not _is_ours(self):
+        if self.built:
             return original(self, *args, **kwargs)
-        with keras_api.autocast_scope(None):
-            return original(self, *args, **kwargs)
+        is_cast = keras_api.autocast_dtype() is not None and _is_ours(self)
+        with keras_api.autocast_scope(None) if is_cast else contextlib.nullcontext():
+            result = original(self, *args, **kwargs)
+        step_tapes.note_built(self)
+        return result
 
     return build_once
 

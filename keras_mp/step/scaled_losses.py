@@ -2,7 +2,8 @@
 
 What scales a loss notes the result here. An optimizer that is about to apply gradients can then
 tell whether it has to warn of a missing call. `models/known_losses.py` has what is known in a
-`train_step` that is watched; elsewhere nothing is noted. This module needs TensorFlow only.
+`train_step` that is watched; elsewhere only whether anything was scaled is noted. This module needs
+TensorFlow only.
 """
 
 import contextlib
@@ -16,13 +17,25 @@ from keras_mp.support.attributes import replaced
 
 
 class ScaledLosses:
-    """What is noted of the losses of a step; this base class notes nothing."""
+    """What is noted of the losses of a step; outside of steps, little.
+
+    Attributes:
+        has_scaled: whether the program has scaled a loss anywhere.
+    """
+
+    has_scaled = False
 
     def note_loss(self, scaled: tf.Tensor) -> None:
         """Notes a loss that was multiplied by a loss scale."""
+        del scaled
+        self.has_scaled = True
 
     def note_scale(self) -> None:
         """Notes that the program has asked for a loss scale."""
+
+    def note_tape(self) -> None:
+        """Notes that a tape scales."""
+        self.has_scaled = True
 
     def are_by_tape(self, variables: Iterable[Any]) -> bool:
         """Whether a tape of this step has scaled and unscaled all gradients."""
@@ -31,7 +44,10 @@ class ScaledLosses:
 
 
 class _Thread(threading.local):
-    """The step that this thread makes, and whether an optimizer applies gradients."""
+    """The step that this thread makes, and whether an optimizer applies gradients.
+
+    Outside of steps, all threads share what is noted.
+    """
 
     noted = ScaledLosses()
     is_applying = False
