@@ -26,7 +26,11 @@ from keras_mp.policy import Policy
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
-from keras_mp.wrappers.inner_optimizers import find_loss_scale_optimizer, has_all_reduce
+from keras_mp.wrappers.inner_optimizers import (
+    find_loss_scale_optimizer,
+    has_all_reduce,
+    is_of_tensorflow_1,
+)
 
 Compile = Callable[..., None]
 
@@ -101,6 +105,8 @@ def _compile_for_policy(keras_compile: Compile, *args: Any, **kwargs: Any) -> No
     _tell_optimizers(model, is_scaled, scaling["loss_scale"] if scaling is not None else None)
     if not has_our_policy or policy.compute_dtype != "float16":
         _warn_if_unscaled(model)
+    if has_our_policy and policy.low_precision_dtype is not None:
+        _warn_if_clipped_on_each_replica(model)
     low_precision_weights.warn_if_updates_are_lost(model)
     return result
 
@@ -212,6 +218,9 @@ def _sums_itself(model: tf.keras.Model, optimizers: Any) -> bool:
 def _wrap(
     scaling: dict[str, Any], optimizer: tf.keras.optimizers.Optimizer
 ) -> tf.keras.optimizers.Optimizer:
+    # In the step of a model with an optimizer of another kind, tapes scale.
+    if is_of_tensorflow_1(optimizer):
+        return optimizer
     optimizer = keras_api.get_optimizer(optimizer)
     original = find_loss_scale_optimizer(optimizer)
     if original is not None and not isinstance(original, LossScaleOptimizer):
@@ -263,6 +272,23 @@ def _warn_if_unscaled(model: tf.keras.Model) -> None:
             'under keras_mp.set_global_policy("mixed_float16"), or compile it with '
             "keras_mp.LossScaleOptimizer(optimizer)."
         )
+
+
+def _warn_if_clipped_on_each_replica(model: tf.keras.Model) -> None:
+    """Warns of an optimizer that clips before gradients are summed, as no wrapper does."""
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    if not keras_api.CLIPS_ON_EACH_REPLICA or replicas == 1:
+        return
+    for optimizer in tf.nest.flatten(getattr(model, "optimizer", None)):
+        names = ("clipnorm", "global_clipnorm", "clipvalue")
+        used = [name for name in names if getattr(optimizer, name, None) is not None]
+        if used and find_loss_scale_optimizer(optimizer) is None and not has_all_reduce(optimizer):
+            messages.warn(
+                f"The model {model.name!r} trains on {replicas} replicas, and {used[0]!r} of its "
+                "optimizer clips the gradients of each replica, before they are summed; under "
+                "mixed_float16 it clips the sum, and so another norm. To clip the sum here, too: "
+                'compile(keras_mp.AllReduceOptimizer(optimizer, reduce_dtype="float32"), ...).'
+            )
 
 
 def _warn_if_policy_is_not_followed(model: tf.keras.Model, call: inspect.BoundArguments) -> None:

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import compile_hook, keras_api
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, unscaled, value
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, ours, unscaled, value
 
 Stock = tf.keras.mixed_precision.LossScaleOptimizer
 
@@ -460,3 +460,51 @@ def test_fit_on_several_workers_is_mended_for_models_of_keras_mp(monkeypatch):
         unscaled = sequential()
         unscaled.compile("sgd", "mse")
     assert unscaled in mended
+
+
+@pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 takes no optimizers of TensorFlow 1.")
+@pytest.mark.parametrize("mode", [{"run_eagerly": True}, {}])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_an_optimizer_of_tensorflow_1_trains_as_in_float32(policy, mode):
+    losses = {}
+    for name in ("float32", policy):
+        keras_mp.set_global_policy(name)
+        tf.keras.utils.set_random_seed(0)
+        model = sequential()
+        # Gradients of so small a loss are zero in float16, unless it is scaled.
+        optimizer = tf.compat.v1.train.GradientDescentOptimizer(5e5)
+        model.compile(optimizer, lambda y, p: 1e-7 * tf.reduce_mean((y - p) ** 2), **mode)
+        history = model.fit(X, Y, epochs=3, shuffle=False, verbose=0).history["loss"]
+        losses[name] = np.array(history) * 1e7
+    assert losses["float32"][-1] < 0.9 * losses["float32"][0]
+    np.testing.assert_allclose(losses[policy], losses["float32"], rtol=0.05)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("argument", ["clipnorm", "clipvalue", "global_clipnorm"])
+def test_clipping_before_the_sum_over_replicas_is_said(argument, name):
+    if argument == "global_clipnorm" and name.startswith("legacy"):
+        pytest.skip("Legacy optimizers of some versions do not have it.")
+    keras_mp.set_global_policy("mixed_bfloat16")
+
+    def moved(wrap):
+        tf.keras.utils.set_random_seed(0)
+        with mirrored(2).scope():
+            ones = tf.keras.initializers.Ones()
+            dense = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer=ones)
+            model = tf.keras.Sequential([tf.keras.Input((2,)), dense])
+            model.compile(wrap(make_optimizer(name, 1.0, **{argument: 1.0})), "mse")
+        model.fit(np.diag([0.7, 5.0]).astype("float32"), np.zeros((2, 1), "float32"), verbose=0)
+        return 1.0 - model.get_weights()[0].ravel()
+
+    def wrapped(optimizer):
+        return keras_mp.AllReduceOptimizer(optimizer, "float32")
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", keras_mp.MixedPrecisionWarning)
+        plain = moved(lambda optimizer: optimizer)
+    found = [str(each.message) for each in ours(told)]
+    assert len(found) == int(IS_KERAS_3)
+    assert all(f"{argument!r} of its optimizer" in each for each in found)
+    cured = moved(wrapped)  # Without a warning, and as Keras 2 clips.
+    assert (IS_KERAS_3 and argument != "clipvalue") == (abs(cured - plain).max() > 0.1)

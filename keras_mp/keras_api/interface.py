@@ -34,6 +34,7 @@ class KerasApi(Protocol):
         IN_ONE_TRACE: rows for the methods that make the variables of optimizers and metrics.
         CROSSENTROPY_NAMES: the names in `compile(loss=)` of the cross entropy that fits the shapes.
         READ_BY_CALLBACKS: the private attributes of optimizers that callbacks of Keras read.
+        CLIPS_ON_EACH_REPLICA: whether optimizers clip gradients before replicas sum them.
         APPLY_TAKES_SCALED_GRADIENTS: whether the wrapper of `tf.keras` unscales in
             `apply_gradients`.
         KERAS_LAYOUT_CHILD: a child of optimizers in checkpoints of Keras's own only, or None.
@@ -55,6 +56,7 @@ class KerasApi(Protocol):
     IN_ONE_TRACE: ClassVar[tuple[Replacement, ...]]
     CROSSENTROPY_NAMES: ClassVar[tuple[str, ...]]
     READ_BY_CALLBACKS: ClassVar[tuple[str, ...]]
+    CLIPS_ON_EACH_REPLICA: ClassVar[bool]
     APPLY_TAKES_SCALED_GRADIENTS: ClassVar[bool]
     KERAS_LAYOUT_CHILD: ClassVar[str | None]
     FEATURES: ClassVar[tuple[Feature, ...]]

@@ -64,6 +64,7 @@ OPTIMIZER_BASES: tuple[Any, ...] = (
 BUILD_ONCE = keras2_names.build_once
 BUILDS = keras2_names.BUILDS
 READ_BY_CALLBACKS = ("_learning_rate", "_built")
+CLIPS_ON_EACH_REPLICA = False
 APPLY_TAKES_SCALED_GRADIENTS = False
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")

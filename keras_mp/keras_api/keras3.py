@@ -43,6 +43,7 @@ READ_BY_CALLBACKS = (
     *("_trainable_variables", "_model_variables_moving_average"),
     "_distribution_strategy",
 )
+CLIPS_ON_EACH_REPLICA = True
 APPLY_TAKES_SCALED_GRADIENTS = True
 
 patch_fit = keras3_workers.patch_fit
