@@ -7,6 +7,7 @@ autocast_dtype = Name("tf_keras.src.mixed_precision.autocast_variable._autocast_
 autocast_scope = Name("tf_keras.src.mixed_precision.autocast_variable.enable_auto_cast_variables")
 AutoCastVariable = Name("tf_keras.src.mixed_precision.autocast_variable.AutoCastVariable")
 call_context = Name("tf_keras.src.engine.base_layer_utils.call_context")
+policy_of_layer = Name("tf_keras.src.mixed_precision.policy.get_policy")
 deserialize_policy = Name("tf_keras.src.mixed_precision.policy.deserialize")
 SafeModeScope = Name("tf_keras.src.saving.serialization_lib.SafeModeScope")
 saving_options = Name("tf_keras.src.saving.legacy.saved_model.utils.keras_option_scope")
@@ -89,9 +90,10 @@ CALLS = Feature(
     (call_context,),
 )
 POLICIES = Feature(
-    "policies of keras_mp in files",
-    "Layers from an `.h5` file have a policy of Keras's.",
-    (deserialize_policy,),
+    "policies of keras_mp in files, and under a `ParameterServerStrategy`",
+    "Layers from an `.h5` file have a policy of Keras's, which refuses float16 under such a "
+    "strategy.",
+    (deserialize_policy, policy_of_layer),
 )
 TRUST = Feature(
     "layers with Python code in `keras_mp.convert` and `keras_mp.numerics`",

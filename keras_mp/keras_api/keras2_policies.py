@@ -36,8 +36,22 @@ def register_policy(cls: Any) -> type:
 
         return deserialize
 
-    place, feature = keras2_names.deserialize_policy, keras2_names.POLICIES
-    hooks.install([Replacement(place, deserializing_ours, When.ALWAYS, feature)])
+    def letting_ours_pass(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def get_policy(identifier: Any) -> Any:
+            # Keras refuses float16 under a ParameterServerStrategy. What scales a loss, and cannot
+            # do that there, says which scale can.
+            policy = identifier or get_global_policy()
+            return policy if isinstance(policy, cls) else original(identifier)
+
+        return get_policy
+
+    rows = {
+        keras2_names.deserialize_policy: deserializing_ours,
+        keras2_names.policy_of_layer: letting_ours_pass,
+    }
+    hooks.install(
+        Replacement(place, make, When.ALWAYS, keras2_names.POLICIES) for place, make in rows.items()
+    )
     return cls
 
 

@@ -58,6 +58,34 @@ _EXPLANATION = (
 _SAID = "TensorFlow said: "
 
 
+class _Explained:
+    """An error whose explanation comes before the lines of AutoGraph, which put it last.
+
+    AutoGraph and Keras make an error of the same class, with a longer message.
+    """
+
+    # By it AutoGraph recognizes a class that takes a message.
+    __init__ = Exception.__init__
+
+    def __str__(self) -> str:
+        message = Exception.__str__(self)  # pyright: ignore[reportArgumentType]
+        lines = message.splitlines()
+        number = next((i for i, line in enumerate(lines) if _SAID in line), 0)
+        if not any("in user code:" in line for line in lines[:number]):
+            return message
+        line = lines.pop(number).strip()
+        is_prefixed = line.split(" ")[0].endswith("Error:")
+        return "\n".join([line.partition(" ")[2] if is_prefixed else line, "", *lines])
+
+
+class DtypeTypeError(_Explained, TypeError):
+    """A `TypeError` of TensorFlow that is explained."""
+
+
+class DtypeValueError(_Explained, ValueError):
+    """A `ValueError` of TensorFlow that is explained."""
+
+
 def dtypes_in(error: Exception) -> list[str]:
     """Returns the floating dtypes that a TensorFlow error is about.
 
@@ -94,7 +122,7 @@ def explain(
     if not dtypes or _SAID in str(error):
         return None
     where, source = _where(error)
-    return TypeError(
+    return DtypeTypeError(
         f"{layer} computes in {compute_dtype}, and its `call` met {dtypes[0]} and {dtypes[1]} "
         f"{where}. {_EXPLANATION} {_cure(source, list(bare_variables))} {_said(error)}"
     )
@@ -125,7 +153,7 @@ def explain_refusal(error: Exception, who: str, in_float32: str) -> Exception | 
     if isinstance(error, tf.errors.OpError):
         of_tensorflow: Any = error
         return tf.errors.InvalidArgumentError(of_tensorflow.node_def, of_tensorflow.op, message)
-    return ValueError(message) if isinstance(error, ValueError) else TypeError(message)
+    return DtypeValueError(message) if isinstance(error, ValueError) else DtypeTypeError(message)
 
 
 def _said(error: Exception) -> str:

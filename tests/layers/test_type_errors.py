@@ -214,3 +214,30 @@ def test_other_errors_stay_what_they_are(mode):
 def test_dtypes_in_reads_only_dtypes():
     path = TypeError("/float16/float32/file.py: has type string that does not match type int32")
     assert type_errors.dtypes_in(path) == []
+
+
+class Branches(tf.keras.layers.Layer):
+    """Has a branch on a tensor, whose sides differ in their dtypes."""
+
+    def call(self, x):
+        @tf.function
+        def branch(x):
+            if tf.reduce_sum(x) > 0:
+                x = tf.ones([4, 1])
+            return x
+
+        return branch(x)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_the_explanation_comes_before_the_lines_of_autograph(policy):
+    keras_mp.set_global_policy(policy)
+    layers = [tf.keras.layers.Dense(1), Branches(name="branches"), tf.keras.layers.Dense(1)]
+    model = tf.keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    with pytest.raises(TypeError) as caught:
+        model.fit(tf.ones([4, 2]), tf.ones([4, 1]), verbose=0)
+    text = str(caught.value).replace("Exception encountered when calling Branches.call().", "")
+    first = text.replace("\x1b[1m", "").strip().splitlines()[0]
+    assert first.startswith("Layer 'branches' (of type Branches) computes in")
+    assert "Either cast one of them there" in first

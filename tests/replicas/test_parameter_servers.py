@@ -59,11 +59,13 @@ def train(strategy, schedule, name, kind, policy):
 def refusals(strategy):
     """What errors say of arguments that cannot work there."""
     texts = []
+    keras_mp.set_global_policy("mixed_float16")
     with strategy.scope():
         for make in (
             lambda: keras_mp.LossScaleOptimizer(sgd(FAMILIES[0])),
             lambda: keras_mp.LossScaleOptimizer(sgd(FAMILIES[0]), 64, skip_nonfinite=True),
             lambda: keras_mp.GradScaler(),
+            lambda: tf.keras.Sequential([tf.keras.layers.Dense(1)]).compile("sgd", "mse"),
         ):
             try:
                 make()
@@ -74,6 +76,7 @@ def refusals(strategy):
 
 CASES = [(name, kind, None) for name in FAMILIES for kind in MAKERS]
 CASES += [(FAMILIES[0], "all-reduce", "mixed_bfloat16")]
+CASES += [(FAMILIES[0], "fixed scale", "mixed_float16")]
 
 
 def cluster():
@@ -115,7 +118,7 @@ def test_a_worker_trains_as_without_a_strategy(on_the_cluster, case):
 
 def test_what_skips_steps_is_refused_with_the_reason(on_the_cluster):
     texts = on_the_cluster[1]
-    assert len(texts) == 3
+    assert len(texts) == 4
     for text in texts:
         assert "cannot decide together" in text
         assert "Use a fixed scale without `skip_nonfinite`" in text
