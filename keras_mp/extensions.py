@@ -122,4 +122,4 @@ def attach() -> None:
     summing.check = workers.ScaleCheck()
     workers.FACTS["global policy"] = lambda: repr(global_policy())
     workers.FACTS["version of keras_mp"] = lambda: __version__
-    workers.FACTS["kernels in float32 (see keras_mp.hardware.use_table)"] = slow.fact_for_workers
+    workers.FACTS["operations in float32 for speed"] = slow.fact_for_workers

@@ -200,7 +200,7 @@ class LossScaleGradientTape(tf.GradientTape):
 
     def _search(self, compute: Callable[[tf.Tensor], list[Any]], targets: list[tf.Tensor]) -> list:
         """Computes gradients at the highest scale that works, not above the current one."""
-        scaled_losses.thread.noted.note_tape()
+        scaled_losses.thread.noted.has_scaled = True
         loss_is_finite = finiteness.all_finite(targets)
         start = self._loss_scale()
         floor = getattr(self._loss_scale, "min_loss_scale", MIN_LOSS_SCALE)

@@ -160,9 +160,6 @@ def _lines(model: tf.keras.Model) -> Iterator[str]:
     if not_followed:
         yield from text_tables.wrapped(not_followed)
     dtypes = {place.layer.compute_dtype for place in places} & _DIGITS.keys()
-    if dtypes:
-        in_use = hardware.table_in_use()
-        yield from text_tables.wrapped(f"Slow kernels and dtypes according to {in_use}.")
     if any(map(hardware.why_slow, dtypes)):
         yield "Where the time goes: print(keras_mp.numerics.profile(model, (x, y)))"
     for dtype in sorted(dtypes):

@@ -1,19 +1,15 @@
 """The dtypes that are fast on this machine, and a warning where one is slow.
 
 RFC 293, "Dtype policies overview": a warning where "mixed_float16" or "mixed_bfloat16" meets
-hardware that does not support it. For Nvidia GPUs, for TPUs and for kinds of CPUs there are tables.
-No program measures: two runs of it, on machines of one kind, are the same. A table of this machine
-is made by `python -m keras_mp.hardware --tune FILE`, and named by `use_table`. This subpackage
-needs TensorFlow only.
+hardware that does not support it. The compute capabilities of GPUs and the flags of the CPU tell.
+Nothing is measured, so two runs of a program, on machines of one kind, are the same. This
+subpackage needs TensorFlow only.
 """
 
-import os
 import threading
 
 from keras_mp.hardware import devices, fast_dtypes
 from keras_mp.hardware.stopwatch import Speeds
-from keras_mp.kernels import tables
-from keras_mp.kernels.replaced import usual_device
 from keras_mp.support import cpu, messages
 
 _lock = threading.Lock()
@@ -26,8 +22,8 @@ def best_policy() -> str:
     """Returns the name of the policy that is fastest on this machine and sound.
 
     "mixed_float16" where the slowest GPU has a compute capability of 7; "mixed_bfloat16" from 8 on
-    and on TPUs; on CPUs "mixed_bfloat16" if the table in use says that it is faster than float32;
-    and else "float32".
+    and on TPUs; on CPUs "mixed_bfloat16" if TensorFlow uses bfloat16 units of the CPU; and else
+    "float32".
 
     It is a function that returns a name, and not a policy "mixed_auto": what a model or a
     checkpoint means must not depend on the machine that loads it.
@@ -40,44 +36,6 @@ def best_policy() -> str:
     >>> keras_mp.set_global_policy(keras_mp.hardware.best_policy())
     """
     return fast_dtypes.best_policy()[0]
-
-
-def use_table(path: str | os.PathLike[str] | None) -> None:
-    """Takes the table of a file in the place of the one that ships with keras_mp.
-
-    On CPUs the table says which 16-bit kernels are so slow that keras_mp computes in float32 inside
-    of them, and which dtypes are fast. The same table gives the same bits on any machine. Call this
-    before the model computes: what was traced before stays. The environment variable
-    `KERAS_MP_TABLE` names a file for a whole program.
-
-    Args:
-        path: str or path-like. A file that `python -m keras_mp.hardware --tune FILE` has written;
-            or None for keras_mp's own table, whatever the environment says.
-
-    Raises:
-        ValueError: it is no such file.
-
-    Example:
-
-    >>> keras_mp.hardware.use_table(None)
-    """
-    tables.use(path)
-
-
-def table_in_use() -> str:
-    """Returns what decides which kernels are computed in float32 inside for speed.
-
-    Returns:
-        The source of the table, or that there is none since a GPU computes.
-
-    Example:
-
-    >>> "table" in keras_mp.hardware.table_in_use()
-    True
-    """
-    if usual_device() != "CPU":
-        return "no table, since a GPU computes"
-    return tables.current().source
 
 
 def warn_if_slow(dtype: str | None = None) -> None:
@@ -103,7 +61,7 @@ def warn_if_slow(dtype: str | None = None) -> None:
         asked = ({*_waiting} if dtype is None else {_checked(dtype)}) - _settled
         _waiting.update(asked)
     for each in sorted(asked):
-        reason = fast_dtypes.why_slow(each)
+        reason = devices.why_slow(each)
         if reason is None:
             continue
         with _lock:
@@ -125,10 +83,8 @@ def why_slow(dtype: str) -> str | None:
 
     Returns:
         A sentence, or None where it is not slow: float16 on GPUs of compute capability 7.0 and
-        above; bfloat16 on GPUs of 8.0 and above and on TPUs. On CPUs, where the table in use says
-        that neither matrix products nor convolutions are slower than 0.85 times float32's speed,
-        which is not always a gain: see `best_policy`. If it says nothing, bfloat16 counts as fast
-        on CPUs that have instructions for it.
+        above; bfloat16 on GPUs of 8.0 and above, on TPUs, and on CPUs with units for it that
+        TensorFlow uses.
 
     Raises:
         ValueError: `dtype` is another one.
@@ -139,15 +95,15 @@ def why_slow(dtype: str) -> str | None:
     ...     keras_mp.hardware.why_slow("float16"))
     True
     """
-    return fast_dtypes.why_slow(_checked(dtype))
+    return devices.why_slow(_checked(dtype))
 
 
 def speeds(anew: bool = False) -> Speeds | None:
     """Measures how fast the first GPU, or else the CPU, trains.
 
     It trains with products and convolutions. What is timed is the forward pass and both gradients,
-    with those convolutions in float32 inside that keras_mp computes so on this CPU, since their own
-    kernels are slower. That takes part of a second, once in a process. Measuring initializes
+    with those in float32 inside that keras_mp computes so on this CPU, since their own kernels are
+    slower. That takes part of a second, once in a process. Measuring initializes
     TensorFlow: configure devices and threads before. It is for people who want to know, as
     `keras_mp.numerics.profile` does for them; nothing that computes depends on it.
 

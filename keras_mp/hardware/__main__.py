@@ -1,7 +1,6 @@
 """Measures this machine's speed in each dtype, and names the policy that suits it.
 
 python -m keras_mp.hardware
-python -m keras_mp.hardware --tune FILE
 python -m keras_mp.hardware --check
 """
 
@@ -14,9 +13,9 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from keras_mp import hardware, keras_api
-from keras_mp.hardware import devices, fast_dtypes, stopwatch, tuning
-from keras_mp.kernels import slow, tables
+from keras_mp import keras_api
+from keras_mp.hardware import devices, fast_dtypes, stopwatch
+from keras_mp.kernels import slow
 from keras_mp.support import cpu, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.tensorflow_api import features
@@ -25,7 +24,7 @@ _OUTPUT = "keras_mp_check.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures this machine, and prints the result or writes a table for programs.
+    """Measures this machine, and prints the result.
 
     Args:
         argv: Arguments of the command line; None for the process's own.
@@ -37,17 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m keras_mp.hardware",
         description="Times a matrix product and a convolution, forward and backward, in float32, "
         "bfloat16 and float16 on the device that TensorFlow computes on, and says which policy is "
-        "the fastest here, and which kernels keras_mp computes in float32 inside, by the table in "
-        "use.",
-    )
-    parser.add_argument(
-        "--tune",
-        type=pathlib.Path,
-        metavar="FILE.json",
-        help="instead time all kernels that may be slow in 16 bits on this CPU, and write a "
-        "table, which a program uses with KERAS_MP_TABLE=FILE.json or "
-        "keras_mp.hardware.use_table; takes half a minute, in which the machine should do "
-        "nothing else",
+        "the fastest here, and which operations keras_mp computes in float32 inside.",
     )
     parser.add_argument(
         "--check",
@@ -74,11 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _check(arguments.quick, output)
     if arguments.quick or arguments.output:
         parser.error("--quick and --output go with --check")
-    if arguments.tune:
-        _refuse_if_not_writable(parser, arguments.tune)
-        arguments.tune.write_text(tables.of_file(tuning.measure(), tuning.machine()))
-        tables.use(arguments.tune)
-    for line in _lines(None if arguments.tune else fast_dtypes.speeds(anew=True)):
+    for line in _lines(fast_dtypes.speeds(anew=True)):
         print(line)
     return 0
 
@@ -106,7 +91,6 @@ def _lines(speeds: stopwatch.Speeds | None) -> Iterator[str]:
     yield f"{_device()}; TensorFlow {tf.version.VERSION}"
     units, used = (", ".join(names) or "none" for names in cpu.units())
     yield f"16-bit units of the CPU: {units}; used by TensorFlow's oneDNN: {used}"
-    yield f"Slow kernels and dtypes according to {hardware.table_in_use()}"
     yield ""
     if speeds is not None:
         yield from _table(speeds)
@@ -115,8 +99,7 @@ def _lines(speeds: stopwatch.Speeds | None) -> Iterator[str]:
         yield fast_dtypes.verdict(dtype)
     name, reason = fast_dtypes.best_policy()
     yield f"Best policy: {name}, since {reason}"
-    if not devices.gpus():
-        yield from _slow_kernels()
+    yield from _slow_operations()
     yield ""
     yield from _features()
 
@@ -153,19 +136,12 @@ def _table(speeds: stopwatch.Speeds) -> Iterator[str]:
     return text_tables.aligned(rows)
 
 
-def _slow_kernels() -> Iterator[str]:
-    """Names the operations that are computed in float32 inside.
-
-    It also tells how slow their own kernels are.
-    """
-    kernels = slow.slow_kernels()
+def _slow_operations() -> Iterator[str]:
+    """Names the operations that are computed in float32 inside."""
     for dtype in LOW_PRECISION_NAMES:
-        names = [f"{op} ({time:.1f})" for op, op_dtype, time in kernels if op_dtype == dtype]
+        names = ", ".join(slow.slow_operations(dtype))
         if names:
-            yield (
-                f"In {dtype} these are computed in float32 inside (in parentheses: how many times "
-                f"as fast that is): {', '.join(names)}"
-            )
+            yield f"In {dtype} these are computed in float32 inside: {names}"
 
 
 def _cell(by_dtype: dict[str, float], dtype: str) -> str:

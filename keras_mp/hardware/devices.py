@@ -48,7 +48,7 @@ def has_tpu() -> bool:
 
 
 def are_in_tables() -> bool:
-    """Whether all devices here are in the tables; if not, they have to be timed."""
+    """Whether all devices here that compute are known ones, and no CPU."""
     found = gpus()
     return has_tpu() or (bool(found) and all(gpu.capability is not None for gpu in found))
 
@@ -67,7 +67,7 @@ def cpu_has(dtype: str) -> bool:
 def why_slow(dtype: str) -> str | None:
     """Returns what a dtype needs to be fast, or None if it is here.
 
-    CPUs are judged by their flags.
+    On no CPU float16 gains: it computes the gradients of convolutions in float32.
 
     Args:
         dtype: str, "float16" or "bfloat16".
@@ -75,12 +75,12 @@ def why_slow(dtype: str) -> str | None:
     found = gpus()
     if dtype == "float16":
         needs = "float16 needs an Nvidia GPU of compute capability 7.0 or above"
-    elif has_tpu() or (not found and cpu_has("bfloat16")):
+    elif has_tpu() or (not found and cpu.has_units("bfloat16")):
         return None
     else:
         needs = (
-            "bfloat16 needs a GPU of compute capability 8.0 or above, a TPU or a CPU with native "
-            "bfloat16 instructions"
+            "bfloat16 needs a GPU of compute capability 8.0 or above, a TPU or a CPU with bfloat16 "
+            "units that TensorFlow uses"
         )
     if not found:
         return f"{needs}, and there is none."

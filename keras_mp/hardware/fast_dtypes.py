@@ -1,10 +1,9 @@
-"""The dtypes that are fast here, the best policy, and measured speeds.
+"""The best policy here, and measured speeds.
 
-Tables of devices tell which dtypes are fast.
+The devices, and the flags of the CPU, tell which dtypes are fast.
 """
 
 import copy
-import math
 import threading
 
 import tensorflow as tf
@@ -12,13 +11,6 @@ import tensorflow as tf
 from keras_mp.hardware import devices, stopwatch
 from keras_mp.hardware.stopwatch import Speeds
 from keras_mp.hooks import reach
-from keras_mp.kernels import tables
-from keras_mp.kernels.measured import CONVOLUTION, MATRIX_PRODUCT
-
-# Measured speeds vary a little, and in a model there are casts, which take time too.
-_SLOW, _FAST = 1 / 0.85, 0.85
-# At less than 1.1 times the speed of float32, another dtype is not worth its errors.
-_GAIN = 1 / 1.1
 
 _lock = threading.Lock()
 # By device and number of threads, since a program may still change that.
@@ -60,76 +52,22 @@ def _measure(device: str) -> Speeds | None:
         return None
 
 
-def why_slow(dtype: str) -> str | None:
-    """Returns the reason why a dtype is slow here, or None.
-
-    Args:
-        dtype: str, "float16" or "bfloat16".
-    """
-    times = _times(dtype)
-    if times is None:
-        return devices.why_slow(dtype)
-    return _sentence(dtype, times) if max(times) > _SLOW else None
-
-
 def verdict(dtype: str) -> str:
-    """Returns a sentence on whether a dtype is fast here, brings no gain or is slow.
+    """Returns a sentence on whether a dtype is fast or slow here.
 
     Args:
         dtype: str, "float16" or "bfloat16".
     """
-    reason = why_slow(dtype)
-    if reason is not None:
-        return f"{dtype} is slow here: {reason}"
-    times = _times(dtype)
-    if times is not None:
-        speed = "is fast" if _mean(times) <= _GAIN else "brings no gain"
-        return f"{dtype} {speed} here: {_sentence(dtype, times)}"
-    if devices.are_in_tables():
-        return f"{dtype} is fast here."
-    return (
-        f"{dtype} may be fast here: the CPU has instructions for it, but no CPU of this kind was "
-        "measured."
-    )
+    reason = devices.why_slow(dtype)
+    return f"{dtype} is fast here." if reason is None else f"{dtype} is slow here: {reason}"
 
 
 def best_policy() -> tuple[str, str]:
     """Returns the name of the policy that is fastest here and sound, and the reason."""
     if devices.has_tpu():
         return "mixed_bfloat16", "TPUs multiply in bfloat16."
-    if devices.are_in_tables():
-        capability, gpu = min((gpu.capability or (0, 0), str(gpu)) for gpu in devices.gpus())
-        for dtype in ("bfloat16", "float16"):
-            if capability >= devices.COMPUTE_CAPABILITY[dtype]:
-                return f"mixed_{dtype}", f"{dtype} is fast on {gpu}."
-        return "float32", str(devices.why_slow("float16"))
-    times = _times("bfloat16")
-    if times is None:
-        return "float32", "no device like this one was measured for keras_mp's tables."
-    is_faster = max(times) <= _SLOW and _mean(times) <= _FAST
-    return "mixed_bfloat16" if is_faster else "float32", _sentence("bfloat16", times)
-
-
-def _times(dtype: str) -> tuple[float, float] | None:
-    """Returns how products and convolutions compare with float32 on the CPU.
-
-    The numbers tell how many times as long they take. Returns None where it is not the CPU that
-    computes, and where no table tells.
-    """
-    if devices.has_tpu() or devices.gpus():
-        return None
-    table = tables.current()
-    times = table.time(MATRIX_PRODUCT, dtype), table.time(CONVOLUTION, dtype)
-    return times if all(times) else None
-
-
-def _mean(times: tuple[float, float]) -> float:
-    return math.prod(times) ** 0.5
-
-
-def _sentence(dtype: str, times: tuple[float, float]) -> str:
-    product, convolution = (f"{time:.{1 if time > 1 else 2}f} times" for time in times)
-    return (
-        f"{dtype} matrix products take {product} as long as float32 ones on this CPU, and "
-        f"convolutions {convolution} as long, says {tables.current().source}."
-    )
+    for dtype in ("bfloat16", "float16"):
+        if devices.why_slow(dtype) is None:
+            slowest = min(devices.gpus(), key=lambda gpu: gpu.capability or (0, 0), default=None)
+            return f"mixed_{dtype}", f"{dtype} is fast on {slowest or 'this CPU, which has units'}."
+    return "float32", str(devices.why_slow("bfloat16"))

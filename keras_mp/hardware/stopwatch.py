@@ -1,9 +1,8 @@
 """Measures how fast a device trains in each dtype.
 
 It trains with a matrix product and a convolution. The forward pass and both gradients are timed: a
-dtype can be as fast as float32 in the first and many times slower in the others. Convolutions that
-keras_mp computes in float32 inside, since that is faster, are timed so. This module needs
-TensorFlow only.
+dtype can be as fast as float32 in the first and many times slower in the others. What keras_mp
+computes in float32 inside, since that is faster, is timed so. This module needs TensorFlow only.
 """
 
 import functools
@@ -77,12 +76,9 @@ def _matrix_products() -> Iterator[Problem]:
 
 
 def _multiply(a: tf.Tensor, b: tf.Tensor) -> list[tf.Tensor]:
-    y = tf.linalg.matmul(a, b)
-    return [
-        y,
-        tf.linalg.matmul(y, b, transpose_b=True),
-        tf.linalg.matmul(a, y, transpose_a=True),
-    ]
+    multiply = functools.partial(slow.compute, "MatMul")
+    y = multiply(a=a, b=b)
+    return [y, multiply(a=y, b=b, transpose_b=True), multiply(a=a, b=y, transpose_a=True)]
 
 
 def _convolutions() -> Iterator[Problem]:
@@ -95,7 +91,7 @@ def _convolutions() -> Iterator[Problem]:
 
 def _convolve(x: tf.Tensor, kernel: tf.Tensor) -> list[tf.Tensor]:
     how = {"strides": [1, 1, 1, 1], "padding": "SAME"}
-    y = tf.raw_ops.Conv2D(input=x, filter=kernel, **how)
+    y = slow.compute("Conv2D", input=x, filter=kernel, **how)
     gradient = functools.partial(slow.compute, out_backprop=y, **how)
     return [
         y,

@@ -113,7 +113,7 @@ def _finding(op: str, kernel: replaced.Kernel, dtype: tf.DType, case: Any) -> Ke
 
     own = result_of(getattr(tf.raw_ops, op))
     with reach.entered(dtype):
-        ours = result_of(replaced.function_of(op, kernel))
+        ours = result_of(replaced.function_of(op))
     return KernelFinding(
         op, dtype.name, str(case), expected, own, ours, is_wrong(own), is_wrong(ours)
     )

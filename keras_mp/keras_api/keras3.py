@@ -14,7 +14,6 @@ from keras_mp import hooks, variables
 from keras_mp.hooks import Method, Replacement, When, wrapped
 from keras_mp.keras_api import (
     keras3_adapter,
-    keras3_images,
     keras3_lambdas,
     keras3_names,
     keras3_normalization,
@@ -85,7 +84,6 @@ def widen_functions(in_float32: Callable[[Any], Callable[..., Any]]) -> None:
 def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[..., Any]) -> None:
     keras3_recurrent.replace_lstm(lstm)
     keras3_normalization.replace_batch_normalization(batch_normalization)
-    keras3_images.replace_resize()
 
 
 def compile_without_wrapping(

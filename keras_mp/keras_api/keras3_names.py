@@ -23,7 +23,6 @@ history = Attribute("keras.src.ops.node._keras_history")
 nodes = Attribute("keras.src.ops.function.Function._nodes_by_depth")
 arguments_of_loss = Attribute("keras.src.losses.losses.LossFunctionWrapper._fn_kwargs")
 metrics = Attribute("keras.src.trainers.trainer.Trainer._compile_metrics")
-resize_images = Name("keras.src.backend.tensorflow.image.resize")
 
 sum_gradients = Name("keras.src.backend.tensorflow.optimizer.TFOptimizer._all_reduce_sum_gradients")
 iterations = Attribute("keras.src.optimizers.base_optimizer.BaseOptimizer._iterations")
@@ -94,9 +93,6 @@ METRICS = Feature(
     "Metrics get predictions in the dtype of the model's outputs.",
     (metrics,),
 )
-IMAGES = Feature(
-    "resized images in 16 bits", "Keras clips them, which is slower.", (resize_images,)
-)
 REPLICAS = Feature(
     "wrapped optimizers under a strategy with several replicas",
     "Training there ends with an error, since Keras would sum the gradients again.",
@@ -121,5 +117,5 @@ WORKERS = Feature(
 
 FEATURES = (
     *(THREADS, SHAPES, TRUST, RAW_INPUTS, LAYER_INPUTS, LAYERS_INSIDE, LAMBDAS, OUTPUTS, LOSSES),
-    *(BUILDS, METRICS, IMAGES, REPLICAS, ACCUMULATION, FILES, EXPORT, WORKERS),
+    *(BUILDS, METRICS, REPLICAS, ACCUMULATION, FILES, EXPORT, WORKERS),
 )

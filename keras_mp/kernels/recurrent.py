@@ -51,7 +51,7 @@ def lstm(
     is_one_dtype = {each.dtype for each in tensors} == {dtype}
     if not (is_one_dtype and may_replace_layer(dtype)):
         return None
-    products_are_slow = is_slow("BatchMatMulV2", dtype)
+    products_are_slow = is_slow("MatMul", dtype)
     if dtype == tf.float16 and not products_are_slow:
         return None
     inside = tf.float32 if products_are_slow else dtype

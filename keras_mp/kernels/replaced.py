@@ -28,12 +28,12 @@ _FLOAT16_COUNTS_TO = 2048
 
 
 class Kernel(NamedTuple):
-    """A kernel that may be wrong or slow in 16 bits.
+    """A kernel that may be wrong in 16 bits.
 
     Attributes:
         example: takes a dtype and a case; returns arguments of the operation for which the result
-            of a wrong kernel, or the time that a slow one takes, shows.
-        expected: float. The last value of the right result; NaN where only the time counts.
+            of a wrong kernel shows.
+        expected: float. The last value of the right result.
         case: takes the function's arguments and returns what decides whether the kernel is wrong;
             False where it cannot be wrong.
         cases: what `case` returns for the arguments for which most such kernels are wrong.
@@ -41,7 +41,6 @@ class Kernel(NamedTuple):
             computing in float32 and rounding once.
         wrong_in_xla: dtypes in which XLA is wrong, on every machine.
         autocasts: whether a region of `autocast` runs it in 16 bits.
-        public: TensorFlow's public name of the function. Defaults to that in `tf.raw_ops`.
         alias: another name under which modules of TensorFlow have the function.
         result: takes the function and the example, and returns what shows that a kernel is wrong.
             Defaults to the function's result.
@@ -51,13 +50,12 @@ class Kernel(NamedTuple):
     """
 
     example: Callable[[tf.DType, Any], dict[str, Any]]
-    expected: float = float("nan")
+    expected: float
     case: Callable[..., Any] = lambda *args, **kwargs: None
     cases: tuple[Any, ...] = (None,)
     correct: Callable[..., Any] | None = None
     wrong_in_xla: tuple[tf.DType, ...] = ()
     autocasts: bool = False
-    public: Callable[..., Any] | None = None
     alias: str = ""
     result: Callable[..., Any] = lambda original, **arguments: original(**arguments)
     has_raw_name: bool = False
@@ -93,7 +91,7 @@ class Table:
         """Returns the rows of the table's functions."""
         rows = []
         for op, kernel in self.kernels.items():
-            original = function_of(op, kernel)
+            original = function_of(op)
             make = functools.partial(self._corrected, op)
             if original is None:
                 messages.warn(
@@ -134,7 +132,7 @@ class Table:
         correct = kernel.correct or in_float32
 
         def call(*args: Any, **kwargs: Any) -> object:
-            dtype, region = _low_precision_dtype((*args, *kwargs.values())), reach.region()
+            dtype, region = low_precision_dtype((*args, *kwargs.values())), reach.region()
             if dtype is None and kernel.autocasts and region is not None:
                 dtype = region.dtype
             if dtype is None or not self.enabled:
@@ -163,12 +161,12 @@ def _is_long(
     return terms is None or terms > _FLOAT16_COUNTS_TO
 
 
-def function_of(op: str, kernel: Kernel) -> Callable[..., Any] | None:
+def function_of(op: str) -> Callable[..., Any] | None:
     """Returns the function of an operation, replaced or not.
 
     None means that TensorFlow has none.
     """
-    public = kernel.public or getattr(tf.raw_ops, op, None)
+    public = getattr(tf.raw_ops, op, None)
     return None if public is None else in_its_module(public)
 
 
@@ -177,8 +175,8 @@ def in_its_module(public: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(sys.modules[public.__module__], public.__name__)
 
 
-def _low_precision_dtype(values: Iterable[object]) -> tf.DType | None:
-    """Returns the dtype of the first value in 16 bits.
+def low_precision_dtype(values: Iterable[object]) -> tf.DType | None:
+    """Returns the dtype of the first value in 16 bits, or None.
 
     Values may be in lists: `tf.einsum` takes one.
     """
@@ -201,7 +199,7 @@ def in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Only the first of several results is rounded: the others are the statistics of a batch
     normalization, which are float32 anyway.
     """
-    dtype = _low_precision_dtype((*args, *kwargs.values()))
+    dtype = low_precision_dtype((*args, *kwargs.values()))
     assert dtype is not None
 
     def widen(value: Any) -> Any:
@@ -210,7 +208,7 @@ def in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if isinstance(value, tf.Variable):
             # On Keras 2.16 it may appear in another dtype than it says.
             value = tf.convert_to_tensor(value)
-        return value if _low_precision_dtype([value]) is None else tf.cast(value, tf.float32)
+        return value if low_precision_dtype([value]) is None else tf.cast(value, tf.float32)
 
     result = original(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
     if not isinstance(result, tuple):

@@ -39,9 +39,6 @@ class KnownLosses(ScaledLosses):
         """Notes that the program has asked for a loss scale."""
         self.knows_scale = True
 
-    def note_tape(self) -> None:
-        """Notes nothing: `note_gradients` is told more."""
-
     def are_by_tape(self, variables: Iterable[Any]) -> bool:
         """Whether a tape of this step has scaled and unscaled all gradients."""
         return all(key_of(each) in self.by_tape for each in variables)

@@ -91,15 +91,19 @@ def scale(model: tf.keras.Model, loss_scale: LossScale | None) -> None:
 def scale_own_loops() -> None:
     """Lets the loops of models scale that are never compiled."""
     step_tapes.install()
-    hooks.install([Replacement(Method(tf.keras.Model, "__init__"), _with_loops, When.ALWAYS)])
+    # Keras looks at the arguments of `__init__`.
+    hooks.install([Replacement(Method(tf.keras.Model, "__new__"), _with_loops, When.ALWAYS)])
 
 
-def _with_loops(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: tf.keras.Model, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        _scale_loops(self)
+def _with_loops(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+        model = original(cls, *args, **kwargs)
+        policies = keras_api.get_global_policy(), kwargs.get("dtype")
+        if any(isinstance(each, Policy) and each.scales_loss for each in policies):
+            _scale_loops(model)
+        return model
 
-    return __init__
+    return __new__
 
 
 def _scale_loops(model: tf.keras.Model) -> None:

@@ -33,10 +33,6 @@ class ScaledLosses:
     def note_scale(self) -> None:
         """Notes that the program has asked for a loss scale."""
 
-    def note_tape(self) -> None:
-        """Notes that a tape scales."""
-        self.has_scaled = True
-
     def are_by_tape(self, variables: Iterable[Any]) -> bool:
         """Whether a tape of this step has scaled and unscaled all gradients."""
         del variables

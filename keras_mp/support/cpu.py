@@ -28,8 +28,11 @@ _AVX10_LIMITS = {
     "AVX10_1_512_AMX": "AVX512_CORE_AMX",
     "AVX10_1_512_AMX_FP16": "AVX512_CORE_AMX_FP16",
 }
-# The units that say most about a CPU come first.
-_BEST_FIRST = ("AMX-FP16", "AMX-BF16", "AVX512-FP16", "AVX512-BF16", "AVX-NE-CONVERT")
+# Those that multiply. AVX-NE-CONVERT only converts.
+_UNITS_OF = {
+    "bfloat16": {"AVX512-BF16", "AMX-BF16", "Arm BF16"},
+    "float16": {"AVX512-FP16", "AMX-FP16"},
+}
 # TensorFlow's `IsDataTypeSupportedByOneDNNOnThisCPU`, for x86.
 _REWRITE_FLAGS = {
     "bfloat16": {"avx512f", "avx_ne_convert"},
@@ -96,24 +99,14 @@ def units() -> tuple[list[str], list[str]]:
     return [name for name, _ in found], used
 
 
-def kind() -> str:
-    """Returns the kind of CPU, which decides on TensorFlow's 16-bit kernels.
+@functools.cache
+def has_units(dtype: str) -> bool:
+    """Whether TensorFlow multiplies in units of this CPU for a dtype.
 
-    The kind decides which kernels TensorFlow runs, and how fast they are. It is the best of the
-    units that TensorFlow uses; "AVX512" for a CPU that has no unit besides AVX512; "AVX2" for an
-    x86 CPU with less; "x86 without oneDNN" where TensorFlow only has its own kernels, which is the
-    default on older CPUs. On other architectures it is the unit, or the architecture.
+    Args:
+        dtype: str, "float16" or "bfloat16".
     """
-    _, used = units()
-    if platform.machine() not in _X86:
-        return used[0] if used else platform.machine()
-    if not uses_onednn():
-        return "x86 without oneDNN"
-    for unit in _BEST_FIRST:
-        if unit in used:
-            return unit
-    has_avx512 = "avx512bw" in flags() and "AVX512_CORE" in _allowed_by_onednn()
-    return "AVX512" if has_avx512 else "AVX2"
+    return not _UNITS_OF[dtype].isdisjoint(units()[1])
 
 
 def takes_rewrite(dtype: str) -> bool:

@@ -1,4 +1,4 @@
-import json
+import inspect
 import pathlib
 import subprocess
 import sys
@@ -12,8 +12,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import hardware
 from keras_mp.hardware import __main__ as program
-from keras_mp.hardware import fast_dtypes, stopwatch, tuning, turns
-from keras_mp.kernels import measured, slow, tables
+from keras_mp.hardware import fast_dtypes, stopwatch
 from keras_mp.support import cpu
 from tests.common import mirrored, once
 
@@ -26,31 +25,12 @@ SPEEDS = {
 }
 
 
-def times(product, convolution):
-    """A table's times of both dtypes."""
-    ratios = {"matrix product": product, "convolution": convolution}
-    return {op: dict.fromkeys(["bfloat16", "float16"], time) for op, time in ratios.items()}
-
-
-SLOW, FAST = times(1.8, 1.6), times(0.53, 0.6)
-
-
 @pytest.fixture
 def fresh(monkeypatch):
     """A process in which nobody was warned and nothing was measured."""
     monkeypatch.setattr(hardware, "_settled", set())
     monkeypatch.setattr(hardware, "_waiting", set())
     monkeypatch.setattr(fast_dtypes, "_known", {})
-
-
-@pytest.fixture
-def table(monkeypatch, fresh):
-    """Sets the table in use."""
-
-    def name(times):
-        monkeypatch.setattr(tables._named, "table", tables.Table(times, "a table"), raising=False)
-
-    return name
 
 
 @pytest.fixture
@@ -65,7 +45,10 @@ def machine(monkeypatch, fresh):
         ]
         monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: details[gpu])
         monkeypatch.setattr(cpu, "info", lambda: {"flags": f"fpu {cpu_flags}"})
+        monkeypatch.setattr(cpu, "has_units", inspect.unwrap(cpu.has_units))
 
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "1")
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     return describe
 
 
@@ -118,10 +101,7 @@ def model(policy):
     ],
     ids=repr,
 )
-def test_what_is_fast_where_no_table_tells(
-    machine, table, description, float16_is_slow, bfloat16_is_slow
-):
-    table({})
+def test_what_is_fast(machine, description, float16_is_slow, bfloat16_is_slow):
     machine(**description)
     assert (hardware.why_slow("float16") is not None) == float16_is_slow
     assert (hardware.why_slow("bfloat16") is not None) == bfloat16_is_slow
@@ -143,8 +123,7 @@ def test_the_reason_names_what_is_needed_and_what_is_there(machine):
 
 
 # Defect 14: Keras 3 gives no hint at all.
-def test_warns_once_for_each_dtype_and_policy(machine, table):
-    table({})
+def test_warns_once_for_each_dtype_and_policy(machine):
     machine()
     for name in ("mixed_float16", "mixed_bfloat16"):
         with pytest.warns(keras_mp.MixedPrecisionWarning, match=name) as caught:
@@ -162,8 +141,7 @@ def test_quiet_where_it_is_fast(machine, quiet):
     model("mixed_bfloat16").compile("sgd", "mse")
 
 
-def test_a_gpu_that_is_hidden_after_the_policy_was_made_does_not_count(machine, table):
-    table({})
+def test_a_gpu_that_is_hidden_after_the_policy_was_made_does_not_count(machine):
     machine(gpus=[(8, 0)])
     keras_mp.set_global_policy("mixed_bfloat16")
     machine()
@@ -180,36 +158,16 @@ def test_no_cpuinfo_means_no_bfloat16(monkeypatch):
     assert not hardware.cpu_has_bfloat16()
 
 
-# Flags do not tell: this machine may have those of a fast one.
-def test_a_policy_warns_where_the_table_says_that_bfloat16_is_slower(table):
-    table(SLOW)
-    with pytest.warns(keras_mp.MixedPrecisionWarning) as caught:
+def test_units_that_tensorflow_does_not_use_do_not_count(machine, monkeypatch):
+    machine(cpu_flags="avx512_bf16")
+    assert hardware.why_slow("bfloat16") is None
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="mixed_bfloat16 may run slower"):
         keras_mp.set_global_policy("mixed_bfloat16")
-    model("mixed_bfloat16").compile("sgd", "mse")
-    assert [(str(w.message), w.filename) for w in caught] == [
-        (
-            "mixed_bfloat16 may run slower than float32 on this machine: bfloat16 matrix products "
-            "take 1.8 times as long as float32 ones on this CPU, and convolutions 1.6 times as "
-            "long, says a table. Results are right either way. Ignore this if the computation runs "
-            "on devices that are not attached to this machine.",
-            __file__,
-        )
-    ]
-
-
-def test_nothing_warns_where_the_table_says_that_bfloat16_is_faster(table, quiet):
-    table(FAST)
-    keras_mp.set_global_policy("mixed_bfloat16")
-    model("mixed_bfloat16").compile("sgd", "mse")
-
-
-@pytest.mark.parametrize(("product", "convolution"), [(1, None), (None, 1)])
-@pytest.mark.parametrize(("ratio", "is_slow"), [(0.84, True), (0.86, False)])
-def test_slow_is_what_takes_more_than_float32_in_either_operation(
-    table, product, convolution, ratio, is_slow
-):
-    table(times(product or 1 / ratio, convolution or 1 / ratio))
-    assert (hardware.why_slow("float16") is not None) == is_slow
+    assert hardware.best_policy() == "float32"
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
+    assert "units that TensorFlow uses" in hardware.why_slow("bfloat16")
 
 
 class Product(keras_mp.layers.Layer):
@@ -220,9 +178,9 @@ class Product(keras_mp.layers.Layer):
         return x @ self.kernel
 
 
-def test_programs_measure_nothing(clock, table):
+def test_programs_measure_nothing(clock, machine):
     asked = clock(SPEEDS)
-    table(FAST)
+    machine(cpu_flags="avx512_bf16")
     policy = keras_mp.Policy("mixed_bfloat16")
     keras_mp.set_global_policy("mixed_bfloat16")
     assert Product(dtype=policy)(tf.ones([2, 2])).dtype == tf.bfloat16
@@ -237,15 +195,13 @@ def test_programs_measure_nothing(clock, table):
     assert not asked
 
 
-def test_the_program_names_what_computes_in_float32_inside(clock, table, machine, capsys):
+def test_the_program_names_what_computes_in_float32_inside(clock, machine, capsys):
     clock(SPEEDS)
-    table({**SLOW, "Elu": {"float16": 4.56, "bfloat16": 0.5}})
-    machine(cpu_flags="avx512_bf16")
+    machine(cpu_flags="avx512_bf16 avx512_fp16")
     program.main([])
     lines = capsys.readouterr().out.splitlines()
     [line] = [line for line in lines if "in float32 inside" in line]
-    assert line.startswith("In float16")
-    assert line.endswith(": Elu (4.6)")
+    assert line.startswith("In float16 these are computed in float32 inside: Conv2DBackpropFilter,")
 
 
 def test_what_cannot_be_measured_has_no_speeds(clock):
@@ -279,25 +235,22 @@ def test_what_is_returned_may_be_changed_and_measured_anew(clock):
 
 
 @pytest.mark.parametrize(
-    ("description", "times", "policy", "reason"),
+    ("description", "policy", "reason"),
     [
-        ({"gpus": [(7, 0)]}, SLOW, "mixed_float16", "float16 is fast on A GPU"),
-        ({"gpus": [(8, 0)]}, SLOW, "mixed_bfloat16", "bfloat16 is fast on A GPU"),
-        ({"gpus": [(9, 0), (7, 5)]}, SLOW, "mixed_float16", "float16 is fast on A GPU"),
-        ({"gpus": [(9, 0), (6, 0)]}, FAST, "float32", "there is A GPU (compute capability 6.0)"),
-        ({"tpus": 8}, SLOW, "mixed_bfloat16", "TPU"),
-        ({}, FAST, "mixed_bfloat16", "matrix products take 0.53 times as long"),
-        ({"cpu_flags": "avx512_bf16"}, SLOW, "float32", "1.8 times as long"),
-        ({}, times(0.5, 1.6), "float32", "convolutions 1.6 times as long"),
-        ({}, times(0.91, 0.91), "float32", "0.91 times as long"),
-        ({"cpu_flags": "amx_bf16"}, {}, "float32", "no device like this one was measured"),
-        # Of a GPU that is not of Nvidia no table tells.
-        ({"gpus": [None]}, FAST, "float32", "no device like this one was measured"),
+        ({"gpus": [(7, 0)]}, "mixed_float16", "float16 is fast on A GPU"),
+        ({"gpus": [(8, 0)]}, "mixed_bfloat16", "bfloat16 is fast on A GPU"),
+        ({"gpus": [(9, 0), (7, 5)]}, "mixed_float16", "float16 is fast on A GPU (compute cap"),
+        ({"gpus": [(9, 0), (6, 0)]}, "float32", "there is A GPU (compute capability 6.0)"),
+        ({"tpus": 8}, "mixed_bfloat16", "TPU"),
+        ({"cpu_flags": "avx512_bf16"}, "mixed_bfloat16", "this CPU, which has units"),
+        ({"cpu_flags": "amx_bf16"}, "mixed_bfloat16", "this CPU, which has units"),
+        ({"cpu_flags": "avx512_fp16"}, "float32", "bfloat16 needs a GPU"),
+        ({}, "float32", "a CPU with bfloat16 units that TensorFlow uses, and there is none."),
+        ({"gpus": [None]}, "float32", "probably not an Nvidia GPU"),
     ],
     ids=str,
 )
-def test_the_best_policy(machine, table, description, times, policy, reason):
-    table(times)
+def test_the_best_policy(machine, description, policy, reason):
     machine(**description)
     assert hardware.best_policy() == policy
     assert isinstance(hardware.best_policy(), str)
@@ -307,59 +260,39 @@ def test_the_best_policy(machine, table, description, times, policy, reason):
 
 
 @pytest.mark.parametrize(
-    ("description", "times", "verdict"),
+    ("description", "dtype", "verdict"),
     [
-        ({}, times(0.92, 0.86), "float16 is fast here: float16 matrix products take 0.92 times"),
-        ({}, times(0.92, 0.95), "float16 brings no gain here: float16 matrix products take 0.92"),
-        ({}, times(1.1, 1.15), "float16 brings no gain here: float16 matrix products take 1.1 "),
-        ({}, SLOW, "float16 is slow here: float16 matrix products take 1.8 times"),
-        ({"gpus": [(7, 0)]}, SLOW, "float16 is fast here."),
-        ({"gpus": [(6, 0)]}, FAST, "float16 is slow here: float16 needs an Nvidia GPU"),
-        ({"tpus": 8}, FAST, "float16 is slow here: float16 needs an Nvidia GPU"),
+        ({"cpu_flags": "avx512_bf16"}, "bfloat16", "bfloat16 is fast here."),
+        ({}, "bfloat16", "bfloat16 is slow here: bfloat16 needs a GPU"),
+        ({"gpus": [(7, 0)]}, "float16", "float16 is fast here."),
+        ({"gpus": [(6, 0)]}, "float16", "float16 is slow here: float16 needs an Nvidia GPU"),
+        ({"tpus": 8}, "float16", "float16 is slow here: float16 needs an Nvidia GPU"),
     ],
     ids=str,
 )
-def test_what_is_said_of_a_dtype(machine, table, description, times, verdict):
-    """Below 1.1 times the speed of float32 there is no gain."""
-    table(times)
+def test_what_is_said_of_a_dtype(machine, description, dtype, verdict):
     machine(**description)
-    assert fast_dtypes.verdict("float16").startswith(verdict)
+    assert fast_dtypes.verdict(dtype).startswith(verdict)
 
 
-def test_instructions_alone_do_not_make_a_cpu_fast(machine, table):
-    table({})
-    machine(cpu_flags="amx_bf16")
-    assert fast_dtypes.verdict("bfloat16").startswith("bfloat16 may be fast here: the CPU has")
-
-
-def test_the_page_has_the_figures_of_the_tables():
-    page = (ROOT / "docs" / "hardware.md").read_text()
-    for kind, by_operation in measured.BY_KIND.items():
-        [row] = [line for line in page.splitlines() if line.startswith(f"| `{kind}` |")]
-        product, convolution = (by_operation[op]["bfloat16"] for op in FAST)
-        assert row.endswith(f"| {product:.2f} and {convolution:.2f} |")
-
-
-def test_the_program_prints_speeds_and_the_reason(clock, table, machine, capsys):
+def test_the_program_prints_speeds_and_the_reason(clock, machine, capsys):
     clock(SPEEDS)
-    table(times(1.8, 1.1))
     machine(cpu_flags="avx512_bf16 avx512_fp16")
     assert program.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"TensorFlow {tf.__version__}" in lines[0]
     assert lines[1].startswith("16-bit units of the CPU: AVX512-BF16, AVX512-FP16; used by")
-    assert lines[2] == "Slow kernels and dtypes according to a table"
-    assert lines[4:7] == [
+    assert lines[3:6] == [
         "GF/s (times float32)     float32    bfloat16     float16",
         "matrix product        275 (1.00)  154 (0.56)  250 (0.91)",
         "convolution            84 (1.00)   53 (0.63)   80 (0.95)",
     ]
-    assert lines[8].startswith("float16 is slow here")
-    assert lines[9].startswith("bfloat16 is slow here: bfloat16 matrix products take 1.8 times")
-    assert lines[10].startswith("Best policy: float32, since bfloat16 matrix products take 1.8")
+    assert lines[7].startswith("float16 is slow here")
+    assert lines[8] == "bfloat16 is fast here."
+    assert lines[9].startswith("Best policy: mixed_bfloat16, since bfloat16 is fast on this CPU")
 
 
-def test_the_program_measures_gpus_beside_the_table(clock, machine, capsys):
+def test_the_program_measures_gpus(clock, machine, capsys):
     asked = clock(SPEEDS)
     machine(gpus=[(7, 5)])
     program.main([])
@@ -369,35 +302,6 @@ def test_the_program_measures_gpus_beside_the_table(clock, machine, capsys):
     assert "A GPU (compute capability 7.5)" in printed.splitlines()[0]
     assert "bfloat16 needs a GPU of compute capability 8.0" in printed
     assert "Best policy: mixed_float16, since float16 is fast on A GPU" in printed
-
-
-@once
-def test_the_program_makes_a_table(monkeypatch, tmp_path, capsys):
-    """It is timed once here: that a clock gives numbers is all that can be said."""
-    monkeypatch.setattr(slow, "KERNELS", {op: slow.KERNELS[op] for op in ("MaxPool", "gelu")})
-    monkeypatch.setattr(tuning, "_TURNS", 1)
-    monkeypatch.setattr(stopwatch, "_SECONDS", 0)
-    path = tmp_path / "table.json"
-    assert program.main(["--tune", str(path)]) == 0
-    hardware.use_table(path)
-    try:
-        for op in ("MaxPool", "gelu", measured.MATRIX_PRODUCT, measured.CONVOLUTION):
-            assert tables.current().time(op, "bfloat16") > 0
-        assert str(path) in capsys.readouterr().out
-    finally:
-        hardware.use_table(None)
-    lines = tuning.column(json.loads(path.read_text())["times"]).splitlines()
-    assert len(lines) == 6
-    with pytest.raises(SystemExit):
-        program.main(["--tune", str(tmp_path / "no folder" / "table.json")])
-
-
-def test_a_kernel_that_cannot_be_run_takes_no_time(monkeypatch):
-    def fail(steps, count):
-        raise tf.errors.UnimplementedError(None, None, "no kernel")
-
-    monkeypatch.setattr(turns, "take", fail)
-    assert tuning._time("Tanh", "float16", 1) == 0
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,6 @@ def calls() -> dict[str, Callable[[], object]]:
             )
         ),
         "enable_float32_sums": ours(lambda keras_mp: keras_mp.enable_float32_sums()),
-        "use_table": ours(lambda keras_mp: keras_mp.hardware.use_table(None)),
     }
 
 
@@ -262,7 +261,7 @@ TOGETHER = (
     ("a layer",),
     ("another dtype", "fit"),
     ("autocast", "autocast_scope"),
-    ("summary", "numerics.record", "enable_float32_sums", "use_table"),
+    ("summary", "numerics.record", "enable_float32_sums"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Operations are computed in float32 inside where float16 is many times slower."""
+"""Operations are computed in float32 inside where 16 bits are slower."""
 
 import itertools
 
@@ -10,7 +10,8 @@ import keras_mp
 from keras_mp import kernels
 from keras_mp.hardware import turns
 from keras_mp.hooks import reach
-from keras_mp.kernels import replaced, slow, sums, tables
+from keras_mp.kernels import slow, sums
+from keras_mp.support import cpu
 from tests.common import once
 
 K = tf.keras
@@ -32,8 +33,8 @@ def installed():
 
 @pytest.fixture(params=[True, False], ids=["slow", "fast"])
 def answer(request, monkeypatch):
-    """What the table says of each kernel."""
-    monkeypatch.setattr(slow._TABLE, "_asks", lambda *_: request.param)
+    """Whether operations are slow in 16 bits."""
+    monkeypatch.setattr(slow, "is_slow", lambda *_: request.param)
     return request.param
 
 
@@ -77,15 +78,6 @@ def test_what_is_slow_computes_in_float32(answer):
     assert found == {tf.float32 if answer else tf.float16}
 
 
-@pytest.mark.parametrize("op", slow.KERNELS)
-def test_the_examples_are_arguments_of_the_function_that_is_replaced(op):
-    arguments = slow.KERNELS[op].example(tf.float32, None)
-    own, ours = slow.own_function(op), replaced.function_of(op, slow.KERNELS[op])
-    found, expected = (tf.nest.flatten(each(**arguments))[0] for each in (ours, own))
-    assert np.all(np.isfinite(found))
-    np.testing.assert_array_equal(found, expected)
-
-
 def test_depthwise_convolutions_that_are_slow_compute_in_float32(answer):
     function = tf.function(
         lambda x, w: tf.gradients(tf.nn.depthwise_conv2d(x, w, [1] * 4, "SAME"), [x, w])
@@ -117,7 +109,7 @@ def test_depthwise_convolutions_that_are_slow_compute_in_float32(answer):
     ids=str,
 )
 def test_channels_that_fill_no_vectors_are_normalized_in_float32(
-    dtype, channels, options, expected, is_training
+    dtype, channels, options, expected, is_training, monkeypatch
 ):
     shape = [None, channels, 4, 4] if options else [None, 4, 4, channels]
 
@@ -127,7 +119,8 @@ def test_channels_that_fill_no_vectors_are_normalized_in_float32(
         y, *_ = tf.compat.v1.nn.fused_batch_norm(x, scale, scale, **how)
         return tf.gradients(y, [x, scale])
 
-    with tables.on_trial({}), reach.entered(dtype):
+    monkeypatch.setattr(cpu, "has_units", lambda dtype: True)
+    with reach.entered(dtype):
         graph = (
             tf.function(normalized)
             .get_concrete_function(tf.TensorSpec(shape, dtype), tf.TensorSpec([channels]))
@@ -147,16 +140,48 @@ def test_a_normalization_in_float32_is_rounded_once():
     np.testing.assert_array_equal(statistics, expected)
 
 
-@pytest.mark.parametrize(("time", "expected"), [(1.4, False), (1.6, True)])
-@pytest.mark.parametrize("op", ["Tanh", "gelu"])
-def test_only_what_is_clearly_slower_counts(op, time, expected):
-    by_dtype = {"float16": time, "bfloat16": 0.0}
-    with tables.on_trial({op: by_dtype}):
-        # A chain gains more than it costs.
-        assert slow.is_slow(op, "float16") == (expected or op == "gelu")
-        assert not slow.is_slow(op, "bfloat16")
-        assert not slow.is_slow(op, "float16", device="GPU")
-        assert not slow.is_slow("Elu", "float16")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("has_units", [True, False])
+def test_the_units_of_the_cpu_decide(has_units, dtype, monkeypatch):
+    monkeypatch.setattr(cpu, "has_units", lambda dtype: has_units)
+    found = set(slow.slow_operations(dtype))
+    gradients = {op for op in slow.OPS if "Backprop" in op}
+    assert len(gradients) == 6
+    if not has_units:
+        assert found == set(slow.OPS)
+    else:
+        assert found == (gradients if dtype == "float16" else set())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("op", slow.OPS)
+def test_operations_take_float32_where_they_are_slow(op, dtype, monkeypatch):
+    monkeypatch.setattr(slow, "is_slow", lambda *_: True)
+
+    def compute(x, image, volume):
+        pooled = [pool(image, 2, 2, "VALID") for pool in (tf.nn.max_pool2d, tf.nn.avg_pool2d)]
+        pooled += [pool(volume, 2, 2, "VALID") for pool in (tf.nn.max_pool3d, tf.nn.avg_pool3d)]
+        filters = tf.ones([3, 3, 2, 2], dtype)
+        convolved = [
+            tf.nn.conv2d(image, filters, 1, "SAME"),
+            tf.nn.depthwise_conv2d(image, filters, [1] * 4, "SAME"),
+            tf.nn.conv3d(volume, tf.ones([2, 2, 2, 2, 2], dtype), [1] * 5, "SAME"),
+        ]
+        scale = tf.ones([2])
+        normal = tf.compat.v1.nn.fused_batch_norm(image, scale, scale)[0]
+        products = [tf.matmul(x, x, transpose_b=True), tf.matmul(x[0], x[0], transpose_b=True)]
+        products.append(tf.einsum("abc,adc->abd", x, x))
+        results = [*pooled, *convolved, normal, *products]
+        return tf.gradients(results, [x, image, volume, filters])
+
+    with reach.entered(tf.as_dtype(dtype)):
+        specs = [tf.TensorSpec(s, dtype) for s in ([2, 4, 3], [2, 4, 4, 2], [2, 4, 4, 4, 2])]
+        graph = tf.function(compute).get_concrete_function(*specs).graph
+    found = {each.get_attr("T") for each in graph.get_operations() if each.type == op}
+    # TensorFlow differentiates what was computed in float32 in float32.
+    assert found <= {tf.float32}
+    if not op.endswith(("Grad", "Backprop")):
+        assert found or "Backprop" in op
 
 
 def test_nothing_is_timed(monkeypatch):
@@ -170,16 +195,10 @@ def test_nothing_is_timed(monkeypatch):
         model = K.Sequential([K.Input([8, 8, 1]), K.layers.Conv2D(2, 3, activation="gelu")])
         model.compile("sgd", "mse")
         model.fit(tf.ones([4, 8, 8, 1]), tf.ones([4, 6, 6, 2]), verbose=0)
-    assert set(slow.KERNELS) >= {op for op, *_ in slow.slow_kernels()}
 
 
-ACTIVATIONS = {
-    "tanh": tf.tanh,
-    "sigmoid": tf.nn.sigmoid,
-    "erf": tf.math.erf,
-    "exp": tf.exp,
-    "leaky relu": tf.nn.leaky_relu,
-    "softmax": tf.nn.softmax,
+FUNCTIONS = {
+    "product": lambda x: x @ tf.reshape(tf.reverse(x, [0]), [32, 8]),
     "max pooling": lambda x: tf.nn.max_pool2d(tf.reshape(x, [1, 8, 8, 4]), 2, 2, "VALID"),
     "einsum": lambda x: tf.einsum("ab,cb->ac", x, x),
     "average pooling": lambda x: tf.nn.avg_pool2d(tf.reshape(x, [1, 8, 8, 4]), 2, 2, "VALID"),
@@ -196,16 +215,16 @@ def output_and_gradient(function, x):
 
 @once
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_float32_inside_is_no_less_exact(name, dtype, monkeypatch):
     # A small window is averaged in float32 anyway, slow or not.
     monkeypatch.setattr(sums._TABLE, "enabled", False)
     x = tf.cast(3 * tf.random.stateless_normal([8, 32], [3, 4]), dtype)
-    exact = output_and_gradient(ACTIVATIONS[name], tf.cast(x, "float64"))
+    exact = output_and_gradient(FUNCTIONS[name], tf.cast(x, "float64"))
 
     def errors(is_slow):
-        monkeypatch.setattr(slow._TABLE, "_asks", lambda *_: is_slow)
-        function = tf.function(lambda x: output_and_gradient(ACTIVATIONS[name], x))
+        monkeypatch.setattr(slow, "is_slow", lambda *_: is_slow)
+        function = tf.function(lambda x: output_and_gradient(FUNCTIONS[name], x))
         graph = function.get_concrete_function(x).graph
         casts = [op for op in graph.get_operations() if op.type == "Cast"]
         found = function(x)
@@ -222,12 +241,12 @@ def test_float32_inside_is_no_less_exact(name, dtype, monkeypatch):
 
 
 def test_the_switch_leaves_the_kernels_of_tensorflow(monkeypatch):
-    monkeypatch.setattr(slow._TABLE, "_asks", lambda *_: True)
+    monkeypatch.setattr(slow, "is_slow", lambda *_: True)
 
     def dtypes():
-        function = tf.function(tf.tanh).get_concrete_function(tf.TensorSpec([2], "bfloat16"))
-        ops = function.graph.get_operations()
-        return {op.get_attr("T") for op in ops if op.type == "Tanh"}
+        x = tf.TensorSpec([2, 2], "bfloat16")
+        ops = tf.function(tf.matmul).get_concrete_function(x, x).graph.get_operations()
+        return {op.get_attr("T") for op in ops if op.type == "MatMul"}
 
     assert dtypes() == {tf.float32}
     keras_mp.enable_float32_where_faster(False)
@@ -237,18 +256,9 @@ def test_the_switch_leaves_the_kernels_of_tensorflow(monkeypatch):
         keras_mp.enable_float32_where_faster()
 
 
-@once
-def test_compiled_activations_are_as_in_float32(answer):
-    x = tf.constant([-2.0, -0.5, 0.25, 3.0], tf.bfloat16)
-    step = tf.function(lambda x: output_and_gradient(tf.nn.elu, x), jit_compile=True)
-    for found, right in zip(step(x), output_and_gradient(tf.nn.elu, tf.cast(x, "float32"))):
-        # Rounded up to three times, by at most 0.4 % each.
-        np.testing.assert_allclose(tf.cast(found, "float32"), right, rtol=0.012)
-
-
 def test_float32_is_not_asked_about(monkeypatch):
     def fail(*_):
         raise AssertionError
 
-    monkeypatch.setattr(slow._TABLE, "_asks", fail)
+    monkeypatch.setattr(slow, "is_slow", fail)
     values_and_gradients(K.layers.Conv2D(2, 3), tf.ones([1, 4, 4, 1]))
