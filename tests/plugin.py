@@ -2,7 +2,6 @@
 
 import gc
 import pathlib
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +10,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.grappler import passes
 from keras_mp.step import scaled_losses
+from tests import speed
 from tests.common import needs_bfloat16_rewrite
 
 # The modules of the Keras that is not there.
@@ -21,11 +21,7 @@ tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
 )
 
-# The machines that run the tests are slow with float16, which keras_mp says once per process.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
-    keras_mp.hardware.warn_if_slow("float16")
-    keras_mp.hardware.warn_if_slow("bfloat16")
+speed.say_nothing()
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:

@@ -808,7 +808,7 @@ def resumed(tmp_path_factory):
             of_kind.append((function, {"name": name, **folder, **leave, **die}))
             calls[f"{kind}, {name}"] = (function, {"name": name, **folder})
         # One was killed, and the other cannot go on alone.
-        *left, killed = workers.run(of_kind, 2)
+        *left, killed = workers.run(of_kind, 2, may_die=True)
         assert killed == [None, None]
         assert all(None not in of_workers for of_workers in left)
     return dict(zip(calls, workers.run(list(calls.values()), 2)))
@@ -832,3 +832,16 @@ def test_the_program_of_the_docs(tmp_path):
         outputs = [file.read_text().strip() for file in files]
         assert outputs == ["[0.75 1.5 ] 32768.0"] * 2
         assert f"With two workers, both print `{outputs[0]}`" in docs
+
+
+def fails(strategy, index):
+    """Ends the second worker with an error."""
+    del strategy
+    if index:
+        raise RuntimeError("The second worker has had enough.")
+
+
+@once
+def test_the_last_lines_of_a_worker_that_has_died_are_shown():
+    with pytest.raises(AssertionError, match=r"died:[\s\S]*The second worker has had enough"):
+        workers.run([(fails, {})], 2)

@@ -27,13 +27,17 @@ _TIMEOUT = 3600
 _GRACE = 2
 
 
-def run(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], count: int) -> list[list]:
+def run(
+    calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], count: int, *, may_die: bool = False
+) -> list[list]:
     """Calls functions, one after the other, in each of `count` worker processes on 127.0.0.1.
 
     Args:
         calls: functions of modules, and arguments that can be pickled. A function is called with
             the strategy, the worker's index and its arguments.
         count: int. How many workers.
+        may_die: bool. Whether a worker may end before it is done. Defaults to False: that is an
+            error with its last lines.
 
     Returns:
         list, for each call, of lists, for each worker, of what the function returned; None for one
@@ -56,6 +60,9 @@ def run(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], count: int) 
         outputs = "\n".join(f"--- worker {i}\n{log.read_text()}" for i, log in enumerate(logs))
         print(outputs)  # pytest shows it where a test fails
         returned = [pickle.loads(p.read_bytes()) if p.exists() else [] for p in results]
+        for i, log in enumerate(logs if not may_die else ()):
+            if len(returned[i]) < len(calls):
+                raise AssertionError(f"Worker {i} has died:\n{_last_lines(log)}")
     return [[r[i] if i < len(r) else None for r in returned] for i in range(len(calls))]
 
 
@@ -77,6 +84,8 @@ def in_own_process(function: Callable[..., Any], **arguments: Any) -> Any:
         process.start()
         _wait([process])
         print(log.read_text())  # pytest shows it where a test fails
+        if not result.exists():
+            raise AssertionError(f"The process has died:\n{_last_lines(log)}")
         return pickle.loads(result.read_bytes())
 
 
@@ -115,6 +124,10 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
+def _last_lines(log: pathlib.Path) -> str:
+    return "\n".join(log.read_text().splitlines()[-30:])
+
+
 def _forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.replicas.preloaded"])
@@ -151,7 +164,9 @@ def _be_worker(
     # Before anything else that TensorFlow does.
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     import keras_mp
+    from tests import speed
 
+    speed.say_nothing()
     returned = []
     for module, name, arguments in calls:
         keras_mp.set_global_policy(None)
@@ -174,6 +189,9 @@ def _be_alone(
 ) -> None:
     """Is the process that `alone` starts."""
     _write_to(log)
+    from tests import speed
+
+    speed.say_nothing()
     module, name, arguments = call
     returned = getattr(importlib.import_module(module), name)(**arguments)
     result.write_bytes(pickle.dumps(returned))
