@@ -29,7 +29,6 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.wrappers.inner_optimizers import (
     find_loss_scale_optimizer,
     has_all_reduce,
-    is_of_tensorflow_1,
 )
 
 Compile = Callable[..., None]
@@ -218,8 +217,8 @@ def _sums_itself(model: tf.keras.Model, optimizers: Any) -> bool:
 def _wrap(
     scaling: dict[str, Any], optimizer: tf.keras.optimizers.Optimizer
 ) -> tf.keras.optimizers.Optimizer:
-    # In the step of a model with an optimizer of another kind, tapes scale.
-    if is_of_tensorflow_1(optimizer):
+    # One of TensorFlow 1, or Keras 2's own around it. In a step with another optimizer tapes scale.
+    if isinstance(getattr(optimizer, "optimizer", optimizer), tf.compat.v1.train.Optimizer):
         return optimizer
     optimizer = keras_api.get_optimizer(optimizer)
     original = find_loss_scale_optimizer(optimizer)

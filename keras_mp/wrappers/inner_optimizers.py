@@ -116,18 +116,8 @@ def refuse_all_reduce(optimizer: Any, wrapper: str) -> None:
         )
 
 
-def is_of_tensorflow_1(optimizer: Any) -> bool:
-    """Whether an optimizer is one of TensorFlow 1, or Keras 2's own around it."""
-    return isinstance(getattr(optimizer, "optimizer", optimizer), tf.compat.v1.train.Optimizer)
-
-
 def hint(optimizer: Any) -> str:
-    """Returns a hint for an optimizer of the other Keras, or of TensorFlow 1.
-
-    It is empty for anything else.
-    """
-    if is_of_tensorflow_1(optimizer):
-        return ". keras_mp.compat.v1.LossScaleOptimizer wraps an optimizer of tf.compat.v1"
+    """Returns a hint for an optimizer of the other Keras; empty for anything else."""
     if type(optimizer).__module__.partition(".")[0] == keras_api.OTHER_PACKAGE:
         return f". To use one of {keras_api.OTHER_PACKAGE}, {keras_api.switch_hint()}"
     return ""

