@@ -23,7 +23,7 @@ from keras_mp.support import attributes
 # Steps of `gpu_steps`, compiled as a whole.
 KINDS = (
     *("float32, no wrapper", "Keras's LossScaleOptimizer", "LossScaleOptimizer, dynamic"),
-    *("LossScaleOptimizer, fixed", "LossScaleOptimizer, jit_compile=True", "GradScaler"),
+    *("LossScaleOptimizer, fixed", "GradScaler"),
     *("MasterWeightOptimizer, split", "MasterWeightOptimizer, copy"),
     "MasterWeightOptimizer, stochastic_rounding",
     *("autocast, float16", "autocast, bfloat16"),

@@ -302,10 +302,6 @@ def _all_through(wrap: Callable[..., Any], end: str, replicas: int = 1) -> dict[
 
 STEPS: dict[str, Kind] = {
     **_EVERYWHERE,
-    "LossScaleOptimizer, jit_compile=True": Kind(lambda: _dynamic(jit_compile=True), _KERAS),
-    f"LossScaleOptimizer, jit_compile=True{REPLICAS}": Kind(
-        lambda: _replicated(lambda: _dynamic(jit_compile=True)), f"{_KERAS}{REPLICAS}", 2
-    ),
     "LossScaleOptimizer, warn_after_skips=None": Kind(
         lambda: _dynamic(warn_after_skips=None), _KERAS
     ),

@@ -21,14 +21,11 @@ _METHODS: dict[str, dict[str, str]] = {
         "slot_dtype": "bfloat16",
     },
 }
-_COMPILED = {"jit_compile": True}
 VARIANTS: dict[str, tuple[str, bool, dict[str, Any] | None]] = {
     "float32": ("float32", False, None),
     "mixed_bfloat16": ("float32", True, None),
-    "mixed_bfloat16, compiled": ("float32", True, _COMPILED),
     "bfloat16, Keras's own": ("bfloat16", True, None),
     **{name: ("bfloat16", True, how) for name, how in _METHODS.items()},
-    **{f"{name}, compiled": ("bfloat16", True, how | _COMPILED) for name, how in _METHODS.items()},
 }
 STEPS = 5
 _CLAIMS = """
@@ -53,9 +50,7 @@ def wrapped(optimizer: Any, variant: str, seed: int = 0) -> Any:
     *_, how = VARIANTS[variant]
     if how is None:
         return optimizer
-    if "method" in how:
-        return keras_mp.MasterWeightOptimizer(optimizer, seed=seed + 1, **how)
-    return keras_mp.OptimizerWrapper(optimizer, **how)
+    return keras_mp.MasterWeightOptimizer(optimizer, seed=seed + 1, **how)
 
 
 def _resident() -> int:

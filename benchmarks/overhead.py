@@ -20,7 +20,7 @@ from benchmarks import common
 SECONDS = 2.0  # to measure a cell
 BLOCK_SECONDS = 0.003
 REPEATS = (15, 300)
-SCALER, COMPILED = "GradScaler", "jit_compile"
+SCALER = "GradScaler"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,6 @@ class Cell:
     clip: bool = False
     minimize: bool = False
     scaler: bool = False  # with a GradScaler too?
-    compiled: bool = False  # and with ours whose update XLA compiles?
 
     def __str__(self) -> str:
         clip = ", global_clipnorm" if self.clip else ""
@@ -48,13 +47,13 @@ class Cell:
 CELLS = {
     1: [
         *(Cell("graph", "SGD", count, 32) for count in (10, 160, 1000)),
-        *(Cell("graph", "Adam", count, 32, scaler=True, compiled=True) for count in (10, 160)),
+        *(Cell("graph", "Adam", count, 32, scaler=True) for count in (10, 160)),
         *(Cell("graph", "AdamW", count, 32) for count in (10, 60)),
         Cell("graph", "SGD", 160, 32, clip=True),
         *(Cell("graph", "Adam", count, 32, clip=True) for count in (10, 60)),
         Cell("graph", "Adam", 60, 32, minimize=True),
         Cell("graph", "SGD", 60, 256),
-        Cell("graph", "Adam", 60, 256, compiled=True),
+        Cell("graph", "Adam", 60, 256),
         Cell("XLA", "SGD", 160, 32),
         Cell("XLA", "Adam", 10, 32, scaler=True),
         Cell("XLA", "Adam", 60, 32),
@@ -86,7 +85,7 @@ def measure(replicas: int, cells: list[Cell], seconds: float) -> dict[str, dict[
     strategy = common.replicas(replicas) if replicas > 1 else None
     results = {}
     for cell in cells:
-        wrappers = [*common.WRAPPERS, *[SCALER] * cell.scaler, *[COMPILED] * cell.compiled]
+        wrappers = [*common.WRAPPERS, *[SCALER] * cell.scaler]
         steps = {
             wrapper: make_step(cell, wrapper, make_variables(cell, strategy), strategy)
             for wrapper in wrappers
@@ -118,10 +117,6 @@ def make_step(cell: Cell, wrapper: str, variables: list, strategy=None):
             import keras_mp
 
             scaler = keras_mp.GradScaler()
-        elif wrapper == COMPILED:
-            import keras_mp
-
-            optimizer = keras_mp.LossScaleOptimizer(optimizer, jit_compile=True)
         else:
             optimizer = common.WRAPPERS[wrapper](optimizer)
         optimizer.build(variables)
@@ -183,8 +178,7 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, float | list[float]]:
         quartiles over the turns); "ratio", keras_mp's part by Keras's, with the interval in which
         it is for 90 % of resamples of the turns; "fastest", the same ratio of the fastest turns;
         "step", a whole step with keras_mp by one with Keras's. Where a GradScaler was measured,
-        "GradScaler", what that adds, and "scaler_ratio", by keras_mp's part. Where an update was
-        compiled, "compiled_step", a whole step with it by one with Keras's.
+        "GradScaler", what that adds, and "scaler_ratio", by keras_mp's part.
     """
     ratio, of_fastest = _ratio(seconds, "keras_mp", "Keras")
     results = {
@@ -198,9 +192,6 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, float | list[float]]:
     if SCALER in seconds:
         results[SCALER] = _median_and_quartiles(_added(seconds, SCALER))
         results["scaler_ratio"], _ = _ratio(seconds, SCALER, "keras_mp")
-    if COMPILED in seconds:
-        medians = (statistics.median(seconds[each]) for each in (COMPILED, "Keras"))
-        results["compiled_step"] = next(medians) / next(medians)
     return results
 
 
@@ -247,7 +238,7 @@ def run() -> dict:
         "differences, quartiles; for the ratio, 90 % of resamples)",
         [
             *("", "", "bare", "Keras adds", "keras_mp adds"),
-            *("keras_mp / Keras", "of the fastest", "whole steps", "with jit_compile=True"),
+            *("keras_mp / Keras", "of the fastest", "whole steps"),
         ],
         rows,
     )
@@ -267,7 +258,6 @@ def _columns(of_cell):
         _with_interval(of_cell["ratio"]),
         f"{of_cell['fastest']:.2f}",
         f"{of_cell['step']:.2f}",
-        f"{of_cell['compiled_step']:.2f}" if "compiled_step" in of_cell else "",
     ]
 
 

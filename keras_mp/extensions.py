@@ -20,10 +20,8 @@ from keras_mp.models.layer_paths import paths_of_weights
 from keras_mp.op_autocast import promotion
 from keras_mp.policy import MIXED, Policy, global_policy
 from keras_mp.reports.skip_report import SkipReport
-from keras_mp.step import summing, workers
+from keras_mp.step import workers
 from keras_mp.step.calls import RecordedCalls
-from keras_mp.step.compiled_update import CompiledUpdates
-from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.outcomes import SkippedSteps
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.host_callback import HostCallback
@@ -116,10 +114,8 @@ def attach() -> None:
     for observer in (_Kernels(), _Hardware(), _GraphRewrite(), _Keras(), _Workers()):
         observers.attach(observer)
     compile_hook.install()
-    OptimizerAdapter.new_compiled = CompiledUpdates
     RecordedCalls.new_reports = HostCallback
     SkippedSteps.new_report = functools.partial(SkipReport, paths_of_weights)
-    summing.check = workers.ScaleCheck()
     workers.FACTS["global policy"] = lambda: repr(global_policy())
     workers.FACTS["version of keras_mp"] = lambda: __version__
     workers.FACTS["operations in float32 for speed"] = slow.fact_for_workers

@@ -341,7 +341,7 @@ def _adapter_of(optimizer: Any) -> OptimizerAdapter:
             "its own, and the loss would be scaled twice. Pass its `inner_optimizer`, and use "
             f"only that. Received: optimizer={optimizer!r}"
         )
-    inner_optimizers.refuse_all_reduce(optimizer, "GradScaler")
+    inner_optimizers.refuse_second_sum(optimizer, "GradScaler")
     adapter, hint = inner_optimizers.adapter_of(optimizer), inner_optimizers.hint(optimizer)
     if adapter is None and not hint:
         adapter = other_adapter(optimizer)

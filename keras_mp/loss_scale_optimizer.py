@@ -101,7 +101,6 @@ class LossScaleOptimizer(
             RuntimeError, in a function a `tf.errors.OpError`. Defaults to None, for never.
         skip_nonfinite: bool. Skips steps with a fixed scale too, or without any scale. It is for
             training in bfloat16 or float32 that one bad batch must not end. Defaults to False.
-        jit_compile: bool. Lets XLA compile the update, as in `OptimizerWrapper`. Defaults to False.
         dynamic: bool. Older spelling: False means a fixed scale of `initial_scale`.
         initial_scale: number. Older spelling of the (initial) scale.
         dynamic_growth_steps: int. Older spelling of the scale's `increment_period`.
@@ -150,7 +149,6 @@ class LossScaleOptimizer(
         warn_after_skips: int | None = 50,
         raise_after_skips: int | None = None,
         skip_nonfinite: bool = False,
-        jit_compile: bool = False,
         dynamic: bool | None = None,
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
@@ -165,8 +163,8 @@ class LossScaleOptimizer(
                 "twice. Use the one that you have, or wrap its `inner_optimizer`. "
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
-        inner_optimizers.refuse_all_reduce(inner_optimizer, "LossScaleOptimizer")
-        super().__init__(inner_optimizer, jit_compile)
+        inner_optimizers.refuse_second_sum(inner_optimizer, "LossScaleOptimizer")
+        super().__init__(inner_optimizer)
         wrapped = list(inner_optimizers.chain(inner_optimizer))
         if any(wrapper_of(optimizer) is not None for optimizer in wrapped):
             raise ValueError(

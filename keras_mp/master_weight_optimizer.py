@@ -55,7 +55,6 @@ class MasterWeightOptimizer(OptimizerWrapper):
             slots; slots in bfloat16 are rounded stochastically.
         seed: int. The seed of stochastic rounding. Defaults to None, for a seed that
             `tf.keras.utils.set_random_seed` determines.
-        jit_compile: bool. Lets XLA compile the update, as in `OptimizerWrapper`. Defaults to False.
 
     Raises:
         TypeError: `inner_optimizer` is not an optimizer of `tf.keras`, or it is one that goes
@@ -84,8 +83,6 @@ class MasterWeightOptimizer(OptimizerWrapper):
         method: str = "split",
         slot_dtype: str | tf.DType = "float32",
         seed: int | None = None,
-        *,
-        jit_compile: bool = False,
     ) -> None:
         if isinstance(inner_optimizer, (str, dict)):
             inner_optimizer = keras_api.get_optimizer(inner_optimizer)
@@ -105,7 +102,6 @@ class MasterWeightOptimizer(OptimizerWrapper):
             _slot_dtype=slots,
             _seed=seed,
         )
-        self.jit_compile = jit_compile
 
     def __repr__(self) -> str:
         slots = "" if self._slot_dtype == tf.float32 else f", slot_dtype={self.slot_dtype!r}"

@@ -12,12 +12,13 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.step import gradients
+from keras_mp.hooks import observers
+from keras_mp.step import gradients, replicas
 from keras_mp.step.optimizer_adapter import Loss, VarList
 from keras_mp.step.scaled_step import ScaledStep
-from keras_mp.support import trackables, validation
+from keras_mp.support import trackables
 from keras_mp.support.autograph import allow_conversion, do_not_convert
-from keras_mp.wrappers.inner_optimizers import adapter_of, chain, hint
+from keras_mp.wrappers.inner_optimizers import adapter_of, chain, hint, refuse_second_sum
 from keras_mp.wrappers.wrapper_delegation import WrapperDelegation, delegate_rest, names_of_wrappers
 from keras_mp.wrappers.wrapper_saving import WrapperSaving
 
@@ -48,13 +49,14 @@ class OptimizerWrapper(
 
     Args:
         inner_optimizer: An optimizer of `tf.keras`.
-        jit_compile: bool. Lets XLA compile the update: unscaling, the work of the inner optimizer,
-            and the variables beside weights in 16 bits become one function, in one pass over
-            memory. Results differ in the last digit. If the update cannot be compiled, for example
-            under a `ParameterServerStrategy`, a warning says so once. Defaults to False.
+        reduce_dtype: `"bfloat16"` or `"float32"`, or such a DType. The dtype in which float32
+            gradients are summed over replicas, before the inner optimizer sees them. Defaults to
+            None, which leaves the sum to the inner optimizer.
 
     Raises:
-        TypeError: `inner_optimizer` is not an optimizer of `tf.keras`.
+        TypeError: `inner_optimizer` is not an optimizer of `tf.keras`, or sums gradients itself
+            although `reduce_dtype` is given.
+        ValueError: `reduce_dtype` is another dtype, such as float16, which needs loss scaling.
 
     Example:
 
@@ -71,11 +73,12 @@ class OptimizerWrapper(
     Source: RFC 293, "OptimizerWrapper".
     """
 
-    # Whether it is an `AllReduceOptimizer`, whose module imports this one.
-    _is_all_reduce = False
+    _reduce_dtype: tf.DType | None
 
     def __init__(
-        self, inner_optimizer: tf.keras.optimizers.Optimizer, jit_compile: bool = False
+        self,
+        inner_optimizer: tf.keras.optimizers.Optimizer,
+        reduce_dtype: str | tf.DType | None = None,
     ) -> None:
         # The constructor of Keras's base class is not called: it would make a second iteration
         # counter and a second learning rate, which nothing would ever use.
@@ -97,8 +100,10 @@ class OptimizerWrapper(
             _adapter=adapter,
             _trackable=inner_optimizer,
             _hyperparameters=adapter.hyperparameters() - names_of_wrappers(type(self)),
+            _reduce_dtype=None,
         )
-        self.jit_compile = jit_compile
+        if reduce_dtype is not None:
+            self.reduce_dtype = reduce_dtype
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -122,21 +127,27 @@ class OptimizerWrapper(
         cls.apply_gradients = do_not_convert(apply_gradients)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.inner_optimizer!r}>"
+        how = "" if self._reduce_dtype is None else f", reduce_dtype={self.reduce_dtype!r}"
+        return f"<{type(self).__name__} of {self.inner_optimizer!r}{how}>"
 
     @property
-    def jit_compile(self) -> bool:
-        """Whether XLA compiles the update, as one function.
+    def reduce_dtype(self) -> str | None:
+        """The dtype in which this wrapper sums float32 gradients over replicas.
 
-        It may be set at any time. A `tf.function` keeps the value that was set when it was traced.
-        Optimizers of Keras 2 have their own attribute, `inner_optimizer.jit_compile`, by which they
-        compile the update of each variable by itself on a GPU.
+        It is None if the inner optimizer sums them. Another dtype may be set at any time. A
+        `tf.function` keeps the dtype that was set when it was traced.
         """
-        return self._adapter.jit_compile
+        return None if self._reduce_dtype is None else self._reduce_dtype.name
 
-    @jit_compile.setter
-    def jit_compile(self, value: bool) -> None:
-        self._adapter.jit_compile = validation.boolean("jit_compile", value)
+    @reduce_dtype.setter
+    def reduce_dtype(self, value: str | tf.DType) -> None:
+        refuse_second_sum(self.inner_optimizer, type(self).__name__)
+        hint = (
+            " Gradients in float16 have to be scaled: use LossScaleOptimizer(optimizer, "
+            "reduce_dtype='float16')."
+        )
+        dtype = replicas.to_reduce_dtype(value, ("bfloat16", "float32"), hint)
+        self._set_own(_reduce_dtype=dtype)
 
     def build(self, var_list: Iterable[Any] = (), *, variables: Iterable[Any] = ()) -> None:
         """Makes the inner optimizer's variables.
@@ -327,14 +338,17 @@ class OptimizerWrapper(
             return self._apply(list(pairs), name, not is_summed)
 
     def _apply(self, pairs: list[tuple[Any, Any]], name: str | None, aggregate: bool) -> Any:
-        if not self.jit_compile:
+        if self._reduce_dtype is None:
             return self._adapter.apply(pairs, name, aggregate)
         pairs = gradients.checked_pairs(pairs)
-        if not aggregate or tf.distribute.get_strategy().num_replicas_in_sync == 1:
-            return self._adapter.compiled.update(pairs, name)
-        # A compiled update sums nothing, so the gradients are summed before it.
+        if not pairs:
+            return self.iterations
         self.build([variable for _, variable in pairs])
-        operation, _ = ScaledStep(self._adapter).make(pairs, name=name)
+        if replicas.number_of_workers() > 1:
+            grads, facts = [gradient for gradient, _ in pairs], {"reduce_dtype": self.reduce_dtype}
+            observers.tell(observers.Observer.workers_meet, self, grads, facts)
+        step = ScaledStep(self._adapter, reduce_dtype=self._reduce_dtype)
+        operation, _ = step.make(pairs, aggregate=aggregate, name=name)
         return self.iterations if operation is None else operation
 
 

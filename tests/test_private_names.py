@@ -206,7 +206,7 @@ def changes():
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in REPLACED:
                 owner, name, *_ = node.args
                 # A `threading.local` of ours is our own. Names that a loop gives are in no literal.
-                is_ours = ast.unparse(owner).endswith(("thread", "_updating_alone"))
+                is_ours = ast.unparse(owner).endswith("thread")
                 if not is_ours and isinstance(name, ast.Constant):
                     yield ast.literal_eval(name)
 

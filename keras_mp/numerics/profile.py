@@ -11,10 +11,9 @@ from keras_mp import hardware, keras_api
 from keras_mp.hardware import turns
 from keras_mp.models import layer_paths
 from keras_mp.numerics import batches, own_thread, run
-from keras_mp.numerics.graphs import op_times, sending, traces
+from keras_mp.numerics.graphs import op_times, traces
 from keras_mp.numerics.graphs.census import Census, census
 from keras_mp.numerics.results import Result
-from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy
 from keras_mp.support import messages, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -207,7 +206,7 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
     >>> from keras_mp.numerics.profile import step_times
     >>> times = step_times(model, (tf.ones([2, 8]), tf.ones([2, 4])), steps=1)
     >>> times.seconds > 0, sorted(times.tried)[0]
-    (True, 'keras_mp.OptimizerWrapper(optimizer, jit_compile=True)')
+    (True, 'model.compile(..., jit_compile=True)')
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"Expected at least one step. Received: steps={steps!r}")
@@ -257,8 +256,6 @@ def _candidates(model: tf.keras.Model) -> Iterator[tuple[str, dict[str, Any]]]:
             policy = Policy(f"mixed_{low}", output_dtype="float32")
             code = f'dtype=keras_mp.Policy("mixed_{low}", output_dtype="float32")'
             yield f"{code}, of layer {path!r}", {"policies": {path: policy}}
-    if (update := sending.code_of_update(model)) is not None:
-        yield update, {"compiles_update": True}
     if model.jit_compile is not True:
         yield "model.compile(..., jit_compile=True)", {"compiles": True}
 
@@ -267,7 +264,6 @@ def _step_of(
     model: tf.keras.Model,
     data: batches.Batch,
     policies: Any = None,
-    compiles_update: bool = False,
     compiles: bool = False,
 ) -> Callable[[], object]:
     """Returns a function that makes a step with a copy of the model, with a change.
@@ -276,15 +272,9 @@ def _step_of(
         model: what is copied.
         data: Batch.
         policies: what `convert` takes; None for those that the layers have.
-        compiles_update: bool. Whether XLA compiles the update.
         compiles: bool. Whether XLA compiles the whole step.
     """
     optimizer = run.optimizer_of(model)
-    if compiles_update:
-        if isinstance(optimizer, OptimizerWrapper):
-            optimizer.jit_compile = True
-        else:
-            optimizer = OptimizerWrapper(optimizer, jit_compile=True)
     is_compiled = compiles or model.jit_compile is True
     copy: Any = run.compiled(model, policies or {}, optimizer, jit_compile=is_compiled)
     _name_update(copy.optimizer)

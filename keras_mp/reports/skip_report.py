@@ -21,7 +21,7 @@ from keras_mp.step.calls import GradientState
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.gradients import Gradient
 from keras_mp.step.state_rollback import Weight, weights_of
-from keras_mp.support import host, messages, selection
+from keras_mp.support import host, messages
 from keras_mp.support.host_callback import HostCallback
 
 # After so many steps at the start whose loss is not finite, a warning says so. After so many
@@ -73,7 +73,7 @@ class SkipReport(outcomes.SkipObserver):
 
     def watch(self) -> None:
         if self._may_warn:
-            self._callback.watch(leaves=selection.is_selecting())
+            self._callback.watch()
 
     def before(
         self, state: GradientState, pairs: Sequence[tuple[Any, Any]], kept: under_way.Kept
@@ -143,7 +143,7 @@ class SkipReport(outcomes.SkipObserver):
         numbers = tf.concat([[consecutive, seen.zeros], tf.cast(flags, tf.int64)], 0)
         # The warning has to read what these operations write.
         with outcomes.computed_after(recorded):
-            self._callback.post(numbers, is_time, leaves=selection.is_selecting())
+            self._callback.post(numbers, is_time)
         return recorded
 
     def last(self) -> Overflow | None:
@@ -299,10 +299,6 @@ class _Noted(NamedTuple):
     weights: Sequence[Weight]
     unclipped: list[Gradient]
     inputs: Sequence[Input]
-
-    def for_xla(self) -> "_Noted":
-        """Returns the same for a step that XLA compiles."""
-        return self._replace(inputs=[each.summary() for each in self.inputs])
 
 
 class _Numbers(NamedTuple):

@@ -119,14 +119,13 @@ def count_not_finite(
     """
     strategy = tf.distribute.get_strategy()
     count = strategy.num_replicas_in_sync
-    row_of = _row_of_replica if selection.is_selecting() else _shared_row_of_replica
     rows, zeros = [], []
     for i, each in enumerate(of_replicas):
         more = 0 if totals is None else len(totals) - len(each.sent)
         sent = [*each.sent, *[None] * more]
         device = strategy.extended.worker_devices[i] if len(of_replicas) > 1 else None
         with tf.device(device):
-            row, of_row = row_of(list(each.losses), list(each.unclipped), sent)
+            row, of_row = _row_of_replica(list(each.losses), list(each.unclipped), sent)
             zeros.append(of_row)
             of_inputs = [_row_of_input(given) for given in each.inputs]
             if each.has_examples is not None:
@@ -160,6 +159,7 @@ def count_not_finite(
     return strategy.experimental_local_results(gathered)[0], zeros[0]
 
 
+@host.shared_operation
 def _row_of_replica(
     losses: Sequence[tf.Tensor],
     unclipped: Sequence[gradients.Gradient],
@@ -182,9 +182,6 @@ def _row_of_replica(
     return tf.concat([loss, own], 0), zeros
 
 
-_shared_row_of_replica = host.shared_operation(_row_of_replica)
-
-
 def _row_of_totals(totals: Sequence[gradients.Gradient], inputs: int) -> tf.Tensor:
     """Counts values that are not finite in the gradients that were tested."""
     counts = _counts(totals, _counts_of)
@@ -192,7 +189,6 @@ def _row_of_totals(totals: Sequence[gradients.Gradient], inputs: int) -> tf.Tens
 
 
 _counts_of = host.shared_operation(value_counts.count_not_finite)
-_compiled_flags_of = host.shared_operation(value_counts.flag_not_finite, jit_compile=True)
 
 
 def _counts(
@@ -203,9 +199,7 @@ def _counts(
 
     Where every step does so, it only flags them.
     """
-    if selection.is_selecting():
-        count = _compiled_flags_of
-    elif selection.is_without_branches():
+    if selection.is_without_branches():
         count = value_counts.flag_not_finite
     return count(values)
 

@@ -22,15 +22,6 @@ class Input(NamedTuple):
     value: tf.Tensor
     limit: float
 
-    def summary(self) -> "Input":
-        """Returns an input of two numbers, from which the same is seen.
-
-        XLA would compile anew for each shape of an input.
-        """
-        values = tf.cast(self.value, tf.float32)
-        both = tf.stack([tf.reduce_max(tf.abs(values)), tf.reduce_sum(values)])
-        return self._replace(value=both)
-
 
 class Batch(NamedTuple):
     """The batch of a step, as far as it is known.

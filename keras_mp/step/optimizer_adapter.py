@@ -8,16 +8,13 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.step import gradients
 from keras_mp.support import attributes
 from keras_mp.support.dtypes import LOW_PRECISION
-
-if TYPE_CHECKING:
-    from keras_mp.step.compiled_update import CompiledUpdates
 
 Pairs = Sequence[tuple[Any, Any]]
 Loss = tf.Tensor | Callable[[], tf.Tensor]
@@ -42,7 +39,6 @@ class OptimizerAdapter(abc.ABC):
             slots.
         is_saved_by_keras: Whether Keras saves the optimizer's variables, in `.keras` and
             `.weights.h5` files.
-        jit_compile: Whether XLA compiles the update, as one function.
         only_differentiates: Whether the gradients of a scaled loss are the gradients times the
             scale. They are not if the optimizer clips the gradient of each example while it
             computes them.
@@ -54,12 +50,9 @@ class OptimizerAdapter(abc.ABC):
     takes_float32_gradients = False
     is_revived_without_state = False
     is_saved_by_keras = True
-    jit_compile = False
     only_differentiates = True
     overrides_minimize = False
     slot_makers: tuple[str, ...] = ()
-    # Makes `compiled`. `extensions` sets it, so that the core imports nothing that compiles.
-    new_compiled: "Callable[[OptimizerAdapter], CompiledUpdates]"
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -125,11 +118,6 @@ class OptimizerAdapter(abc.ABC):
 
         With `aggregate`, the optimizer reduces the gradients first.
         """
-
-    @functools.cached_property
-    def compiled(self) -> "CompiledUpdates":
-        """What lets XLA compile the update."""
-        return self.new_compiled(self)
 
     def widened(self, grads: list[gradients.Gradient]) -> list[gradients.Gradient]:
         """Casts 16-bit gradients to float32 if the optimizer takes float32.

@@ -152,8 +152,7 @@ class SkipObserver:
             kept: the `Kept` of the step.
 
         Returns:
-            Any object; if it is not None, its method `for_xla` returns it for code that XLA
-            compiles. Eager code releases it where the step is made.
+            Any object. Eager code releases it where the step is made.
         """
         del state, pairs, kept
 

@@ -67,41 +67,29 @@ class ScaledStep:
         """
         state, scaler, divisor = self.state, self.scaler, self.state.divisor()
         if scaler is not None:
-            scaler.begin_step([gradient for gradient, _ in pairs])
+            scaler.begin_step([gradient for gradient, _ in pairs], state.scaled)
         observers.tell(observers.Observer.gradients, pairs, divisor, state.scaled_by)
         step = self._combined(pairs, divisor, aggregate, name)
-        operation = None
-        if not (self.adapter.jit_compile and self.adapter.compiled.makes(step)):
-            step.judge(aggregate)
-            carry_out = self._way(step)
-            if replicas.need_not_meet():
-                decision = Decision(step.finite, state.is_allowed, [step], step.apply)
-                operation = carry_out(decision)
-            else:
-                operation = replicas.decide_for_all_replicas(
-                    lambda *given: carry_out(Decision(*given)),
-                    (step.finite, state.is_allowed),
-                    step,
-                    ReplicaStep.apply,
-                )
+        step.judge(aggregate)
+        is_whole = self.handler is None or not self.adapter.accumulates()
+        carry_out = Decision.carry_out if is_whole else Decision.accumulate
+        operation = replicas.decide_for_all_replicas(
+            lambda *given: carry_out(Decision(*given)),
+            (step.finite, state.is_allowed),
+            step,
+            ReplicaStep.apply,
+        )
         if scaler is not None:
             scaler.end_step()
         return operation, step.finite
-
-    def _way(self, step: "ReplicaStep") -> Callable[["Decision"], tf.Operation | None]:
-        """Returns the method of `Decision` that carries out the step."""
-        if step.update_selects:
-            return self.adapter.compiled.let_update_select
-        is_whole = self.handler is None or not self.adapter.accumulates()
-        return Decision.carry_out if is_whole else Decision.accumulate
 
     def _combined(
         self, pairs: Pairs, divisor: tf.Tensor | None, aggregate: bool, name: str | None
     ) -> "ReplicaStep":
         """Sums the gradients of all replicas, and keeps what a skipped step needs.
 
-        The sums are unscaled, unless the update unscales them. For variables that are overwritten,
-        the new values stand in place of gradients.
+        The sums are unscaled. For variables that are overwritten, the new values stand in place of
+        gradients.
         """
         adapter, scaler, variables = self.adapter, self.scaler, [v for _, v in pairs]
         under, noted = under_way.thread.step, None
@@ -124,9 +112,7 @@ class ScaledStep:
                 may_skip=self.handler is not None,
             )
         is_one_by_one = bool(new_values) or adapter.accumulates()
-        # A compiled update unscales in its own pass over the gradients.
-        if replicas.are_several() or is_one_by_one or not adapter.jit_compile:
-            sums = sums.unscaled()
+        sums = sums.unscaled()
         if is_one_by_one:
             sums = Sums([new_values.get(i, g) for i, g in enumerate(sums.one_by_one())])
         return ReplicaStep(self, variables, sums, sent, kept, noted, has_examples, name)
@@ -171,7 +157,6 @@ class ReplicaStep:
         noted: what `SkipObserver.before` has noted.
         has_examples: bool scalar tensor; None if that is certain, or not known.
         name: str or None. The name of the operation.
-        update_selects: bool. Whether the update takes the verdict, and is called in any case.
         finite: bool scalar tensor, the verdict; None if there is none.
         totals: the `Sums` that were tested; None if the gradients of this replica were.
         tested: the variables of the gradients that were tested, some of them accumulated before.
@@ -185,7 +170,6 @@ class ReplicaStep:
     noted: Any
     has_examples: tf.Tensor | None
     name: str | None = None
-    update_selects: bool = False
     finite: tf.Tensor | None = None
     totals: Sums | None = None
     tested: Sequence[Any] = ()
@@ -193,11 +177,8 @@ class ReplicaStep:
     def judge(self, aggregate: bool) -> None:
         """Tests whether all gradients and marks are finite, on all replicas."""
         adapter, tested, count = self.step.adapter, self.sums, len(self.variables)
-        may_skip = self.step.handler is not None
-        if selection.is_without_branches() or (may_skip and not _is_as_finite(tested)):
-            tested = tested.unscaled()
         self.sums = dataclasses.replace(tested, count=count)
-        if not may_skip:
+        if self.step.handler is None:
             return
         values, self.tested = tested.values, self.variables
         self.totals = None if self.sent is None else self.sums
@@ -211,12 +192,9 @@ class ReplicaStep:
         self.finite = finite
 
     def apply(self) -> Any:
-        """Lets the optimizer apply the gradients, which are unscaled unless XLA does that."""
+        """Lets the optimizer apply the gradients."""
         adapter = self.step.adapter
         pairs = list(zip(self.sums.one_by_one(), self.variables, strict=True))
-        if adapter.jit_compile:
-            verdict = self.finite if self.update_selects else None
-            return adapter.compiled.update(pairs, self.name, self.sums.divisor, verdict)
         with scaled_losses.applying():
             return adapter.apply(pairs, self.name, aggregate=False)
 
@@ -336,12 +314,6 @@ class Decision:
         return tf.reduce_all(
             [tf.reduce_all(tf.math.is_finite(loss)) for losses in of_replicas for loss in losses]
         )
-
-
-def _is_as_finite(sums: Sums) -> bool:
-    """Whether gradients are sure to be finite after unscaling if they are before."""
-    # Only a scale below 1 makes them larger. While a graph is built, the scale is unknown.
-    return tf.executing_eagerly() and (sums.divisor is None or bool(sums.divisor >= 1))
 
 
 def _replicas_may_meet() -> bool:

@@ -5,7 +5,7 @@ TensorFlow 1 have one each.
 """
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
 
@@ -68,15 +68,25 @@ class Scaler(Generic[C]):
         if can_skip:
             self.handler = self.new_handler(loss_scale, self.skipped)
 
-    def begin_step(self, grads: Sequence[Gradient]) -> None:
-        """Begins a step, given the gradients of this replica."""
+    def begin_step(self, grads: Sequence[Gradient], scaled: Any) -> None:
+        """Begins a step.
+
+        Args:
+            grads: the gradients of this replica.
+            scaled: bool, or bool scalar tensor. Whether they are still scaled.
+        """
         observers.tell(observers.Observer.step_begins)
         self.collect_reports()
         # Checked again, since the scaler may have been made outside of the strategy's scope.
         replicas.check_strategy(may_skip=self.handler is not None)
         if replicas.number_of_workers() > 1:
-            scale = f"{type(self.loss_scale).__name__}({self.loss_scale.get_config()})"
-            facts = {"loss_scale": scale, "reduce_dtype": self.reduce_dtype.name}
+            with tf.init_scope():
+                scale = repr(self.loss_scale)
+            facts = {
+                "loss_scale": scale,
+                "reduce_dtype": self.reduce_dtype.name,
+                "gradients are still scaled": scaled if isinstance(scaled, bool) else "not known",
+            }
             observers.tell(observers.Observer.workers_meet, self, grads, facts)
 
     def end_step(self) -> None:

@@ -3,7 +3,6 @@
 RFC 293, "All-reducing in float16". This module needs TensorFlow only.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,30 +10,6 @@ import tensorflow as tf
 from keras_mp.step import gradients, replicas
 from keras_mp.step.gradients import Gradient, Sums
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
-
-
-class Check:
-    """What replicas send beside gradients, and check; this base class sends nothing."""
-
-    def sent(self, scaled_by: tf.Tensor | None, divisor: tf.Tensor | None) -> Sequence[tf.Tensor]:
-        """Returns what is summed beside the gradients.
-
-        Args:
-            scaled_by: float32 scalar tensor, the factor of the loss; None if no loss is scaled.
-            divisor: float32 scalar tensor. The number that unscales the sums; None if there is
-                none. It is not the scale if the program has scaled no loss.
-        """
-        del scaled_by, divisor
-        return ()
-
-    def received(self, sums: list[Gradient], beside: Sequence[Any]) -> list[Gradient]:
-        """Returns the sums of gradients, after a look at what was sent beside them."""
-        del beside
-        return sums
-
-
-# `extensions` sets another one, so that the core imports nothing that checks workers.
-check = Check()
 
 
 def summed(
@@ -75,16 +50,11 @@ def summed(
             factor = scaled_by if divisor is None else scaled_by / divisor
             packed, divisor = gradients.scale(packed, factor), scaled_by
     wide = packed if may_skip else gradients.cast(packed, [tf.float16], tf.float32)
-    beside = check.sent(scaled_by, divisor)
-    wide = [*wide, *beside]
     sent = gradients.cast(wide, [tf.float32], reduce_dtype)
     sums = gradients.cast_as(replicas.all_reduce(sent, tf.float32), wide)
-    if beside:
-        sums = check.received(sums[: len(packed)], sums[len(packed) :])
-    count = len(variables)
     return (
         Sums(sums, divisor, lambda sums: unpack(gradients.cast_as(sums, packed))),
-        Sums(sent[: len(packed)], None, unpack, count),
+        Sums(sent, None, unpack, len(variables)),
     )
 
 

@@ -2,8 +2,8 @@
 
 They exchange facts, and errors show the differences. Workers sum gradients while these are scaled.
 Then each of them divides by its own scale, and each asks for sums in its own dtype. If these
-differ, weights drift apart, or a sum never ends. `check_alike` compares facts at the first step,
-`ScaleCheck` the scales of each step. Programs with one worker pay nothing.
+differ, weights drift apart, or a sum never ends. `check_alike` compares facts, the loss scale among
+them, at the first step. Programs with one worker pay nothing.
 """
 
 import collections
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.step import gradients, replicas, summing
+from keras_mp.step import replicas
 from keras_mp.step.gradients import Gradient
 from keras_mp.support import host
 
@@ -85,51 +85,6 @@ def check_alike(owner: Any, grads: Sequence[Gradient], facts: Mapping[str, Any])
             + "\n".join(lines)
         )
     _known_to_be_alike.add(owner)
-
-
-class ScaleCheck(summing.Check):
-    """Checks in each step that all replicas of all workers scale alike.
-
-    Each replica has a place in a vector that is zero elsewhere. It sends two numbers byte by byte,
-    since numbers up to 255 are the same in every dtype in which gradients are sent.
-    """
-
-    def sent(self, scaled_by: tf.Tensor | None, divisor: tf.Tensor | None) -> Sequence[tf.Tensor]:
-        """Returns the vector of this replica."""
-        if scaled_by is None or replicas.number_of_workers() == 1:
-            return ()
-        count = tf.distribute.get_strategy().num_replicas_in_sync
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        numbers = tf.stack([scaled_by, tf.constant(1.0) if divisor is None else divisor])
-        own = tf.cast(tf.reshape(tf.bitcast(numbers, tf.uint8), [-1]), tf.float32)
-        return [tf.reshape(tf.one_hot(replica, count)[:, tf.newaxis] * own, [-1])]
-
-    def received(self, sums: list[Gradient], beside: Sequence[Any]) -> list[Gradient]:
-        """Returns the sums of gradients, after checking that all replicas scale alike.
-
-        Raises:
-            tf.errors.InvalidArgumentError: the scales differ. It is raised where and when the step
-                runs, on all workers.
-        """
-        [numbers] = beside
-        numbers = tf.reshape(tf.cast(tf.cast(numbers, tf.int32), tf.uint8), [-1, 2, 4])
-        scales = tf.bitcast(numbers, tf.float32)
-        are_equal = tf.reduce_all(tf.equal(scales, scales[0]))
-        with tf.control_dependencies([tf.debugging.Assert(are_equal, _of_each_worker(scales))]):
-            return [gradients.map_values(tf.identity, gradient) for gradient in sums]
-
-
-def _of_each_worker(scales: tf.Tensor) -> list[Any]:
-    count = replicas.number_of_workers()
-    of_workers = tf.unstack(tf.reshape(scales, [count, -1, 2])[:, 0])
-    text = (
-        "The workers use different loss scales, so sums of their gradients are wrong. Give all of "
-        "them the same loss scale, load the same checkpoint on all, and scale the loss on all or "
-        "on none. The loss scales, and the numbers by which the sums of gradients still have to "
-        "be divided:"
-    )
-    named = ((f"worker {i}:", scale) for i, scale in enumerate(of_workers))
-    return [text, *itertools.chain.from_iterable(named)]
 
 
 def _exchange(own: dict[str, str]) -> list[dict[str, str]]:

@@ -51,8 +51,6 @@ def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 def shared_operation(
     function: Callable[..., Any],
     signature: Sequence[tf.TensorSpec] | None = None,
-    *,
-    jit_compile: bool = False,
 ) -> Callable[..., Any]:
     """Decorates a function as `as_one_operation` does, but traces it only once.
 
@@ -64,12 +62,11 @@ def shared_operation(
             compiles it.
         signature: sequence of TensorSpec, one for each argument, which is traced in place of the
             arguments' own shapes and dtypes. Defaults to none.
-        jit_compile: bool. Whether XLA compiles the operation. Defaults to False.
 
     Returns:
         The decorated function.
     """
-    operations = [_one_operation(function, signature, jit_compile) for _ in range(2)]
+    operations = [_one_operation(function, signature) for _ in range(2)]
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -86,13 +83,11 @@ def shared_operation(
 def _one_operation(
     function: Callable[..., Any],
     signature: Sequence[tf.TensorSpec] | None = None,
-    jit_compile: bool = False,
 ) -> Callable[..., Any]:
     return tf.function(
         function,
         input_signature=signature,
         autograph=False,
-        jit_compile=jit_compile or None,
         experimental_attributes={"_noinline": True},
     )
 

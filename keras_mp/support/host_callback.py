@@ -60,16 +60,14 @@ class HostCallback:
         self._together: list[HostCallback] = beside._together if beside is not None else []
         self._together.append(self)
 
-    def post(self, numbers: tf.Tensor, when: tf.Tensor, *, leaves: bool = False) -> None:
+    def post(self, numbers: tf.Tensor, when: tf.Tensor) -> None:
         """Sends numbers if the event has happened.
 
         Args:
             numbers: int64 tensor of shape [size].
             when: bool scalar tensor. Whether it has happened.
-            leaves: bool. Whether a graph leaves the numbers for `watch` to find, as a graph that
-                XLA compiles does. Defaults to False.
         """
-        is_compiled = host.is_compiled_by_xla() or leaves
+        is_compiled = host.is_compiled_by_xla()
         if not is_compiled and (self._foresee is None or tf.executing_eagerly()):
             tf.cond(
                 when, lambda: self._call_with_line(numbers, messages.users_line()), lambda: None
@@ -89,21 +87,15 @@ class HostCallback:
             for turns in self._turns_of_posts.values():
                 turns.left.assign(tf.ones([], tf.int64), read_value=False)
 
-    def watch(self, *, leaves: bool = False) -> None:
+    def watch(self) -> None:
         """Prepares for numbers that `post` leaves in the buffer.
 
         Called outside of the branch.
-
-        Args:
-            leaves: as in `post`.
         """
-        if not (leaves or host.is_compiled_by_xla()):
+        if not host.is_compiled_by_xla():
             return
         for each in self._together:
             each.is_watched = True
-        if leaves:
-            self._look_seldom()
-            return
         inner = tf.compat.v1.get_default_graph()
         graph = inner.outer_graph
         while function_graphs.is_of_function(graph):

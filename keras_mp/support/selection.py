@@ -3,19 +3,17 @@
 On a GPU, a branch copies its condition to the host, which waits for it. Where XLA compiles, both
 branches of `choose` are computed, one after the other, and each write to a variable selects the new
 value or the old one, elementwise. XLA makes that selection in the loop that computes the new value.
-Under `selecting`, code beside a compiled update does the same with a few small variables.
 
 This module needs TensorFlow only.
 """
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.support import attributes, features, host, variable_ops
+from keras_mp.support import host, variable_ops
 from keras_mp.tensorflow_api import graphs
 from keras_mp.tensorflow_api.features import WITHOUT_BRANCHES
 
@@ -28,32 +26,15 @@ _ROW_WRITES = frozenset(
 _SOURCES = frozenset(("Placeholder", "VarHandleOp"))
 
 
-class _Thread(threading.local):
-    is_selecting = False
-
-
-_thread = _Thread()
-
-
-def selecting() -> contextlib.AbstractContextManager[None]:
-    """Context manager in which ordinary graphs of this thread make no branches either."""
-    return attributes.replaced(_thread, "is_selecting", True)
-
-
-def is_selecting() -> bool:
-    """Whether this thread is in `selecting`."""
-    return _thread.is_selecting
-
-
 def is_without_branches() -> bool:
     """Whether `choose` makes no branch here."""
-    if host.is_compiled_by_xla():
-        # A branch may call Python, which XLA cannot do. If a private name is missing, the step is
-        # refused.
-        for name in WITHOUT_BRANCHES.names:
-            name.get()
-        return True
-    return _thread.is_selecting and features.is_on(WITHOUT_BRANCHES)
+    if not host.is_compiled_by_xla():
+        return False
+    # A branch may call Python, which XLA cannot do. If a private name is missing, the step is
+    # refused.
+    for name in WITHOUT_BRANCHES.names:
+        name.get()
+    return True
 
 
 def chosen(

@@ -90,29 +90,35 @@ def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
 
 
 def has_all_reduce(optimizer: Any) -> bool:
-    """Whether an optimizer is an `AllReduceOptimizer`, or wraps one.
+    """Whether an optimizer is an `AllReduceOptimizer` or the like, or wraps one.
 
     Args:
         optimizer: An optimizer of `tf.keras`, or anything else.
     """
-    return any(getattr(type(each), "_is_all_reduce", False) for each in chain(optimizer))
+    wrappers = (each for each in chain(optimizer) if hasattr(each, "inner_optimizer"))
+    return any(vars(each).get("_reduce_dtype") is not None for each in wrappers)
 
 
-def refuse_all_reduce(optimizer: Any, wrapper: str) -> None:
-    """Refuses an `AllReduceOptimizer` inside of a wrapper that sums gradients itself.
+def refuse_second_sum(optimizer: Any, wrapper: str) -> None:
+    """Refuses an optimizer that sums gradients itself inside of a wrapper that does so.
 
     Args:
         optimizer: An optimizer of `tf.keras`, or anything else.
         wrapper: str. The name of the wrapper.
 
     Raises:
-        TypeError: `optimizer` is an `AllReduceOptimizer`, or wraps one.
+        TypeError: `optimizer` is, or wraps, one with a `reduce_dtype` or a `LossScaleOptimizer`.
     """
     if has_all_reduce(optimizer):
         raise TypeError(
             f"The {wrapper} sums gradients over replicas itself, so the AllReduceOptimizer inside "
             f"would never do so. Pass `reduce_dtype` to the {wrapper}, and let it wrap the inner "
             f"optimizer directly. Received: {optimizer!r}"
+        )
+    if find_loss_scale_optimizer(optimizer) is not None:
+        raise TypeError(
+            "A LossScaleOptimizer sums gradients itself, while they are scaled: use its "
+            f"`reduce_dtype` instead of an {wrapper}. Received: inner_optimizer={optimizer!r}"
         )
 
 

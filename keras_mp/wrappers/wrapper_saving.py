@@ -29,7 +29,7 @@ class WrapperSaving:
     _model: Callable[[], Any]
     _inner_variables: Callable[[], Sequence[Any]]
     inner_optimizer: Any
-    jit_compile: bool
+    _reduce_dtype: tf.DType | None
     variables: Any
 
     def set_weights(self, weights: Iterable[Any]) -> None:
@@ -61,8 +61,10 @@ class WrapperSaving:
 
         A subclass with its own arguments adds them.
         """
-        compiled = {"jit_compile": True} if self.jit_compile else {}
-        return {"inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer), **compiled}
+        config = {"inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer)}
+        if self._reduce_dtype is not None:
+            config["reduce_dtype"] = self._reduce_dtype.name
+        return config
 
     @classmethod
     def from_config(

@@ -540,7 +540,11 @@ UNEVEN = {
     "periods": (
         [{"increment_period": 2}, {"increment_period": 3}],
         *((None, None), (None, None)),
-        ["'increment_period': 2,", "'increment_period': 3,"],
+        ["increment_period=2,", "increment_period=3,"],
+    ),
+    "scales that were assigned": (
+        *([{"assigned": 8.0}, {"assigned": 16.0}], (None, None), (None, None)),
+        ["loss_scale=8.0", "loss_scale=16.0"],
     ),
     "sums": (BOTH_FIXED, ("float32", "bfloat16"), (None, None), ["reduce_dtype", "bfloat16"]),
     "policies": (
@@ -558,10 +562,14 @@ def uneven_loop(strategy, index, kind, in_function, name):
         v = tf.Variable(1.0)
         is_fixed = "loss_scale_value" in scale
         make = keras_mp.FixedLossScale if is_fixed else keras_mp.DynamicLossScale
+        assigned = scale.get("assigned")
+        loss_scale = make(**{} if assigned else scale)
         optimizer = keras_mp.LossScaleOptimizer(
-            make_optimizer(name), make(**scale), reduce_dtype=reduce_dtype
+            make_optimizer(name), loss_scale, reduce_dtype=reduce_dtype
         )
         optimizer.build([v])
+    if assigned:
+        loss_scale.loss_scale.assign(assigned)
 
     def step():
         strategy.run(lambda: optimizer.minimize(lambda: 2 * v, [v]))
@@ -613,7 +621,7 @@ def scales_on_one_worker(strategy, index, has_wrapper):
             # The worker that scales no loss is also told so.
             warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
             strategy.run(step)
-    except (ValueError, tf.errors.InvalidArgumentError) as error:
+    except ValueError as error:
         return str(error), float(value(v))
 
 
@@ -652,44 +660,6 @@ def another_version(strategy, index):
         workers_module.FACTS["version of keras_mp"] = lambda: keras_mp.__version__
 
 
-def moved_scale_loop(strategy, index, fixed, in_function, name):
-    """Workers whose scales are the same until one is changed by hand: what each step raises."""
-    with strategy.scope():
-        v = tf.Variable(1.0)
-        scale = MovableScale() if fixed else keras_mp.DynamicLossScale(100.0)
-        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 0.125, momentum=0.0), scale)
-        optimizer.build([v])
-
-    def step():
-        strategy.run(lambda: optimizer.minimize(lambda: 2 * v, [v]))
-
-    step = tf.function(step) if in_function else step
-    seen = []
-    for moved_to in (None, 200.0, [200.0, 50.0][index]):
-        if moved_to is not None:
-            scale.loss_scale.assign(moved_to)
-        try:
-            step()
-            seen.append(float(value(v)))
-        except tf.errors.InvalidArgumentError as error:
-            seen.append(str(error))
-    return seen, float(value(v))
-
-
-class MovableScale(keras_mp.LossScale):
-    """A fixed scale, of which no step is skipped, that the program may assign to."""
-
-    def __init__(self):
-        super().__init__()
-        self.loss_scale = tf.Variable(100.0, trainable=False)
-
-    def __call__(self):
-        return tf.convert_to_tensor(self.loss_scale)
-
-    def get_config(self):
-        return {}
-
-
 @once
 @pytest.mark.parametrize("in_function", [True, False])
 @pytest.mark.parametrize("kind", UNEVEN)
@@ -716,8 +686,7 @@ def test_a_worker_that_scales_no_loss_is_noticed(uneven):
         assert re.search("loss_scale: worker 0: FixedLossScale.*; worker 1: None", message)
         assert weight == 1.0
     for message, weight in uneven["scaled on one, True"]:
-        parts = r"worker 0:\W+64\W+64\b.*worker 1:\W+64\W+1\b"
-        assert re.search(parts, message, re.DOTALL), message
+        assert "gradients are still scaled: worker 0: True; worker 1: " in message
         assert weight == 1.0
 
 
@@ -743,16 +712,6 @@ def test_workers_with_different_versions_alone_are_told(uneven):
         assert weight == 1.0
 
 
-@once
-@pytest.mark.parametrize("in_function", [True, False])
-@pytest.mark.parametrize("fixed", [True, False])
-def test_workers_whose_scales_part_are_told_at_that_step(uneven, fixed, in_function):
-    for (first, second, message), weight in uneven[f"moved, {fixed}, {in_function}"]:
-        assert (first, second, weight) == (0.5, 0.0, 0.0)
-        # TensorFlow writes tensors between the parts, in its own way.
-        assert re.search(r"worker 0:\W+200\b.*worker 1:\W+50\b", message, re.DOTALL), message
-
-
 @pytest.fixture(scope="module")
 def uneven():
     """What two workers return that differ: {name: of each worker}."""
@@ -764,8 +723,6 @@ def uneven():
         family = {"in_function": in_function, "name": FAMILIES[not in_function and -1]}
         for kind in UNEVEN:
             calls[f"{kind}, {in_function}"] = (uneven_loop, {"kind": kind, **family})
-        for fixed in (True, False):
-            calls[f"moved, {fixed}, {in_function}"] = (moved_scale_loop, {"fixed": fixed, **family})
     return dict(zip(calls, workers.run(list(calls.values()), 2)))
 
 

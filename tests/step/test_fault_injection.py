@@ -75,8 +75,6 @@ def multiplied(gradients, factor):
         (OPTIMIZERS[-1], 2, None),
         ("new.SGD", 1, "step"),
         ("new.Adam", 1, "step"),
-        pytest.param("new.Adam", 1, "update", marks=once),
-        pytest.param("new.Adam", 2, "update", marks=once),
     ],
 )
 def test_random_faults(name, replicas, xla):
@@ -85,17 +83,15 @@ def test_random_faults(name, replicas, xla):
         inner = make_optimizer(name)
         scale = keras_mp.DynamicLossScale(16, increment_period=3)
         ours = Training(inner)
-        optimizer = keras_mp.LossScaleOptimizer(inner, scale, jit_compile=xla == "update")
+        optimizer = keras_mp.LossScaleOptimizer(inner, scale)
         control = Training(make_optimizer(name))
-        # What XLA compiles it may round differently, the control's update as well.
-        updates = keras_mp.OptimizerWrapper(control.optimizer, jit_compile=xla == "update")
     start = [value(v) for v in ours.all_variables()]
 
     @tf.function(jit_compile=xla == "step")
     def control_step(step):
         def replica_step():
             _, gradients = control.gradients(step, tf.ones([len(VARIABLES)]))
-            updates.apply_gradients(zip(gradients, control.variables))
+            control.optimizer.apply_gradients(zip(gradients, control.variables))
 
         strategy.run(replica_step)
 

@@ -1,11 +1,8 @@
-import threading
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from keras_mp.step import replicas
-from keras_mp.step.updating_alone import updating_alone
 from tests.common import mirrored, once
 
 pytestmark = once
@@ -75,35 +72,6 @@ def test_agree(bad):
         return replicas.agree(tf.not_equal(replica, -1 if bad is None else bad))
 
     assert [bool(r) for r in on_replicas(fn, 4)] == [bad is None] * 4
-
-
-def test_a_replica_that_is_alone_is_so_in_its_thread():
-    strategy = mirrored(2)
-    with strategy.scope():
-        v = tf.Variable(0.0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
-    inside, done = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
-
-    def update_alone(i):
-        def on_replica():
-            with updating_alone():
-                inside[i].set()
-                assert done[i].wait(60)
-            v.assign_add(0.0)
-
-        strategy.run(on_replica)
-
-    threads = [threading.Thread(target=update_alone, args=(i,)) for i in range(2)]
-    for i, thread in enumerate(threads):
-        thread.start()
-        assert inside[i].wait(60)
-    v.assign_add(1.0)  # on both replicas
-    for event, thread in zip(done, threads):  # The first one that came is the first one to leave.
-        event.set()
-        thread.join()
-    v.assign_add(1.0)
-    strategy.run(lambda: v.assign_add(1.0))
-    assert [float(each) for each in strategy.experimental_local_results(v)] == [3, 3]
-    assert strategy.extended.broadcast_to(tf.constant(1.0), v) is not None
 
 
 def test_without_a_strategy_nobody_is_met():

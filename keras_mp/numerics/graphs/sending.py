@@ -8,7 +8,7 @@ XLA, which takes a tenth of the time.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import tensorflow as tf
 
@@ -16,7 +16,6 @@ from keras_mp.hardware import devices
 from keras_mp.numerics.graphs import tensor_cores
 from keras_mp.numerics.graphs.walk import Node
 from keras_mp.numerics.graphs.work import Shape
-from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.support import op_table
 
 # The models that were run took 15 to 33 microseconds an operation, where the host is slow.
@@ -41,7 +40,6 @@ _NOT_SENT = op_table.ops(
     *("conditions", "loops", "entries of frames", "exits of frames", "frames", "no numbers"),
     *("identities", "identities of lists", "identities without a gradient", "reshapes"),
 )
-_WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply")
 
 
 class Sending(NamedTuple):
@@ -123,31 +121,6 @@ def _what_helps(nodes: Sequence[Node], model: tf.keras.Model | None) -> Iterator
         if model is not None:
             yield "model.compile(..., jit_compile=True)"
         yield "tf.function(step, jit_compile=True)"
-    if model is not None:
-        if (update := code_of_update(model)) is not None:
-            yield update
-        return
-    sent = [node for node in nodes if node.dtypes and not node.is_compiled]
-    if any(node.proto.op.startswith(_WRITES) for node in sent):
-        is_float16 = any("float16" in node.dtypes.values() for node in nodes)
-        wrapper = "LossScaleOptimizer" if is_float16 else "OptimizerWrapper"
-        yield f"keras_mp.{wrapper}(optimizer, jit_compile=True)"
-
-
-def code_of_update(model: Any) -> str | None:
-    """Returns the code with which XLA compiles the update of a model's weights.
-
-    Args:
-        model: a model of `tf.keras`.
-
-    Returns:
-        str; None if there is no update, or if XLA compiles it already.
-    """
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or getattr(optimizer, "jit_compile", False) is True:
-        return None
-    wrapper = type(optimizer) if isinstance(optimizer, OptimizerWrapper) else OptimizerWrapper
-    return f"keras_mp.{wrapper.__name__}(optimizer, jit_compile=True)"
 
 
 def _known(shape: Shape) -> TypeGuard[tuple[int, ...]]:
