@@ -23,7 +23,7 @@ from keras_mp.model_summary import summary
 from keras_mp.op_autocast import autocast, autocast_inputs, autocast_ops, autocast_state
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy, global_policy, policy_scope, set_global_policy
-from keras_mp.reports.overflow_report import Overflow
+from keras_mp.step.overflow import Overflow
 from keras_mp.step.state_rollback import training_step
 from keras_mp.support.messages import MixedPrecisionWarning
 from keras_mp.variables import (

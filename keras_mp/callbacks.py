@@ -10,7 +10,7 @@ from absl import logging
 
 from keras_mp import keras_api, policy
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
-from keras_mp.reports.overflow_report import Overflow
+from keras_mp.step.overflow import Overflow
 from keras_mp.support import messages, validation
 
 

@@ -3,7 +3,6 @@
 Each class stands for something that the core does not import.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,15 +15,10 @@ from keras_mp.hooks import observers
 from keras_mp.kernels import normalization, recurrent, slow
 from keras_mp.layer_calls import layer_call
 from keras_mp.models import model_steps, saved_files, weights_in_build
-from keras_mp.models.layer_paths import paths_of_weights
 from keras_mp.op_autocast import promotion
 from keras_mp.policy import MIXED, Policy, global_policy
-from keras_mp.reports.skip_report import SkipReport
 from keras_mp.step import workers
-from keras_mp.step.calls import RecordedCalls
-from keras_mp.step.outcomes import SkippedSteps
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
-from keras_mp.support.host_callback import HostCallback
 
 
 class _Kernels(observers.Observer):
@@ -114,8 +108,6 @@ def attach() -> None:
     for observer in (_Kernels(), _Hardware(), _GraphRewrite(), _Keras(), _Workers()):
         observers.attach(observer)
     compile_hook.install()
-    RecordedCalls.new_reports = HostCallback
-    SkippedSteps.new_report = functools.partial(SkipReport, paths_of_weights)
     workers.FACTS["global policy"] = lambda: repr(global_policy())
     workers.FACTS["version of keras_mp"] = lambda: __version__
     workers.FACTS["operations in float32 for speed"] = slow.fact_for_workers

@@ -5,7 +5,6 @@ Many losses and optimizers share one scale.
 PyTorch's AMP feature proposal, "Gradient scaling".
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,9 +18,9 @@ from keras_mp.step.grad_scaler_calls import GradScalerCalls, UnscaledGradScalerC
 from keras_mp.step.loss_scales import FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.other_adapters import other_adapter
-from keras_mp.step.scaled_step import ScaledStep
-from keras_mp.step.shared_scaler import SharedOutcomes, SharedScaler
-from keras_mp.support import host, selection, validation
+from keras_mp.step.scaled_step import make_step
+from keras_mp.step.scaler import SharedScaler
+from keras_mp.support import host, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.wrappers import inner_optimizers
 from keras_mp.wrappers.scaler_properties import ScalerProperties
@@ -47,8 +46,9 @@ class GradScaler(ScalerProperties, tf.Module):
     pass assigned to weights is put back if a `keras_mp.training_step` is around all of it. A fixed
     scale skips nothing, unless `skip_nonfinite` is set.
 
-    A wrong call, such as a second `step` before `update`, is an error. Where it only shows when a
-    `tf.function` runs, it is a `MixedPrecisionWarning`, and that step is not made.
+    A wrong call, such as a second `step` before `update`, is an error. In a `tf.function` in which
+    nothing was called before, and where no call elsewhere is known, it is a
+    `MixedPrecisionWarning` when the function is traced, and that step is not made.
 
     The scaler is a `tf.Module`: put it into a `tf.train.Checkpoint` beside the model and the
     optimizers. Make it in the scope of the strategy under which it is used. Threads share one
@@ -178,7 +178,7 @@ class GradScaler(ScalerProperties, tf.Module):
         """
         self._check_mode()
         return self._scaler.calls.unscale(
-            gradients.convert(grads), optimizer, may_skip=self._scaler.handler is not None
+            gradients.convert(grads), optimizer, may_skip=self._scaler.can_skip
         )
 
     @do_not_convert
@@ -214,17 +214,11 @@ class GradScaler(ScalerProperties, tf.Module):
                 f"grads_and_vars={pairs!r}"
             )
         adapter.build([variable for _, variable in pairs])
-        with self._scaler.calls.applying(optimizer) as call:
-
-            def refuse() -> None:
-                call.refuse()
-                self._scaler.skipped.total.assign_add(1, read_value=False)
-
-            state = call._replace(refuse=refuse)
-            step = ScaledStep(adapter, state, self._scaler)
-            _, finite = step.make(pairs, aggregate=aggregate)
-        applied = [each for each in (finite, state.is_allowed) if each is not None]
-        return functools.reduce(tf.logical_and, applied) if applied else tf.constant(True)
+        with self._scaler.calls.applying(optimizer) as state:
+            if state is None:
+                return tf.constant(False)
+            _, finite = make_step(adapter, pairs, state, self._scaler, aggregate=aggregate)
+        return tf.constant(True) if finite is None else finite
 
     @do_not_convert
     def update(self, new_scale: NewScale | None = None) -> None:
@@ -248,19 +242,13 @@ class GradScaler(ScalerProperties, tf.Module):
         self._check_mode()
         if new_scale is not None:
             new_scale = self._checked_scale(new_scale)
-        handler = self._scaler.handler
-        has_stepped, report = self._scaler.calls.update(begins_anew=new_scale is not None)
+        has_stepped = self._scaler.calls.update(begins_anew=new_scale is not None)
 
         def move(tensors: list[tf.Tensor]) -> None:
-            stepped = tensors.pop(0) if tf.is_tensor(has_stepped) else has_stepped
-            if stepped is not True:
-                selection.choose(stepped, lambda: None, report)
-            if isinstance(handler, SharedOutcomes):
-                handler.update(stepped, *tensors)
+            if self._scaler.can_skip:
+                self._scaler.update(has_stepped, *tensors)
 
-        known_later = [has_stepped] if isinstance(has_stepped, tf.Tensor) else []
-        scales = [] if new_scale is None else [new_scale]
-        replicas.once_for_all_replicas(move, [*known_later, *scales])
+        replicas.once_for_all_replicas(move, [] if new_scale is None else [new_scale])
         under_way.thread.step.begin()
 
     def get_config(self) -> dict[str, Any]:

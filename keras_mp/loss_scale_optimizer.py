@@ -14,12 +14,13 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.hooks import observers
 from keras_mp.loss_scale import LossScaleArgument
+from keras_mp.models.layer_paths import paths_of_weights
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step import gradients
 from keras_mp.step.calls import GradientState
 from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
 from keras_mp.step.optimizer_calls import OptimizerCalls, UnscaledOptimizerCalls
-from keras_mp.step.scaled_step import ScaledStep
+from keras_mp.step.scaled_step import make_step
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
@@ -292,10 +293,10 @@ class LossScaleOptimizer(
             state = GradientState(
                 calls.scales and not by_tape,
                 scaled_by if calls.scales else None,
-                lambda: by_tape,
+                by_tape,
                 calls.losses(),
             )
-            operation, _ = self._step(pairs, state).make(pairs, name=name)
+            operation = self._make_step(pairs, state, name=name)
         return self.iterations if operation is None else operation
 
     @do_not_convert
@@ -369,8 +370,7 @@ class LossScaleOptimizer(
             if scaled:
                 calls.begin_by_hand([g for g, _ in pairs])
             with calls.applying([v for _, v in pairs]) as state:
-                step = self._step(pairs, state)
-                operation, _ = step.make(pairs, aggregate=aggregate, name=name)
+                operation = self._make_step(pairs, state, aggregate=aggregate, name=name)
         return self.iterations if operation is None else operation
 
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
@@ -379,13 +379,20 @@ class LossScaleOptimizer(
         Args:
             var_list: iterable of the model's trainable variables.
         """
-        self._scaler.collect_reports()
+        self._scaler.report.ask()
         super().finalize_variable_values(var_list)
 
-    def _step(self, pairs: Pairs, state: GradientState) -> ScaledStep:
-        """Builds the inner optimizer, and returns the step that is to be made."""
+    def _make_step(self, pairs: Pairs, state: GradientState, **how: Any) -> tf.Operation | None:
+        """Builds the inner optimizer, and makes the step."""
         self.build([variable for _, variable in pairs])
-        return ScaledStep(self._adapter, state, self._scaler, model=self._model)
+        operation, _ = make_step(
+            self._adapter, pairs, state, self._scaler, paths=self._paths, **how
+        )
+        return operation
+
+    def _paths(self) -> dict[int, str]:
+        model = self._model()
+        return {} if model is None or not model.built else paths_of_weights(model)
 
     def _scales_on_tape(self) -> bool:
         """Whether the tape has to scale, as the inner optimizer needs the loss unscaled."""

@@ -15,7 +15,7 @@ from keras_mp import keras_api
 from keras_mp.hooks import observers
 from keras_mp.step import gradients, replicas
 from keras_mp.step.optimizer_adapter import Loss, VarList
-from keras_mp.step.scaled_step import ScaledStep
+from keras_mp.step.scaled_step import make_step
 from keras_mp.support import trackables
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.wrappers.inner_optimizers import adapter_of, chain, hint, refuse_second_sum
@@ -347,8 +347,8 @@ class OptimizerWrapper(
         if replicas.number_of_workers() > 1:
             grads, facts = [gradient for gradient, _ in pairs], {"reduce_dtype": self.reduce_dtype}
             observers.tell(observers.Observer.workers_meet, self, grads, facts)
-        step = ScaledStep(self._adapter, reduce_dtype=self._reduce_dtype)
-        operation, _ = step.make(pairs, aggregate=aggregate, name=name)
+        how = {"reduce_dtype": self._reduce_dtype, "aggregate": aggregate, "name": name}
+        operation, _ = make_step(self._adapter, pairs, **how)
         return self.iterations if operation is None else operation
 
 

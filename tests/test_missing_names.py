@@ -18,8 +18,6 @@ NAMES = sorted({name.path for feature in FEATURES for name in feature.names})
 # What cannot be right without a name, and ends with an error that says which one is missing.
 REFUSED = {
     "TFOptimizer._all_reduce_sum_gradients": {"two replicas"},
-    "Graph._create_op_internal": {"fit with XLA"},
-    "handle_data_util.get_handle_data": {"fit with XLA"},
 }
 
 

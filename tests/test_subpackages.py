@@ -22,7 +22,6 @@ SUBPACKAGES = {
     "variables": {"variables", "hooks", "support", "kernels", "tensorflow_api"},
     "kernels": {"kernels", "hooks", "support", "tensorflow_api"},
     "step": {"step", "hooks", "variables", "support", "tensorflow_api"},
-    "reports": {"reports", "step", "support"},
     "master_weights": {"master_weights", "hooks", "step", "variables", "support"},
     "hardware": {"hardware", "hooks", "kernels", "support"},
     "op_autocast": {
@@ -41,7 +40,7 @@ SUBPACKAGES = {
         "tensorflow_api",
     },
     "wrappers": {
-        *("wrappers", "keras_api", "reports", "step", "support", "tensorflow_api", "loss_scale"),
+        *("wrappers", "keras_api", "step", "support", "tensorflow_api", "loss_scale"),
     },
     "layer_calls": {
         *("layer_calls", "keras_api", "step", "variables", "op_autocast", "kernels", "hooks"),
@@ -147,10 +146,10 @@ def test_nothing_but_the_package_itself_imports_its_tools():
 # What attaches to the core: speed, hardware, the graph rewrite, regions, tools.
 ATTACHED = {
     *("kernels", "hardware", "grappler", "op_autocast", "numerics", "conversion", "graph_rewrite"),
-    *("master_weights", "hardware_check", "plots", "extensions", "reports"),
+    *("master_weights", "hardware_check", "plots", "extensions"),
 }
 # Lines of code.
-LARGEST_CORE = {"loss_scale_optimizer": 3495, "grad_scaler": 2985, "policy": 1165}
+LARGEST_CORE = {"loss_scale_optimizer": 4160, "grad_scaler": 3480, "policy": 1165}
 
 
 def modules():

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_mp.step.loss_scales import LARGEST, SMALLEST, LossScale, state_variable
 from keras_mp.step.schedule import LossScaleState, bad_steps_after
-from keras_mp.support import host, selection, validation
+from keras_mp.support import host, validation
 
 
 class LossScaleManager(tf.Module, abc.ABC):
@@ -301,7 +301,7 @@ class ManagedLossScale(LossScale):
         if when is True:
             move()
         else:  # the manager assigns by itself
-            selection.choose(when, move, lambda: None)
+            tf.cond(when, move, lambda: None)
             operations.clear()  # They may be those of a branch.
         return [each for each in operations if each is not None], num_bad_steps
 

@@ -25,7 +25,7 @@ from keras_mp.step.calls import Calls, GradientState
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import Loss
 from keras_mp.step.other_adapters import V1Optimizer
-from keras_mp.step.scaled_step import ScaledStep
+from keras_mp.step.scaled_step import make_step
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import messages, trackables
 from keras_mp.support.autograph import do_not_convert
@@ -312,7 +312,7 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
 
         A `Saver` without them reads a checkpoint of a program that did not scale the loss.
         """
-        return [*self._scaler.loss_scale.variables, self._scaler.skipped.total]
+        return [*self._scaler.loss_scale.variables, self._scaler.steps_skipped]
 
     def _scaled_gradients(
         self,
@@ -353,8 +353,8 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         adapter.build([variable for _, variable in pairs])
         train_ops = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)
         before = list(train_ops)
-        step = ScaledStep(adapter, state, self._scaler)
-        operation, _ = step.make(pairs, aggregate=aggregate, name=name)
+        how = {"aggregate": aggregate, "name": name}
+        operation, _ = make_step(adapter, pairs, state, self._scaler, **how)
         if operation is None:
             return None
         train_op = tf.group(operation, name=name or self.get_name())

@@ -17,11 +17,10 @@ from keras_mp.hooks import Method, Replacement, When, reach
 from keras_mp.hooks.once import once
 from keras_mp.kernels import again_in_float32
 from keras_mp.step import state_rollback
-from keras_mp.support import messages
-from keras_mp.support.host_callback import HostCallback
+from keras_mp.support import host, messages
 
-# For each layer, what reports its losses in training steps.
-_callbacks: "weakref.WeakKeyDictionary[tf.keras.layers.Layer, HostCallback]" = (
+# For each layer, what warns of its losses in training steps.
+_warnings: "weakref.WeakKeyDictionary[tf.keras.layers.Layer, Callable[[], None]]" = (
     weakref.WeakKeyDictionary()
 )
 
@@ -52,12 +51,17 @@ def _widened(layer: tf.keras.layers.Layer, loss: Any) -> Any:
 
 
 def _tell_if_infinite(layer: tf.keras.layers.Layer, loss: tf.Tensor) -> None:
-    callback = _callbacks.get(layer)
-    if callback is None:
-        callback = _callbacks[layer] = HostCallback(_once(layer.name), size=1)
-    callback.watch()
+    if host.is_compiled_by_xla():
+        return  # It cannot call Python; the report of the skipped step says that the loss was Inf.
+    if layer not in _warnings:
+        _warnings[layer] = _once(layer.name)
+    warn = _warnings[layer]
     is_infinite = tf.reduce_any(tf.math.is_inf(tf.stop_gradient(loss)))
-    callback.post(tf.zeros([1], tf.int64), when=is_infinite)
+
+    def tell() -> None:
+        tf.py_function(warn, [], [])
+
+    tf.cond(is_infinite, tell, lambda: None)
 
 
 def _once(name: str) -> Any:
@@ -72,4 +76,4 @@ def _once(name: str) -> Any:
             'with dtype="float32".'
         )
 
-    return lambda numbers, line: warn()
+    return warn

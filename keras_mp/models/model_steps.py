@@ -84,6 +84,8 @@ def scale(model: tf.keras.Model, loss_scale: LossScale | None) -> None:
     of_instance = vars(model).get("train_step")
     if getattr(of_instance, "func", None) is not _train_step:
         vars(model)["train_step"] = functools.partial(_train_step, model, of_instance)
+    if "reset_metrics" not in vars(model):
+        vars(model)["reset_metrics"] = functools.partial(_new_epoch, model)
     if loss_scale is not None:
         _scale_loops(model)
 
@@ -137,6 +139,17 @@ def _scale_as_policy(model: tf.keras.Model) -> None:
             _loss_scales[model] = copy.deepcopy(policy.loss_scale)
 
 
+def _new_epoch(model: tf.keras.Model) -> None:
+    """Stands in the place of `reset_metrics`, which `fit` calls where an epoch begins.
+
+    It gives the warnings of skipped steps that XLA has compiled. After the last epoch the optimizer
+    gives them, in `finalize_variable_values`.
+    """
+    for optimizer in wrappers_among(model.optimizer):
+        optimizer._scaler.report.ask()
+    type(model).reset_metrics(model)
+
+
 def _train_step(model: tf.keras.Model, of_instance: _Step | None, *args: Any, **kwargs: Any) -> Any:
     cls = type(model)
     train_step = of_instance or cls.train_step.__get__(model, cls)
@@ -144,7 +157,7 @@ def _train_step(model: tf.keras.Model, of_instance: _Step | None, *args: Any, **
         _scaling_tapes(model, of_instance),
         state_rollback.training_step(model, keras_api.states(model)),
     ):
-        under_way.thread.step.watch_inputs(_inputs(model, *args, **kwargs))
+        under_way.thread.step.watch((args, kwargs))
         return train_step(*args, **kwargs)
 
 
@@ -181,12 +194,3 @@ def _is_keras_own(model: tf.keras.Model, of_instance: _Step | None) -> bool:
     while isinstance(of_instance, functools.partial) and of_instance.func is _in_reach:
         of_instance = of_instance.args[1]
     return of_instance is None and not has_own_train_step(model)
-
-
-def _inputs(
-    model: tf.keras.Model, data: Any = None, *args: Any, **kwargs: Any
-) -> list[tuple[str, Any, tf.DType]]:
-    """Returns what a batch has, by names, with the dtypes that the model casts it to."""
-    parts = data if isinstance(data, (list, tuple)) else (data,)
-    dtypes = (tf.as_dtype(model.compute_dtype), tf.float32, tf.float32)
-    return list(zip(("x", "y", "sample_weight"), parts, dtypes))

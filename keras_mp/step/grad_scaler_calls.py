@@ -1,10 +1,14 @@
 """The calls of a `GradScaler`.
 
-PyTorch's AMP feature proposal, "Gradient scaling".
+    ready --scale--> scaled --unscale--> unscaled --step--> applied --update--> ready
+
+PyTorch's AMP feature proposal, "Gradient scaling". `scale`, a `LossScaleGradientTape` and `update`
+are calls for all optimizers; `unscale` and `step` for one. `step` unscales gradients that are still
+scaled.
 """
 
 import contextlib
-import functools
+import enum
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,21 +17,67 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step import finiteness, gradients
-from keras_mp.step import grad_scaler_stages as rules
-from keras_mp.step.calls import Calls, GradientState, LossScaleValue, RecordedCalls
-from keras_mp.step.grad_scaler_stages import Stage
-from keras_mp.step.record import Record
-from keras_mp.step.stages import KnownStages, Truth, negated
-from keras_mp.support import host, messages
+from keras_mp.step.calls import Calls, GradientState, LossScaleValue
+from keras_mp.step.gradients import Gradient
+from keras_mp.step.record import Notebook, Notes
+from keras_mp.support import host, messages, new_variables
 from keras_mp.support.references import reference
-from keras_mp.support.selection import chosen
 
-MAX_OPTIMIZERS = 10
-# The rows of the record: the losses; an optimizer that was not named; each of `MAX_OPTIMIZERS`; and
-# the steps of further ones, and of those whose step was refused.
-_LOSSES, _UNNAMED, _FIRST = 0, 1, 2
-_OTHERS = _FIRST + MAX_OPTIMIZERS
-_POSSIBLE = [rules.FOR_ALL, *[(*Stage,)] * (_OTHERS - _LOSSES)]
+
+class Stage(enum.Enum):
+    """A stage of an optimizer of a `GradScaler`."""
+
+    READY = "nothing was called"
+    # A loss was scaled: by a call, by a tape, which has unscaled the gradients as well, or by both.
+    SCALED = "scaled"
+    BY_TAPE = "scaled and unscaled by a tape"
+    IN_TWO_WAYS = "scaled in two ways"
+    UNSCALED = "unscaled"
+    UNSCALED_BEFORE = "unscaled, and another loss was scaled after that"
+    APPLIED = "applied"
+    SPOILED = "a wrong call was reported"
+
+
+_AFTER_SCALING = {
+    Stage.READY: Stage.SCALED,
+    Stage.BY_TAPE: Stage.IN_TWO_WAYS,
+    Stage.UNSCALED: Stage.UNSCALED_BEFORE,
+}
+_AFTER_TAPE = {
+    Stage.READY: Stage.BY_TAPE,
+    Stage.SCALED: Stage.IN_TWO_WAYS,
+    Stage.UNSCALED: Stage.IN_TWO_WAYS,
+    Stage.UNSCALED_BEFORE: Stage.IN_TWO_WAYS,
+}
+
+
+class _Step(Notes):
+    """What is known of the step of all optimizers.
+
+    Attributes:
+        of_losses: the `Stage` of each optimizer for which nothing was called.
+        stages: dict from keys of the other optimizers to stages.
+        optimizers: dict from the same keys to optimizers, which have to live as long as their keys.
+        finite: dict from keys to verdicts on the gradients that were unscaled here.
+        unclipped: dict from keys to gradients as they were when they were unscaled.
+    """
+
+    of_losses = Stage.READY
+    stages: Mapping[Any, Stage] = types.MappingProxyType({})
+    optimizers: Mapping[Any, Any] = types.MappingProxyType({})
+    finite: Mapping[Any, tf.Tensor] = types.MappingProxyType({})
+    unclipped: Mapping[Any, Sequence[Gradient]] = types.MappingProxyType({})
+
+    def has_begun(self) -> bool:
+        return self.of_losses is not Stage.READY or bool(self.stages)
+
+    def stage(self, key: Any) -> Stage:
+        """Returns the stage of an optimizer."""
+        return self.stages.get(key, self.of_losses)
+
+    def has_stepped(self) -> bool:
+        """Whether there was a step, or a wrong call in the place of one."""
+        return not {Stage.APPLIED, Stage.SPOILED}.isdisjoint(self.stages.values())
 
 
 class UnscaledGradScalerCalls(Calls):
@@ -47,7 +97,7 @@ class UnscaledGradScalerCalls(Calls):
         """Refuses a tape that scales losses after a loss was scaled in another way."""
 
     def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
-        """Records that a tape has scaled losses, and unscaled the gradients.
+        """Notes that a tape has scaled losses, and unscaled the gradients.
 
         Args:
             losses: sequence of tensors, not scaled.
@@ -68,250 +118,261 @@ class UnscaledGradScalerCalls(Calls):
         return list(grads)
 
     @contextlib.contextmanager
-    def applying(self, optimizer: Any) -> Iterator[GradientState]:
-        """Context manager in which an optimizer makes a step."""
+    def applying(self, optimizer: Any) -> Iterator[GradientState | None]:
+        """Context manager in which an optimizer makes a step.
+
+        Yields:
+            The state of its gradients; None if the step must not be made, as a warning said.
+        """
         del optimizer
         yield GradientState(losses=self.losses())
 
-    def update(self, *, begins_anew: bool = False) -> tuple[Truth, Callable[[], None]]:
-        """Records that all optimizers have made their steps.
+    def update(self, *, begins_anew: bool = False) -> bool:
+        """Notes that all optimizers have made their steps.
 
         Args:
             begins_anew: bool. Whether the call is right even if no step was made. Defaults to
                 False.
 
         Returns:
-            tuple of whether a step was made, and of a function that reports that none was.
+            Whether a step was made; True in a function that knows nothing of the step.
         """
         self._record.notes().losses = ()
-        return True, lambda: None
+        return True
 
 
-class GradScalerCalls(RecordedCalls, UnscaledGradScalerCalls):
+class GradScalerCalls(UnscaledGradScalerCalls):
     """The calls of a `GradScaler`, which all threads share.
 
-    A wrong call is an error where Python can tell, which is in eager and while a function is
-    traced. Where it only shows at run time, there is a warning, and the step is not made.
+    A wrong call is an error. In a function in which nothing was called before, and of which no
+    other calls are known, it is a warning, and the step is not made.
     """
 
-    _report_size = 3
+    scales = True
 
     def __init__(self, loss_scale: LossScaleValue) -> None:
         super().__init__(loss_scale)
+        self._record: Notebook[_Step] = Notebook(_Step, is_shared=True)
         self._lock = threading.RLock()
-        self._rows = _Rows()
+        # The factor of the losses, and whether gradients that were unscaled are finite, for
+        # functions that go on with a step that was begun elsewhere.
+        self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
+        self._finite: dict[Any, tf.Variable] = {}
+        # The optimizers that were named, as weak references where that is possible.
+        self._named: list[Callable[[], Any]] = []
+        self._was_left_out = False
+        # Whether a function calls `update` for steps that are made elsewhere.
+        self._is_updated_elsewhere = False
 
-    def _new_record(self) -> Record:
-        return Record(_POSSIBLE, is_shared=True)
+    def variables(self) -> dict[str, tf.Variable]:
+        """Returns the variables that are not part of checkpoints, by name."""
+        verdicts = {f"finite_{i}": v for i, v in enumerate(self._finite.values())}
+        return {"scaled_by": self._scaled_by, **verdicts}
 
     def scale(self, losses: Any, scaled_by: Any = None) -> Any:
         """Multiplies losses, by the same number between two updates."""
         flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
         with self._lock:
-            stages, notes = self._record.stages(), self._record.notes()
-            _refuse(rules.WRONG_SCALE, stages, [_LOSSES])
-            goes_on = stages.holds(Stage.has_scaled, [_LOSSES])
+            step = self._of_this_step()
+            if self._is_updated_elsewhere and Stage.APPLIED in step.stages.values():
+                step = _Step()
+            if step.of_losses in (Stage.BY_TAPE, Stage.IN_TWO_WAYS):
+                raise ValueError(_TWO_WAYS)
+            goes_on = step.of_losses is Stage.SCALED
             if scaled_by is None:
-                scaled_by = chosen(goes_on, self._scale_of_step, self._loss_scale)
+                scaled_by = self._scale_of(step, True) if goes_on else self._loss_scale()
             scaled = [gradients.scale_loss(loss, scaled_by) for loss in flat]
-            after = stages.after(Stage.after_scaling)
-            if after is not stages:
-                self._record.note(after)
-            self._record.note_scale(scaled_by)
-            notes.losses = (*notes.losses, *flat) if goes_on is True else tuple(flat)
+            earlier = step.losses if goes_on else ()
+            self._note_losses(step, _AFTER_SCALING, scaled_by, (*earlier, *flat))
         return tf.nest.pack_sequence_as(losses, scaled)
+
+    def refuse_tape_beside_scale(self) -> None:
+        """Raises an error if a loss was scaled since the last update."""
+        if self._of_this_step().of_losses in (Stage.SCALED, Stage.IN_TWO_WAYS):
+            raise ValueError(_TWO_WAYS)
+
+    def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
+        """Notes that a tape has scaled losses, and unscaled the gradients."""
+        with self._lock:
+            step = self._of_this_step()
+            known = step.losses if step.of_losses is Stage.BY_TAPE else ()
+            self._note_losses(step, _AFTER_TAPE, self._loss_scale(), (*known, *losses))
 
     def unscale(
         self, grads: Sequence[Any], optimizer: Any = None, *, may_skip: bool = True
     ) -> list[Any]:
         """Divides gradients by the factor of the losses."""
-        unscaled = gradients.unscale(grads, self._scale_of_step())
-        finite = finiteness.all_finite(unscaled) if may_skip else True
         with self._lock:
-            stages = self._record.stages()
-            row = self._rows.row(optimizer, stages)
-            if row == _OTHERS:
-                raise ValueError(
-                    f"A GradScaler keeps track of {MAX_OPTIMIZERS} optimizers. Leave the gradients "
-                    "of further ones scaled: step() unscales them. "
-                    f"Received: optimizer={optimizer!r}"
-                )
-            _refuse(rules.WRONG_UNSCALE, stages, [row])
-            if stages.holds(Stage.has_scaled, [_LOSSES]) is not True:
-                # Otherwise the loss is scaled here, and `applying` checks its gradients.
-                is_right = stages.holds(lambda stage: stage not in rules.WRONG_UNSCALE, [row])
-                self.reports.watch()
-                self._post(_UNSCALE, stages, [row, row], when=tf.logical_not(is_right))
-            if tf.executing_eagerly():
-                finite = bool(finite)
-            after = stages.after(Stage.after_unscaling, row, finite, Stage.after_overflow)
-            self._record.note(after, before=stages)
-            self._record.notes().unclipped[row] = list(unscaled)
+            key = self._key(optimizer)
+            step, is_here = self._current(key)
+            scaled_by = self._scale_of(step, is_here)
+            unscaled = gradients.unscale(grads, scaled_by)
+            finite = finiteness.all_finite(unscaled) if may_skip else tf.constant(True)
+            is_wrong = self._is_wrong(_WRONG_UNSCALE, step.stage(key))
+            earlier = self._found(step, is_here, key)
+            finite = finite if earlier is None else tf.logical_and(finite, earlier)
+            stage = Stage.SPOILED if is_wrong else Stage.UNSCALED
+            self._note_stages(step, {**step.stages, key: stage}, key, optimizer)
+            own = self._record.notes()
+            own.finite = {**(step.finite if is_here else {}), key: finite}
+            own.unclipped = {**(step.unclipped if is_here else {}), key: unscaled}
+            own.scaled_by, own.losses = scaled_by, step.losses if is_here else ()
+            self._verdict(key).assign(finite, read_value=False)
         return unscaled
 
-    def refuse_tape_beside_scale(self) -> None:
-        """Raises an error if a loss was scaled since the last update."""
-        _refuse(rules.WRONG_TAPE, self._record.stages(), [_LOSSES])
-
-    def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
-        """Records that a tape has scaled losses, and unscaled the gradients."""
-        with self._lock:
-            stages, notes = self._record.stages(), self._record.notes()
-            known = notes.losses if stages.known() is Stage.BY_TAPE else ()
-            self._record.note(stages.after(Stage.after_tape))
-            self._record.note_scale(self._loss_scale())
-            notes.losses = (*known, *losses)
-
     @contextlib.contextmanager
-    def applying(self, optimizer: Any) -> Iterator[GradientState]:
+    def applying(self, optimizer: Any) -> Iterator[GradientState | None]:
         """Context manager in which an optimizer makes a step.
 
-        It records the step. A step that raises an exception, or that is refused, does not count.
+        It notes the step. A step that raises an exception does not count.
         """
         with self._lock:
-            scaled_by = self._scale_of_step()
-            stages, notes = self._record.stages(), self._record.notes()
-            row = self._rows.row(optimizer, stages)
-            rows = [_LOSSES if row == _OTHERS else row]
-            if row == _OTHERS or self._rows.has_unnamed:
-                rows.append(_UNNAMED)
-            _refuse(rules.WRONG_STEP, stages, rows)
-            scaled, was_finite = stages.holds(Stage.is_scaled, rows), None
-            if not isinstance(scaled, bool) and stages.holds(Stage.has_scaled, [_LOSSES]) is True:
-                # The loss was scaled here. Gradients that another function has unscaled are
-                # refused.
-                scaled, is_allowed = True, scaled
-            else:
-                is_allowed = stages.holds(lambda stage: stage not in rules.WRONG_STEP, rows)
-            if scaled is not True:
-                was_finite = tf.convert_to_tensor(stages.holds(Stage.is_finite, rows))
-            if is_allowed is not True:
-                self.reports.watch()
-            unclipped = [g for each in rows for g in notes.unclipped.pop(each, [])]
-            after = stages.after(lambda _: Stage.APPLIED, row)
-            if _UNNAMED in rows and scaled is not True:
+            key, own = self._key(optimizer), self._record.notes()
+            step, is_here = self._current(key)
+            scaled_by, losses = self._scale_of(step, is_here), step.losses if is_here else ()
+            keys = [key]
+            if step.stages.get(None, Stage.SCALED) is not Stage.SCALED:
                 # If gradients were unscaled without an optimizer, they belong to the first one to
                 # make a step.
-                after = after.after(Stage.after_other_step, _UNNAMED)
-            # Other threads have to know of the step while it is made.
-            self._record.note(after, before=stages)
-        given = GradientState(
-            scaled,
-            scaled_by,
-            lambda: negated(scaled),
-            self.losses(),
-            unclipped,
-            was_finite,
-            None if is_allowed is True else tf.convert_to_tensor(is_allowed),
-            functools.partial(self._was_refused, rows, stages),
-        )
+                keys.append(None)
+            stages = [step.stage(each) for each in keys]
+            is_wrong = any(self._is_wrong(_WRONG_STEP, s, _NOT_MADE) for s in stages)
+            scaled = all(stage is Stage.SCALED for stage in stages)
+            verdicts = [self._found(step, is_here, each) for each in keys]
+            verdicts = [each for each in verdicts if each is not None]
+            given = GradientState(
+                scaled,
+                scaled_by,
+                not scaled,
+                losses,
+                [g for each in keys for g in (step.unclipped.get(each, ()) if is_here else ())],
+                tf.reduce_all(verdicts) if verdicts else None,
+            )
+            before = {each: step.stages[each] for each in keys if each in step.stages}
+            after = {**step.stages, key: Stage.APPLIED}
+            if None in keys:
+                after[None] = Stage.SCALED
+            self._note_stages(step, after, key, optimizer)
+            own.scaled_by, own.losses = scaled_by, losses
+            own.finite, own.unclipped = (step.finite, {}) if is_here else ({}, {})
         try:
-            yield given
+            yield None if is_wrong else given
         except BaseException:
             with self._lock:
-                self._record.note(stages, before=after)
-                # Other threads may have made calls since, of which the variable knows.
-                notes.stages = None
+                others = {k: stage for k, stage in own.stages.items() if k not in keys}
+                self._record.note(stages={**others, **before})
             raise
-        if given.is_allowed is not None:
-            # The branch that refuses the step also takes the variable of the stages.
-            self._record.note_uses()
 
-    def update(self, *, begins_anew: bool = False) -> tuple[Truth, Callable[[], None]]:
-        """Records that all steps were made.
-
-        After that, a graph knows nothing.
-        """
+    def update(self, *, begins_anew: bool = False) -> bool:
+        """Notes that all steps were made."""
         with self._lock:
-            stages, notes = self._record.stages(), self._record.notes()
-            has_stepped = negated(stages.holds(Stage.has_no_step))
-            if has_stepped is False and not begins_anew:
-                _refuse(rules.WRONG_UPDATE, stages, [_LOSSES])
-            self._record.note(self._record.start)
-            notes.losses, notes.scaled_by, notes.unclipped = (), None, {}
-            if not tf.executing_eagerly():
-                notes.stages = None
-        if isinstance(has_stepped, bool) or begins_anew:
-            return has_stepped, lambda: None
-        self.reports.watch()
-        post = functools.partial(self._post, _UPDATE, stages, [_LOSSES, _LOSSES], tf.constant(True))
-        return has_stepped, post
+            step, _ = self._record.current(_Step.has_stepped)
+            has_begun, has_stepped = step.has_begun(), step.has_stepped()
+            is_own = step is self._record.notes()
+            self._is_updated_elsewhere |= not is_own and not tf.executing_eagerly()
+            if not has_stepped and not begins_anew:
+                self._is_wrong(_WRONG_UPDATE, Stage.READY)
+            nothing: Any = {}
+            self._record.note(
+                **{"of_losses": Stage.READY, "stages": nothing, "optimizers": nothing},
+                **{"finite": nothing, "unclipped": nothing, "losses": (), "scaled_by": None},
+            )
+            if tf.distribute.in_cross_replica_context():
+                self._record.forget()
+        return has_stepped or not has_begun
 
-    def _scale_of_step(self) -> tf.Tensor:
+    def _current(self, key: Any) -> tuple[_Step, bool]:
+        """Returns the notes for a call for one optimizer, as `Notebook.current` does."""
+        return self._record.current(lambda step: step.stage(key) is not Stage.APPLIED)
+
+    def _of_this_step(self) -> _Step:
+        """Returns the notes for a call that scales a loss.
+
+        A function in which nothing was called begins anew, unless the graph around it has begun.
+        """
+        step, is_here = self._record.current()
+        return step if is_here else self._record.notes()
+
+    def _note_losses(
+        self,
+        step: _Step,
+        after: Mapping[Stage, Stage],
+        scaled_by: tf.Tensor,
+        losses: tuple[tf.Tensor, ...],
+    ) -> None:
+        stages = {key: after.get(stage, stage) for key, stage in step.stages.items()}
+        of_losses = after.get(step.of_losses, step.of_losses)
+        self._record.note(of_losses=of_losses, stages=stages, optimizers=step.optimizers)
+        own = self._record.notes()
+        own.scaled_by, own.losses = scaled_by, losses
+        self._scaled_by.assign(scaled_by, read_value=False)
+
+    def _note_stages(
+        self, step: _Step, stages: Mapping[Any, Stage], key: Any, optimizer: Any
+    ) -> None:
+        optimizers = {**step.optimizers, key: optimizer}
+        self._record.note(of_losses=step.of_losses, stages=stages, optimizers=optimizers)
+
+    def _scale_of(self, step: _Step, is_here: bool) -> tf.Tensor:
         """Returns the factor of the losses, a float32 scalar tensor."""
-        known = self._record.scaled_by()
-        return self._record.scaled_by_in_variable() if known is None else known
+        if is_here and step.scaled_by is not None:
+            return step.scaled_by
+        return tf.convert_to_tensor(self._scaled_by)
 
-    def _was_refused(self, rows: Sequence[int], stages: KnownStages) -> None:
-        self._post(_STEP, stages, [rows[0], rows[-1]], tf.constant(True))
-        # For `update` it is a step. The optimizer is free to make another one.
-        self._record.assign(stages.after(lambda _: Stage.APPLIED, _OTHERS))
+    def _found(self, step: _Step, is_here: bool, key: Any) -> tf.Tensor | None:
+        """Returns the verdict on gradients that were unscaled, or None if none were."""
+        if step.stage(key) not in (Stage.UNSCALED, Stage.UNSCALED_BEFORE):
+            return None
+        if is_here and key in step.finite:
+            return step.finite[key]
+        return tf.convert_to_tensor(self._verdict(key))
 
-    def _post(self, call: int, stages: KnownStages, rows: Sequence[int], when: tf.Tensor) -> None:
-        numbers = tf.concat([[call], tf.gather(stages.numbers, rows)], 0)
-        self.reports.post(numbers, when=when)
+    def _verdict(self, key: Any) -> tf.Variable:
+        if key not in self._finite:
+            living = {None, *(_key_of(each) for refer in self._named if (each := refer()))}
+            self._finite = {each: v for each, v in self._finite.items() if each in living}
+            strategy = tf.distribute.get_strategy()
 
-    def _report(self, numbers: list[int], line: messages.Line | None) -> None:
-        call, *stages = numbers
-        wrong = filter(None, map(_REPORTED[call].get, map(Stage, stages)))
-        # If the call was right, it was refused because another function had unscaled the gradients.
-        what = next(wrong, rules.UNSCALED_ELSEWHERE)
-        messages.warn(f"The step was not made: {what}" if call == _STEP else what, line)
+            def make() -> tf.Variable:
+                with strategy.scope():
+                    return host.local_variable("finite", True, tf.bool)
 
+            self._finite[key] = new_variables.outside_of_functions(make)
+        return self._finite[key]
 
-# What run time reports, by number.
-_UNSCALE, _STEP, _UPDATE = range(3)
-_REPORTED = [rules.WRONG_UNSCALE, rules.WRONG_STEP, rules.WRONG_UPDATE]
-# The collection of the optimizers that a graph uses.
-_USED = "keras_mp_optimizers"
-
-
-class _Rows:
-    """Gives each optimizer of a scaler a row of the record for as long as it lives.
-
-    Attributes:
-        has_unnamed: whether gradients were unscaled before any optimizer was named.
-    """
-
-    def __init__(self) -> None:
-        self._owners: dict[int, Callable[[], Any]] = {}
-        self._was_left_out = self.has_unnamed = False
-
-    def row(self, optimizer: Any, stages: KnownStages) -> int:
-        """Returns the row of an optimizer; None stands for the only one.
-
-        A graph keeps the optimizers that it uses alive, since their rows are part of the graph.
-
-        Args:
-            optimizer: the optimizer, or None.
-            stages: `KnownStages`. The row of an optimizer that is gone is used again once nothing
-                is known that was called for it.
+    def _key(self, optimizer: Any) -> Any:
+        """Returns the key of an optimizer; None for one that is not named yet.
 
         Raises:
-            ValueError: `optimizer` is None, and there are several.
+            ValueError: `optimizer` is None, or was, and there are several.
         """
-        graph = host.current_graph()
-        if graph is not None and optimizer is not None:
-            graph.add_to_collection(_USED, optimizer)
-        living = {i: each for i, owner in self._owners.items() if (each := owner()) is not None}
+        living = [each for refer in self._named if (each := refer()) is not None]
         if optimizer is None:
             if len(living) > 1:
-                raise ValueError(_WHOSE.format([*living.values()]))
+                raise ValueError(_WHOSE.format(living))
             self._was_left_out = True
-            self.has_unnamed = self.has_unnamed or not living
-            return next(iter(living), _UNNAMED)
-        for row, each in living.items():
-            if each == optimizer if isinstance(optimizer, types.MethodType) else each is optimizer:
-                return row
-        if living and self._was_left_out and not isinstance(optimizer, types.FunctionType):
-            raise ValueError(_WHOSE.format([*living.values(), optimizer]))
-        never_given = [row for row in range(_FIRST, _OTHERS) if row not in self._owners]
-        gone = [row for row in self._owners if row not in living]
-        free = [row for row in gone if not {*stages.possible[row]}.isdisjoint(rules.FOR_ALL)]
-        row = next(iter([*never_given, *free]), _OTHERS)
-        if row != _OTHERS:
-            self._owners[row] = reference(optimizer)
-        return row
+            return _key_of(living[0]) if living else None
+        if _key_of(optimizer) not in map(_key_of, living):
+            if living and self._was_left_out and not isinstance(optimizer, types.FunctionType):
+                raise ValueError(_WHOSE.format([*living, optimizer]))
+            self._named = [*(r for r in self._named if r() is not None), reference(optimizer)]
+        return _key_of(optimizer)
+
+    def _is_wrong(self, wrong: Mapping[Stage, str], stage: Stage, prefix: str = "") -> bool:
+        """Whether a call is wrong; raises an error, or warns in a function that knows nothing."""
+        if stage not in wrong:
+            return False
+        is_unknown = stage is Stage.READY or (stage is Stage.SPOILED and wrong is _WRONG_STEP)
+        if tf.executing_eagerly() or not is_unknown:
+            raise ValueError(wrong[stage])
+        messages.warn(f"{prefix}{wrong[stage]}")
+        return True
+
+
+def _key_of(optimizer: Any) -> Any:
+    if isinstance(optimizer, types.MethodType):
+        return id(optimizer.__self__), optimizer.__func__
+    return id(optimizer)
 
 
 def _checked_loss(loss: Any) -> tf.Tensor:
@@ -320,16 +381,62 @@ def _checked_loss(loss: Any) -> tf.Tensor:
     return tf.convert_to_tensor(loss)
 
 
-def _refuse(wrong: Mapping[Any, str], stages: KnownStages, rows: Sequence[int]) -> None:
-    """Raises an error about a call that is wrong in each stage that is possible."""
-    for row in rows:
-        found = [wrong.get(stage) for stage in stages.possible[row]]
-        if found[0] and all(found):
-            raise ValueError(found[0])
-
-
+_NOT_MADE = "The step was not made: "
+_SCALER_EXAMPLE = """
+    with tf.GradientTape() as tape:
+        scaled_loss = scaler.scale(loss_fn())
+    scaler.step(optimizer, zip(tape.gradient(scaled_loss, variables), variables))
+    scaler.update()"""
+_NO_UPDATE = (
+    "GradScaler.step() was called twice with this optimizer, and update() was not called in "
+    "between. Call update() once after all optimizers have made their steps; after an exception, "
+    f"it begins anew:{_SCALER_EXAMPLE}"
+)
+_WRONGLY_UNSCALED = (
+    "GradScaler.step() was given gradients for which unscale() was called wrongly, as a warning "
+    "said: they would be too small. Call update(), which begins anew, and compute them again."
+)
+_NO_STEP = (
+    "GradScaler.update() was called without a step() since the last update(), so the loss scale "
+    f"cannot move. Call it once after all optimizers have made their steps:{_SCALER_EXAMPLE}"
+)
+_NOT_SCALED = (
+    "GradScaler.{}() was called, and no loss was scaled since the last update(). If these are "
+    "gradients from before it, they are scaled by another number: make the steps of all optimizers "
+    f"first. If no loss was scaled, scale it under the tape:{_SCALER_EXAMPLE}"
+)
+_TWICE = (
+    "GradScaler.unscale() was given gradients that are unscaled already: do so once for each "
+    "optimizer, with gradients that were added up before, or after each scale()."
+)
+_TOO_LATE = (
+    "GradScaler.unscale() was called after step() with the same optimizer, which unscales by "
+    f"itself. Unscale before it, or not at all, and call update() after it:{_SCALER_EXAMPLE}"
+)
+_TWO_WAYS = (
+    "A LossScaleGradientTape scales the loss by itself, and unscales the gradients: a "
+    "GradScaler.scale() beside it, before the next update(), makes it unclear what is scaled."
+)
 _WHOSE = (
     "GradScaler.unscale() was called without an optimizer, and there are several, of which each "
     "has a verdict of its own. Say whose gradients they are: scaler.unscale(gradients, optimizer). "
     "Received: optimizer=None with {}"
 )
+
+# The messages about each call, by the stages in which it is wrong.
+_WRONG_UNSCALE = {
+    Stage.READY: _NOT_SCALED.format("unscale"),
+    Stage.BY_TAPE: _TWICE,
+    Stage.IN_TWO_WAYS: _TWICE,
+    Stage.UNSCALED: _TWICE,
+    Stage.APPLIED: _TOO_LATE,
+    Stage.SPOILED: _TWICE,
+}
+_WRONG_STEP = {
+    Stage.READY: _NOT_SCALED.format("step"),
+    Stage.IN_TWO_WAYS: _TWO_WAYS,
+    Stage.APPLIED: _NO_UPDATE,
+    Stage.SPOILED: _WRONGLY_UNSCALED,
+}
+# It is wrong if there was no step, in whatever stage.
+_WRONG_UPDATE = dict.fromkeys(Stage, _NO_STEP)

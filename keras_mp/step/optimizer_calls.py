@@ -2,49 +2,124 @@
 
 RFC 293, "LossScaleOptimizer Overview", lists the four steps that the user and the optimizer take.
 There is only one optimizer here, and no `update`: scaling a loss begins the next step.
+
+    ready --scale--> scaled --unscale--> unscaled --apply--> applied
+
+An optimizer goes from scaled to applied directly if applying unscales the gradients. It stays
+applied until the next loss is scaled: gradients of other variables may be another part of the step
+that was applied last. The rules are told so by `goes_on`.
 """
 
 import contextlib
-import functools
-import threading
+import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.step import gradients, scaled_losses
-from keras_mp.step.calls import Calls, GradientState, RecordedCalls
-from keras_mp.step.optimizer_stages import Stage
-from keras_mp.step.record import Record
-from keras_mp.step.stages import KnownStages
+from keras_mp.step.calls import Calls, GradientState, LossScaleValue
+from keras_mp.step.gradients import Gradient
+from keras_mp.step.record import Notebook, Notes
 from keras_mp.support import host, messages
-from keras_mp.support.selection import chosen
 
 
-class _Parts(threading.local):
-    """The ids of the variables of the step so far.
+class Stage(enum.IntEnum):
+    """A stage of a `LossScaleOptimizer`."""
 
-    Several functions may each make a part of one step.
+    READY = 0
+    # A loss was scaled, and `get_unscaled_gradients` is to be called; or applying unscales.
+    SCALED = 1
+    SCALED_TO_APPLY = 2
+    # The gradients of that loss were unscaled: by the program, or for a wrapper. (Those of other
+    # variables may then still be scaled.) Or gradients were unscaled though no loss was scaled.
+    UNSCALED = 3
+    UNSCALED_EARLY = 4
+    UNSCALED_ONLY = 5
+    # Gradients were applied: those that were unscaled, in these ways or by applying.
+    APPLIED = 6
+    APPLIED_EARLY = 7
+    APPLIED_SCALED = 8
+
+    def has_begun(self) -> bool:
+        """Whether a loss was scaled, or gradients were unscaled, but not yet applied."""
+        return Stage.READY < self < Stage.APPLIED
+
+    def has_scaled(self) -> bool:
+        """Whether a loss was scaled whose gradients were not yet applied."""
+        return self.has_begun() and self is not Stage.UNSCALED_ONLY
+
+    def is_scaled(self, goes_on: bool, is_early: bool) -> bool:
+        """Whether the gradients that are applied now are still scaled.
+
+        Args:
+            goes_on: bool. Whether they may be another part of the step that was applied last.
+            is_early: bool. Whether these gradients were unscaled for a wrapper.
+        """
+        if self is Stage.APPLIED_EARLY:
+            return goes_on and not is_early
+        is_part = goes_on and self is Stage.APPLIED_SCALED
+        return self in (Stage.SCALED, Stage.SCALED_TO_APPLY) or is_part
+
+    def is_divided(self, goes_on: bool) -> bool:
+        """Whether a call has unscaled the gradients that are applied now."""
+        is_part = goes_on and self in (Stage.APPLIED, Stage.APPLIED_EARLY)
+        return Stage.UNSCALED <= self <= Stage.UNSCALED_ONLY or is_part
+
+    def misses_a_call(self, goes_on: bool) -> bool:
+        """Whether a call is missing if gradients are applied now."""
+        if self.has_scaled():
+            return self is Stage.SCALED
+        return not goes_on or self is Stage.READY
+
+    def after_unscaling(self) -> "Stage":
+        """Returns the stage after gradients were unscaled."""
+        if not self.has_scaled():
+            return Stage.UNSCALED_ONLY
+        return self if self is Stage.UNSCALED_EARLY else Stage.UNSCALED
+
+    def after_applying(self, goes_on: bool, is_early: bool) -> "Stage":
+        """Returns the stage after gradients were applied."""
+        if self.is_scaled(goes_on, is_early):
+            return Stage.APPLIED_SCALED
+        if self.misses_a_call(goes_on) and not self.has_begun():
+            return Stage.READY
+        is_early = self in (Stage.UNSCALED_EARLY, Stage.APPLIED_EARLY)
+        return Stage.APPLIED_EARLY if is_early else Stage.APPLIED
+
+
+class _Step(Notes):
+    """What is known of a step.
 
     Attributes:
-        applied: the ids of the variables whose gradients were applied.
+        stage: the `Stage` after the last call.
+        applied: the ids of the variables whose gradients were applied: several functions may each
+            make a part of one step.
         unscaled: the ids of the variables whose gradients were unscaled for a wrapper.
         is_whole: whether the gradients that are applied next make up the whole step. That is so if
             the step began while another one was under way: gradients that are applied later may
             belong to the other one.
+        unclipped: the gradients as they were when they were unscaled.
+        results: weak references to the results of the last call.
     """
 
+    stage = Stage.READY
     applied: frozenset[int] = frozenset()
     unscaled: frozenset[int] = frozenset()
     is_whole = False
+    unclipped: Sequence[Gradient] = ()
+    results: tuple["weakref.ref[Any]", ...] = ()
+
+    def has_begun(self) -> bool:
+        return self.stage.has_begun()
 
 
 class UnscaledOptimizerCalls(Calls):
     """The calls of a `LossScaleOptimizer` that scales nothing."""
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
-        """Records that a loss was scaled, which begins a step.
+        """Notes that a loss was scaled, which begins a step.
 
         Args:
             scaled_by: float32 scalar tensor.
@@ -52,7 +127,7 @@ class UnscaledOptimizerCalls(Calls):
         """
 
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
-        """Records that the user has multiplied the loss of gradients by the loss scale."""
+        """Notes that the user has multiplied the loss of gradients by the loss scale."""
 
     def unscale_early(self, grads: Sequence[Any], variables: Iterable[Any]) -> Sequence[Any]:
         """Unscales gradients that `applying` would unscale, before a wrapper sees them.
@@ -75,7 +150,7 @@ class UnscaledOptimizerCalls(Calls):
 
     @contextlib.contextmanager
     def applying(self, variables: Iterable[Any]) -> Iterator[GradientState]:
-        """Context manager in which gradients are applied, which it records at the end.
+        """Context manager in which gradients are applied, which it notes at the end.
 
         Args:
             variables: iterable of the variables that the gradients are applied to.
@@ -87,44 +162,63 @@ class UnscaledOptimizerCalls(Calls):
     def whole_step(self) -> Iterator[None]:
         """Context manager in which one call, `minimize`, makes a whole step.
 
-        It may come between the calls of another step, and leaves that step alone.
+        It may come between the calls of another step, and leaves that step alone, also if an
+        exception leaves it.
         """
-        notes = self._record.notes()
-        losses = notes.losses
-        yield
-        notes.losses = losses
+        with self.as_before_an_exception():
+            notes = self._record.notes()
+            before = dict(vars(notes))
+            yield
+            _restore(notes, before)
 
-    def as_before_an_exception(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that undoes records if it ends with an exception.
+    @contextlib.contextmanager
+    def as_before_an_exception(self) -> Iterator[None]:
+        """Context manager that undoes notes if it ends with an exception.
 
         It is for calls in which the user's code may make other calls before it raises an exception.
         """
-        return contextlib.nullcontext()
+        notes = self._record.notes()
+        before = dict(vars(notes))
+        try:
+            yield
+        except BaseException:
+            _restore(notes, before)
+            raise
 
 
-class OptimizerCalls(RecordedCalls, UnscaledOptimizerCalls):
+class OptimizerCalls(UnscaledOptimizerCalls):
     """The calls of a `LossScaleOptimizer`.
 
     A missing call is reported, and the step is made.
     """
 
-    def __init__(self, loss_scale: Callable[[], tf.Tensor]) -> None:
-        super().__init__(loss_scale)
-        self._parts_of_step = _Parts()
+    scales = True
 
-    def _new_record(self) -> Record:
-        return Record([(*Stage,)], is_shared=False)
+    def __init__(self, loss_scale: LossScaleValue) -> None:
+        super().__init__(loss_scale)
+        self._record: Notebook[_Step] = Notebook(_Step)
+        # The factor of the loss, for functions that apply gradients of a loss that was scaled
+        # elsewhere. A graph of TensorFlow 1 would save the variable.
+        self._scaled_by = None
+        if not host.in_v1_graph():
+            self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """Returns the variables that are not part of checkpoints, by name."""
+        return {} if self._scaled_by is None else {"scaled_by": self._scaled_by}
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
         """Begins a step, whatever was called before."""
-        before, parts = self._record.noted(), self._parts_of_step
-        is_under_way = before.holds(Stage.has_scaled) is True
+        own = self._record.notes()
         # Overlapping steps can be told apart only if different calls unscale their gradients.
-        parts.is_whole = is_under_way and before.holds(Stage.apply_unscales) is not to_apply
-        parts.applied = parts.unscaled = frozenset()
-        self._record.notes().unclipped.clear()
-        self._record.note(KnownStages([(Stage.SCALED_TO_APPLY if to_apply else Stage.SCALED,)]))
-        self._record.note_scale(scaled_by)
+        is_whole = own.stage.has_scaled() and (own.stage is Stage.SCALED_TO_APPLY) is not to_apply
+        self._record.note(
+            stage=Stage.SCALED_TO_APPLY if to_apply else Stage.SCALED,
+            **{"applied": frozenset(), "unscaled": frozenset(), "is_whole": is_whole},
+        )
+        own.scaled_by, own.unclipped = scaled_by, ()
+        if self._scaled_by is not None and not host.in_v1_graph():
+            self._scaled_by.assign(scaled_by, read_value=False)
 
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
         """Begins a step that `applying` unscales."""
@@ -134,132 +228,98 @@ class OptimizerCalls(RecordedCalls, UnscaledOptimizerCalls):
     def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> tf.Tensor:
         """Multiplies a loss (not a structure of losses).
 
-        `begin` records it.
+        `begin` notes it.
         """
         self._refuse_results([losses], "get_scaled_loss")
         scaled_by = self._loss_scale() if scaled_by is None else scaled_by
         scaled = gradients.scale_loss(losses, scaled_by)
-        notes = self._record.notes()
+        own = self._record.notes()
         # The losses since the last step that was made here. If a program makes none, a few are
         # kept.
-        notes.losses = (*notes.losses, tf.convert_to_tensor(losses))[-_MOST_LOSSES:]
-        notes.scaled_by = scaled_by
+        own.losses = (*own.losses, tf.convert_to_tensor(losses))[-_MOST_LOSSES:]
         self._remember_results([scaled])
         return scaled
 
     def unscale(self, grads: Sequence[Any], *, by_tape: bool = False) -> list[Any]:
         """Divides gradients by the factor of the loss, unless the tape has done so."""
         self._refuse_results(grads, "get_unscaled_gradients")
-        stage, unscaled = self._record.stages(), list(grads)
+        scaled_by, unscaled = self._scale_of_step(), list(grads)
         if not by_tape:
-            unscaled = gradients.unscale(grads, self._scale_of_step(stage))
-        self._note_unscaled(stage.after(Stage.after_unscaling), unscaled)
+            unscaled = gradients.unscale(grads, scaled_by)
+        stage = self._record.current()[0].stage.after_unscaling()
+        self._note_unscaled(stage, unscaled, scaled_by=scaled_by)
         self._remember_results(unscaled)
         return unscaled
 
     def unscale_early(self, grads: Sequence[Any], variables: Iterable[Any]) -> Sequence[Any]:
         """Unscales gradients that `applying` would unscale, before a wrapper sees them."""
-        stage, parts = self._record.stages(), self._parts_of_step
-        ids = frozenset(id(v) for v in variables)
-        is_another_part = bool(parts.unscaled) and parts.unscaled.isdisjoint(ids)
-
-        def is_scaled(stage: Stage) -> bool:
-            return stage.is_scaled_for_wrapper(is_another_part)
-
-        are_scaled = stage.holds(is_scaled)
-        if are_scaled is False:
+        step, ids = self._record.current()[0], frozenset(id(v) for v in variables)
+        is_another_part = bool(step.unscaled) and step.unscaled.isdisjoint(ids)
+        is_early = step.stage in (Stage.UNSCALED_EARLY, Stage.APPLIED_EARLY)
+        if step.stage is not Stage.SCALED_TO_APPLY and not (is_another_part and is_early):
             return grads
-        parts.unscaled |= ids
-        scale = functools.partial(self._scale_of_step, stage)
-        unscaled = gradients.unscale(grads, chosen(are_scaled, scale, lambda: tf.constant(1.0)))
-        after = stage.after(lambda each: Stage.UNSCALED_EARLY if is_scaled(each) else each)
-        self._note_unscaled(after, unscaled)
+        scaled_by, ids = self._scale_of_step(), step.unscaled | ids
+        unscaled = gradients.unscale(grads, scaled_by)
+        self._note_unscaled(Stage.UNSCALED_EARLY, unscaled, scaled_by=scaled_by, unscaled=ids)
         return unscaled
-
-    @contextlib.contextmanager
-    def whole_step(self) -> Iterator[None]:
-        """Context manager that records nothing, and restores the notes of another step."""
-        notes = self._record.notes()
-        kept = notes.losses, notes.scaled_by, notes.results
-        with self.as_before_an_exception():
-            yield
-        notes.losses, notes.scaled_by, notes.results = kept
 
     @contextlib.contextmanager
     def applying(self, variables: Iterable[Any]) -> Iterator[GradientState]:
         """Context manager in which the step is made.
 
-        It records the step, and warns of missing calls.
+        It notes the step, and warns of missing calls.
         """
         variables = list(variables)
-        notes, applied = self._record.notes(), frozenset(id(v) for v in variables)
-        parts, stage = self._parts_of_step, self._record.stages()
-        before = frozenset() if parts.is_whole else parts.applied
+        (step, is_here), own = self._record.current(), self._record.notes()
+        stage, applied = step.stage, frozenset(id(v) for v in variables)
+        before = frozenset() if step.is_whole else step.applied
         # Gradients of other variables may be another part of the step that was applied last.
         goes_on = bool(before) and before.isdisjoint(applied)
-        is_early = applied <= parts.unscaled
+        is_early = applied <= step.unscaled
         applied = before | applied if goes_on else applied
-        if not scaled_losses.thread.noted.are_by_tape(variables):
-            if stage.known() is None:
-                self._warn_at_run_time(stage, goes_on)
-            elif stage.holds(lambda each: each.misses_a_call(goes_on)):
-                messages.warn(missing_call(stage.known()))
+        # It is said once that a function makes no calls at all, until it makes one.
+        is_told = stage is Stage.READY and own.time > 0 and not tf.executing_eagerly()
+        is_by_tape = scaled_losses.thread.noted.are_by_tape(variables)
+        if stage.misses_a_call(goes_on) and not is_told and not is_by_tape:
+            messages.warn(missing_call(stage))
+            if stage.has_scaled() or tf.executing_eagerly():
                 applied = frozenset()
-        given = GradientState(
-            stage.holds(lambda each: each.is_scaled(goes_on, is_early)),
-            self._scale_of_step(stage),
-            lambda: stage.holds(lambda each: each.is_divided(goes_on)),
+        scaled_by, unclipped = self._scale_of_step(), []
+        if is_here:
+            unclipped, step.unclipped = list(step.unclipped), ()
+        yield GradientState(
+            stage.is_scaled(goes_on, is_early),
+            scaled_by,
+            stage.is_divided(goes_on),
             self.losses(),
-            notes.unclipped.pop(_ONLY, []),
+            unclipped,
         )
-        graph = host.current_graph()
-        first = 0 if graph is None else len(graph.get_operations())
-        yield given
-        with tf.control_dependencies(self._decisions_since(first)):
-            after = stage.after(lambda each: each.after_applying(goes_on, is_early))
-            self._record.note(after, ends=True)
-        parts.applied = applied
-        notes.losses = ()
+        stage = stage.after_applying(goes_on, is_early)
+        known = {"stage": stage, "applied": applied, "unscaled": step.unscaled, "losses": ()}
+        self._record.note(**known, is_whole=step.is_whole, scaled_by=scaled_by)
+        if step is not own and tf.executing_eagerly() and is_here:
+            vars(step).update(known)  # The thread that began the step is done with it.
 
-    @contextlib.contextmanager
-    def as_before_an_exception(self) -> Iterator[None]:
-        """Context manager that restores the record if an exception leaves it."""
-        parts = self._parts_of_step
-        before = parts.applied, parts.unscaled, parts.is_whole
-        try:
-            with self._record.as_before_an_exception():
-                yield
-        except BaseException:
-            parts.applied, parts.unscaled, parts.is_whole = before
-            raise
+    def _note_unscaled(self, stage: Stage, grads: Sequence[Any], **known: Any) -> None:
+        step, _ = self._record.current()
+        kept = {name: getattr(step, name) for name in ("applied", "unscaled", "is_whole")}
+        losses = tuple(self.losses())
+        self._record.note(**{**kept, "stage": stage, **known})
+        own = self._record.notes()
+        own.unclipped, own.losses = list(grads), losses
 
-    def _decisions_since(self, first: int) -> list[tf.Operation]:
-        """Returns the operations that make or skip a step.
-
-        The step is noted after them.
-        """
-        graph = host.current_graph()
-        if graph is None or host.in_v1_graph():
-            return []
-        made = graph.get_operations()[first:]
-        return [op for op in made if op.type in ("If", "StatelessIf")] or made[-1:]
-
-    def _note_unscaled(self, stage: KnownStages, unscaled: Sequence[Any]) -> None:
-        self._record.note(stage)
-        self._record.notes().unclipped[_ONLY] = list(unscaled)
-
-    def _scale_of_step(self, stage: KnownStages) -> tf.Tensor:
+    def _scale_of_step(self) -> tf.Tensor:
         """Returns the factor by which the loss of this step was multiplied.
 
         The loss scale may have moved since then, by other steps or by another part of this one.
         """
-        noted = self._record.scaled_by()
-        if noted is not None:
-            return noted
-        if not self._record.has_variables:
+        step, is_here = self._record.current()
+        if not step.stage.has_scaled() and step.stage < Stage.APPLIED:
             return self._loss_scale()
-        is_noted = stage.holds(Stage.knows_its_scale)
-        return chosen(is_noted, self._record.scaled_by_in_variable, self._loss_scale)
+        if is_here and step.scaled_by is not None:
+            return step.scaled_by
+        in_variable = self._scaled_by is not None and not host.in_v1_graph()
+        return tf.convert_to_tensor(self._scaled_by) if in_variable else self._loss_scale()
 
     def _remember_results(self, results: Iterable[Any]) -> None:
         self._record.notes().results = tuple(weakref.ref(r) for r in results if r is not None)
@@ -276,38 +336,14 @@ class OptimizerCalls(RecordedCalls, UnscaledOptimizerCalls):
                 f"Received: {values!r}"
             )
 
-    def _warn_at_run_time(self, stage: KnownStages, goes_on: bool) -> None:
-        if host.is_compiled_by_xla() and self._record.notes().stages is None:
-            self._warn_while_tracing(goes_on)
-        # It is said once that functions make no calls at all, until one does again.
-        is_news = stage.holds(
-            lambda each: each.misses_a_call(goes_on) and each is not Stage.APPLIED_ONLY
-        )
-        self.reports.watch()
-        self.reports.post(stage.numbers[tf.newaxis], when=tf.convert_to_tensor(is_news))
-
-    def _warn_while_tracing(self, goes_on: bool) -> None:
-        """Warns while tracing of a function that makes no call.
-
-        When it runs, such a function cannot warn.
-        """
-        if self._record.may_be_changed_elsewhere():
-            return
-        with tf.init_scope():
-            stage = self._record.in_variable().known()
-            if stage.misses_a_call(goes_on):
-                messages.warn(missing_call(stage))
-                after = stage.after_applying(goes_on, is_early=False)
-                self._record.assign(KnownStages([(after,)]))
-
-    def _report(self, numbers: list[int], line: messages.Line | None) -> None:
-        messages.warn(missing_call(Stage(numbers[0])), line)
-
 
 # How many losses of a step are looked at if it is skipped.
 _MOST_LOSSES = 16
-# The number of the only optimizer.
-_ONLY = 0
+
+
+def _restore(notes: Notes, before: dict[str, Any]) -> None:
+    vars(notes).clear()
+    vars(notes).update(before)
 
 
 def missing_call(stage: Stage) -> str:

@@ -1,250 +1,189 @@
-"""Records how far a step has come, for functions that run without Python.
+"""What Python knows of the calls of a step, in each graph and in eager code.
 
-RFC 293, "LossScaleOptimizer Overview". Eager code and functions share a variable, even with
-functions that were traced long ago. If gradients come from another `tf.function`, only the variable
-knows what was called there. In ::
+A graph is built for one order of calls, which is known while it is traced. In ::
 
     gradients = compute()  # a function that calls `scale_loss`
     apply(gradients)       # a function that calls `apply_gradients`
 
-both functions are traced once. Later a function that also calls `get_unscaled_gradients` may take
-the place of `compute` (`test_the_dialect_may_change_between_functions_traced_once`).
-
-Where Python runs along with the calls, in eager and within one graph, it knows the stage as well.
-Then operations that would do nothing, such as a pass over gradients that are unscaled already, are
-left out.
+the second function has not seen the first call. It goes by the last calls that were seen elsewhere
+when it is traced. Only numbers, such as the factor of the loss, go from graph to graph in
+variables.
 """
 
-import contextlib
+import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
 
-from keras_mp.step.gradients import Gradient
-from keras_mp.step.stages import KnownStages
-from keras_mp.support import host
+from keras_mp.support import function_graphs, host
 
 
 class Notes:
-    """What a thread knows about its calls in one graph, or in eager.
-
-    MirroredStrategy runs each replica in a thread of its own.
+    """What is known of the step that is under way in one graph, or in eager code.
 
     Attributes:
-        stages: the stages after the last call; None if only the variable has them.
-        uses: the number of the graph's operations that took the variable as input by then.
-        reads: whether the graph read the variable, because the step began elsewhere.
-        scaled_by: the factor of the losses, a float32 scalar tensor; None if it is not known.
-        losses: the losses that were scaled.
-        unclipped: by the number of an optimizer, its gradients as they were when they were
-            unscaled.
-        results: weak references to the results of the last call.
+        time: int. When the last call was noted, in calls; 0 if none was.
+        replica: int or None. The number of the replica that makes the calls; None without replicas.
+        losses: the losses of the step.
+        scaled_by: the factor of the losses, a float32 scalar tensor; None if it is not known here.
+        before_branches: what was known before the branches of a condition made calls, and the
+            number of operations that the graph had then.
     """
 
-    def __init__(self) -> None:
-        self.stages: KnownStages | None = None
-        self.uses = 0
-        self.reads = False
-        self.scaled_by: tf.Tensor | None = None
-        self.losses: tuple[tf.Tensor, ...] = ()
-        self.unclipped: dict[int, list[Gradient]] = {}
-        self.results: tuple[weakref.ref[Any], ...] = ()
+    time = 0
+    replica: int | None = None
+    losses: tuple[tf.Tensor, ...] = ()
+    scaled_by: tf.Tensor | None = None
+    before_branches: tuple[int, dict[str, Any]] = (-1, {})
+
+    def has_begun(self) -> bool:
+        """Whether a step has begun, and is not over."""
+        return False
 
 
-class Notebook:
-    """The `Notes` of each thread, in each graph and in eager."""
-
-    def __init__(self) -> None:
-        self._in_eager: weakref.WeakKeyDictionary[threading.Thread, Notes] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def notes(self) -> Notes:
-        """Returns the notes of this thread in the graph that is being built, or in eager."""
-        graph, of_threads = host.current_graph(), self._in_eager
-        if graph is not None:
-            # The graph itself has its notes, so that they keep no graph alive.
-            if not hasattr(graph, "_keras_mp_notes"):
-                graph._keras_mp_notes = {}
-            of_threads = graph._keras_mp_notes.setdefault(self, weakref.WeakKeyDictionary())
-        thread = threading.current_thread()
-        try:
-            return of_threads[thread]
-        except KeyError:
-            return of_threads.setdefault(thread, Notes())
+N = TypeVar("N", bound=Notes)
 
 
-class Record(Notebook):
-    """The stages of the step that is under way, and the factor of its losses.
-
-    Variables hold both, for functions that run without Python. A thread uses its own notes instead,
-    unless somebody else may have made a call since.
-
-    Attributes:
-        start: `KnownStages`. The stages before the first call.
+class Notebook(Generic[N]):
+    """The `Notes` of each graph, and of eager code.
 
     Args:
-        possible: for each optimizer, the tuple of the stages that it may have, from the first one
-            on.
-        is_shared: bool. Whether all threads make one step together. Otherwise each makes its own.
+        new: function that returns new notes.
+        is_shared: bool. Whether all threads make one step together in eager code. Otherwise each
+            makes its own; replicas always do. Defaults to False.
     """
 
-    def __init__(self, possible: Sequence[tuple[Any, ...]], is_shared: bool) -> None:
-        super().__init__()
-        self._possible, self._is_shared = possible, is_shared
-        kind: Any = type(possible[0][0])
-        self._known = [(stage,) for stage in kind]
-        self.start = KnownStages([self._known[0]] * len(possible))
-        # A graph of TensorFlow 1 makes its calls once, and would save any variable that it has.
-        self.has_variables = not host.in_v1_graph()
-        if self.has_variables:
-            self._stages = host.local_variable("stages", self.start.numbers)
-            self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
-        # The graphs that make only a part of a step. While there are any, eager code reads the
-        # variable, since it cannot know when these functions run.
-        self._open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._latest_thread: int | None = None
+    def __init__(self, new: Callable[[], N], is_shared: bool = False) -> None:
+        self._new, self._is_shared = new, is_shared
+        self._of_threads: weakref.WeakKeyDictionary[Any, N] = weakref.WeakKeyDictionary()
+        # Replicas have a new thread in each `run`; a thread may be gone when its step goes on.
+        self._of_replicas: dict[int | None, N] = {}
+        self._of_last_thread: N | None = None
+        self._of_graphs: list[weakref.ref[N]] = []
+        self._times = itertools.count(1)
 
-    def variables(self) -> dict[str, tf.Variable]:
-        """Returns the variables, by name."""
-        return {"stages": self._stages, "scaled_by": self._scaled_by} if self.has_variables else {}
+    def notes(self) -> N:
+        """Returns the notes of the graph that is being built, or of eager code."""
+        graph = host.current_graph()
+        if graph is not None:
+            return self._in_graph(graph)
+        replica = _replica()
+        if replica is None and not self._is_shared:
+            return self._found(self._of_threads, threading.current_thread(), None)
+        return self._found(self._of_replicas, replica, replica)
 
-    def stages(self) -> KnownStages:
-        """Returns the stages of the step that is under way.
-
-        A graph that has to read them is noted as one that makes only a part of a step.
-        """
-        notes, graph = self.notes(), host.current_graph()
-        if self._is_current(notes, graph):
-            return self.noted()
-        if graph is None:
-            return self.in_variable()
-        self._open_graphs.add(graph)
-        notes.reads = True
-        return KnownStages(self._possible, tf.convert_to_tensor(self._stages))
-
-    def noted(self) -> KnownStages:
-        """Returns the stages that this thread has noted in this graph, or in eager."""
-        stages = self.notes().stages
-        return self.start if stages is None else stages
-
-    def in_variable(self) -> KnownStages:
-        """Returns the stages that the variable has; works in eager only."""
-        numbers: Any = tf.convert_to_tensor(self._stages)
-        numbers = numbers.numpy().reshape(-1).tolist()
-        return KnownStages(self._known[number] for number in numbers)
-
-    def scaled_by(self) -> tf.Tensor | None:
-        """Returns the factor of the losses, if this thread has noted it for this step.
-
-        It must have done so in this graph, or in eager.
-        """
-        notes = self.notes()
-        is_noted = notes.stages is not None and self._is_current(notes, host.current_graph())
-        return notes.scaled_by if is_noted else None
-
-    def scaled_by_in_variable(self) -> tf.Tensor:
-        """Returns the variable's factor of the losses, a float32 scalar tensor."""
-        return tf.convert_to_tensor(self._scaled_by)
-
-    def note(
-        self, stages: KnownStages, *, before: KnownStages | None = None, ends: bool = False
-    ) -> None:
-        """Records the stages after a call.
+    def current(self, prefers: Callable[[N], bool] = lambda notes: True) -> tuple[N, bool]:
+        """Returns the notes that a call goes by.
 
         Args:
-            stages: the stages after the call.
-            before: the stages before the call, if other threads may note those of other optimizers
-                at the same time. Defaults to None.
-            ends: bool. Whether the call ends a step. Defaults to False.
+            prefers: function that returns whether the call could be made where a step was begun.
+                Such steps are preferred to others. Defaults to any step.
+
+        Returns:
+            tuple of the notes; and of whether their tensors can be used here. The notes are those
+            of this graph or of eager code, unless nothing was called here: then they are of a graph
+            around this one, or else those where a step was begun last.
         """
-        notes, graph = self.notes(), host.current_graph()
-        if self._is_in_variables():
-            if before is None:
-                self.assign(stages)
-            else:
-                # An addition is atomic, so it can come in any order with those of other threads.
-                self._stages.assign_add(stages.numbers - before.numbers, read_value=False)
-        notes.stages = stages
-        self._latest_thread = threading.get_ident()
-        if graph is not None:
-            if ends and not notes.reads:
-                self._open_graphs.discard(graph)
-            else:
-                self._open_graphs.add(graph)
-            self.note_uses()
+        own, graph = self.notes(), host.current_graph()
+        if (own.has_begun() and prefers(own)) or (graph is not None and own.time):
+            return own, True
+        while _has_function_around(graph):
+            around = self._around(graph)
+            if around.has_begun():
+                return around, True
+            graph = graph.outer_graph
+        in_eager = list(self._of_replicas.values())
+        if self._of_last_thread is not None:
+            in_eager.append(self._of_last_thread)
+        begun = [
+            each
+            for each in (*in_eager, *self._living())
+            if each.has_begun()
+            and (each.replica == own.replica or None in (each.replica, own.replica))
+        ]
+        if not begun:
+            return own, True
+        found = max(begun, key=lambda each: (prefers(each), each.time))
+        return found, tf.executing_eagerly() and any(each is found for each in in_eager)
 
-    def assign(self, stages: KnownStages) -> None:
-        """Changes the variable of the stages, but no notes."""
-        self._stages.assign(stages.numbers, read_value=False)
+    def note(self, **known: Any) -> None:
+        """Notes what is known after a call, here and in the graphs around.
 
-    def note_scale(self, scaled_by: tf.Tensor) -> None:
-        """Records the factor of the losses, a float32 scalar tensor."""
-        self.notes().scaled_by = scaled_by
-        if self._is_in_variables():
-            self._scaled_by.assign(scaled_by, read_value=False)
+        What the body of a loop does, or a function that is called, is done where it is called.
+        """
+        own, graph, time = self.notes(), host.current_graph(), next(self._times)
+        vars(own).update(known, time=time)
+        if graph is None:
+            if not self._is_shared and _replica() is None:
+                self._of_last_thread = own
+            return
+        self._keep(own)
+        while _has_function_around(graph):
+            around, count = self._in_graph(graph.outer_graph), _size(graph.outer_graph)
+            if function_graphs.is_branch(graph) and around.before_branches[0] != count:
+                around.before_branches = count, dict(vars(around))
+            vars(around).update(known, time=time, scaled_by=None, losses=())
+            self._keep(around)
+            graph = graph.outer_graph
 
-    def note_uses(self) -> None:
-        """Notes that all uses of the variable in this graph are known here."""
-        if self._is_in_variables():
-            self.notes().uses = self._uses(host.current_graph())
+    def _around(self, graph: Any) -> N:
+        """Returns the notes of the graph around one.
 
-    def may_be_changed_elsewhere(self) -> bool:
-        """Whether eager code, or another function than this one, may have begun a step."""
-        graph = host.current_graph()
-        with tf.init_scope():
-            is_open = any(each is not graph for each in self._open_graphs)
-            return self.noted().known().has_begun() or is_open or not tf.executing_eagerly()
+        Of the branches of a condition, one runs: each goes by what was known before.
+        """
+        around = self._in_graph(graph.outer_graph)
+        count, known = around.before_branches
+        if not function_graphs.is_branch(graph) or count != _size(graph.outer_graph):
+            return around
+        before = self._new()
+        vars(before).update(known)
+        return before
 
-    @contextlib.contextmanager
-    def as_before_an_exception(self) -> Iterator[None]:
-        """Context manager that restores the record if an exception leaves it."""
-        notes = self.notes()
-        before = {**vars(notes), "unclipped": dict(notes.unclipped)}
-        values = []
-        if self.has_variables and tf.executing_eagerly():
-            values = [(v, tf.convert_to_tensor(v)) for v in (self._stages, self._scaled_by)]
+    def forget(self) -> None:
+        """Forgets the step of eager code on all replicas."""
+        self._of_replicas.clear()
+
+    def _keep(self, notes: N) -> None:
+        living = list(self._living())
+        if all(each is not notes for each in living):
+            self._of_graphs = [weakref.ref(each) for each in (*living, notes)]
+
+    def _living(self) -> Iterator[N]:
+        return (notes for notes in [refer() for refer in self._of_graphs] if notes is not None)
+
+    def _in_graph(self, graph: Any) -> N:
+        # The graph itself has its notes, so that they keep no graph alive.
+        if not hasattr(graph, "_keras_mp_notes"):
+            graph._keras_mp_notes = {}
+        replica = _replica()
+        return self._found(graph._keras_mp_notes.setdefault(self, {}), replica, replica)
+
+    def _found(self, owners: Any, key: Any, replica: int | None) -> N:
         try:
-            yield
-        except BaseException:
-            stages = notes.stages
-            vars(notes).update(before)
-            for variable, value in values:
-                variable.assign(value, read_value=False)
-            if not values and notes.stages is not None and notes.stages is not stages:
-                self.note(notes.stages)
-            raise
+            return owners[key]
+        except KeyError:
+            notes = owners.setdefault(key, self._new())
+            notes.replica = replica
+            return notes
 
-    def _is_in_variables(self) -> bool:
-        return self.has_variables and not host.in_v1_graph()
 
-    def _is_current(self, notes: Notes, graph: Any) -> bool:
-        """Whether the notes hold.
+def _has_function_around(graph: Any) -> bool:
+    return function_graphs.is_of_function(graph) and function_graphs.is_of_function(
+        graph.outer_graph
+    )
 
-        They do if nobody else may have made a call since this thread noted the stages here.
-        """
-        if not self._is_in_variables():
-            return True
-        if notes.stages is None:
-            return False
-        if graph is not None:
-            # A function that the graph calls may make calls itself. It is not always traced again.
-            return notes.uses == self._uses(graph)
-        if self._is_shared:
-            return self._latest_thread == threading.get_ident() and not self._open_graphs
-        # A function that makes a whole step does not affect a step that eager code has begun.
-        return notes.stages.known().has_begun() and not self._open_graphs
 
-    def _uses(self, graph: Any) -> int:
-        """Returns how many operations of a graph take the variable of the stages.
+def _size(graph: Any) -> int:
+    return len(graph.get_operations())
 
-        Each call adds some.
-        """
-        if tf.distribute.in_cross_replica_context():
-            return -1
-        handle = self._stages.handle
-        inside = [inner for outer, inner in graph.captures if outer is handle]
-        return sum(len(tensor.consumers()) for tensor in inside)
+
+def _replica() -> int | None:
+    """Returns the number of the replica that runs this code; None without several."""
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return None
+    number = tf.get_static_value(tf.convert_to_tensor(context.replica_id_in_sync_group))
+    return None if number is None else int(number)

@@ -1,8 +1,8 @@
 """A step sums scaled gradients, unscales and tests them, and applies or skips.
 
-RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". Read it downward:
-`ScaledStep.make` combines the gradients of all replicas, tests them, and lets a `Decision` make or
-skip the step on all replicas. An `OutcomeHandler` moves the scale and counts skipped steps.
+RFC 293, "LossScaleOptimizer Overview" and "All-reducing in float16". Read `make_step` downward: it
+combines the gradients of all replicas, tests them, makes or skips the step on all replicas, moves
+the scale and notes a skipped step.
 """
 
 import dataclasses
@@ -15,305 +15,297 @@ from keras_mp.hooks import observers
 from keras_mp.step import finiteness, gradients, replicas, scaled_losses, under_way
 from keras_mp.step.calls import GradientState
 from keras_mp.step.gradients import Gradient, Sums
+from keras_mp.step.not_finite import UNKNOWN, count_of_replicas
 from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
-from keras_mp.step.outcomes import OutcomeHandler
 from keras_mp.step.scaler import Scaler
+from keras_mp.step.skip_report import SkippedStep
+from keras_mp.step.state_rollback import KeptValues, name_of, read
 from keras_mp.step.summing import summed
-from keras_mp.support import host, selection
+from keras_mp.support import features, host, variable_ops
+from keras_mp.tensorflow_api import graphs
+from keras_mp.tensorflow_api.features import WITHOUT_BRANCHES
 
+Operation = tf.Operation | None
 _NEVER_SCALED = GradientState()
 
 
-@dataclasses.dataclass(frozen=True)
-class ScaledStep:
-    """A step of a replica.
-
-    Args:
-        adapter: `OptimizerAdapter`, built, which applies the gradients.
-        state: `GradientState` of the gradients. Defaults to the state of gradients that were never
-            scaled.
-        scaler: the `Scaler` of the step; None (the default) if nothing is scaled or skipped.
-        reduce_dtype: DType in which float32 gradients are summed over replicas without a scaler.
-            Defaults to float32.
-        model: function that returns the model that is trained, or None; None (the default) if there
-            is no model.
-    """
-
-    adapter: OptimizerAdapter
-    state: GradientState = _NEVER_SCALED
-    scaler: Scaler | None = None
-    reduce_dtype: tf.DType = tf.float32
-    model: Callable[[], Any] | None = None
-
-    @property
-    def handler(self) -> OutcomeHandler | None:
-        """The `OutcomeHandler`; None if no step is ever skipped."""
-        return self.scaler and self.scaler.handler
-
-    def make(
-        self, pairs: Pairs, *, aggregate: bool = True, name: str | None = None
-    ) -> tuple[tf.Operation | None, tf.Tensor | None]:
-        """Makes the step, once, in a replica context.
-
-        Args:
-            pairs: sequence of (gradient, variable) pairs.
-            aggregate: bool. Whether the gradients are to be summed over replicas.
-            name: str. Name of the operation.
-
-        Returns:
-            tuple of the operation that makes the step in a TensorFlow 1 graph, else None; and of
-            the verdict, a bool scalar tensor that is the same on every replica, or None where no
-            step is skipped.
-        """
-        state, scaler, divisor = self.state, self.scaler, self.state.divisor()
-        if scaler is not None:
-            scaler.begin_step([gradient for gradient, _ in pairs], state.scaled)
-        observers.tell(observers.Observer.gradients, pairs, divisor, state.scaled_by)
-        step = self._combined(pairs, divisor, aggregate, name)
-        step.judge(aggregate)
-        is_whole = self.handler is None or not self.adapter.accumulates()
-        carry_out = Decision.carry_out if is_whole else Decision.accumulate
-        operation = replicas.decide_for_all_replicas(
-            lambda *given: carry_out(Decision(*given)),
-            (step.finite, state.is_allowed),
-            step,
-            ReplicaStep.apply,
-        )
-        if scaler is not None:
-            scaler.end_step()
-        return operation, step.finite
-
-    def _combined(
-        self, pairs: Pairs, divisor: tf.Tensor | None, aggregate: bool, name: str | None
-    ) -> "ReplicaStep":
-        """Sums the gradients of all replicas, and keeps what a skipped step needs.
-
-        The sums are unscaled. For variables that are overwritten, the new values stand in place of
-        gradients.
-        """
-        adapter, scaler, variables = self.adapter, self.scaler, [v for _, v in pairs]
-        under, noted = under_way.thread.step, None
-        kept = under.keep(variables if self.handler else ())
-        has_examples = under.has_examples()
-        if self.handler is not None:
-            noted = self.handler.before(self.state, pairs, kept)
-        if self.state.unclipped:
-            self.state.unclipped.clear()
-        grads, new_values = self._split(pairs)
-        grads = [*adapter.widened(grads), *self._verdicts(kept, has_examples)]
-        sums, sent = Sums(grads, divisor), None
-        if aggregate:
-            sums, sent = summed(
-                sums,
-                variables,
-                adapter,
-                scaled_by=self.state.scaled_by,
-                reduce_dtype=scaler.reduce_dtype if scaler else self.reduce_dtype,
-                may_skip=self.handler is not None,
-            )
-        is_one_by_one = bool(new_values) or adapter.accumulates()
-        sums = sums.unscaled()
-        if is_one_by_one:
-            sums = Sums([new_values.get(i, g) for i, g in enumerate(sums.one_by_one())])
-        return ReplicaStep(self, variables, sums, sent, kept, noted, has_examples, name)
-
-    def _split(self, pairs: Pairs) -> tuple[list[Gradient], dict[int, Gradient]]:
-        """Splits gradients from new values, which some variables have in their place.
-
-        New values were never scaled. If they were divided along with the gradients, that is undone.
-
-        Returns:
-            tuple of the gradients, which are None for these variables, and of the new values by
-            position.
-        """
-        grads, values = [g for g, _ in pairs], {}
-        for i, (gradient, variable) in enumerate(pairs):
-            if gradient is not None and self.adapter.is_overwritten(variable):
-                is_divided = self.state.is_divided()
-                values[i], grads[i] = gradient, None
-                if is_divided is not False:
-                    factor = tf.where(is_divided, self.state.scaled_by, 1.0)
-                    [values[i]] = gradients.scale([gradient], factor)
-        return grads, values
-
-    def _verdicts(self, kept: under_way.Kept, has_examples: tf.Tensor | None) -> list[Gradient]:
-        """Returns verdicts as gradients (NaN for False), summed and tested with others."""
-        # Statistics of a batch without examples are not finite, though its gradients may be.
-        is_marked = has_examples is not None and kept.may_have_changed()
-        verdicts = self.state.was_finite, has_examples if is_marked else None
-        return [tf.where(is_good, 0.0, float("nan")) for is_good in verdicts if is_good is not None]
-
-
 @dataclasses.dataclass
-class ReplicaStep:
-    """The step of a replica, with gradients combined with those of other replicas.
+class _Replica:
+    """What a replica takes to where all replicas meet.
 
     Attributes:
-        step: the `ScaledStep`.
-        variables: the variables of the gradients.
-        sums: the `Sums` that are applied, followed by marks.
-        sent: the `Sums` that this replica sent to the others; None if it sent none.
+        state: the `GradientState` of its gradients.
+        sums: the `Sums` that are applied.
         kept: the values to restore if the step is skipped.
-        noted: what `SkipObserver.before` has noted.
         has_examples: bool scalar tensor; None if that is certain, or not known.
-        name: str or None. The name of the operation.
-        finite: bool scalar tensor, the verdict; None if there is none.
-        totals: the `Sums` that were tested; None if the gradients of this replica were.
-        tested: the variables of the gradients that were tested, some of them accumulated before.
+        own: the gradients that it has computed, as it sent them or as they were before the user
+            clipped them, in which values that are not finite are counted.
+        totals: the gradients that were tested, if these are others.
+        tested: the variables of the gradients that were tested.
     """
 
-    step: ScaledStep
-    variables: Sequence[Any]
+    state: GradientState
     sums: Sums
-    sent: Sums | None
     kept: under_way.Kept
-    noted: Any
     has_examples: tf.Tensor | None
-    name: str | None = None
-    finite: tf.Tensor | None = None
-    totals: Sums | None = None
-    tested: Sequence[Any] = ()
-
-    def judge(self, aggregate: bool) -> None:
-        """Tests whether all gradients and marks are finite, on all replicas."""
-        adapter, tested, count = self.step.adapter, self.sums, len(self.variables)
-        self.sums = dataclasses.replace(tested, count=count)
-        if self.step.handler is None:
-            return
-        values, self.tested = tested.values, self.variables
-        self.totals = None if self.sent is None else self.sums
-        if adapter.accumulates():
-            pairs = adapter.totals(list(zip(values[:count], self.variables, strict=True)))
-            self.tested, self.totals = [v for _, v in pairs], Sums([total for total, _ in pairs])
-            values = [*self.totals.values, *values[count:]]
-        finite: Any = finiteness.all_finite(values)
-        if not aggregate and replicas.are_several():
-            finite = replicas.agree(finite)
-        self.finite = finite
-
-    def apply(self) -> Any:
-        """Lets the optimizer apply the gradients."""
-        adapter = self.step.adapter
-        pairs = list(zip(self.sums.one_by_one(), self.variables, strict=True))
-        with scaled_losses.applying():
-            return adapter.apply(pairs, self.name, aggregate=False)
+    own: Callable[[], Sequence[Gradient]]
+    totals: Callable[[], Sequence[Gradient]] | None
+    tested: Sequence[Any]
 
     def release(self) -> None:
         """Releases values that only a skipped step needs; in eager they take memory."""
         self.kept.release()
         if tf.executing_eagerly():
-            self.noted = self.sent = self.totals = None
+            self.own, self.totals = lambda: (), None
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """The decision on a step: make, skip or refuse it.
+def make_step(
+    adapter: OptimizerAdapter,
+    pairs: Pairs,
+    state: GradientState = _NEVER_SCALED,
+    scaler: Scaler | None = None,
+    *,
+    reduce_dtype: tf.DType = tf.float32,
+    aggregate: bool = True,
+    name: str | None = None,
+    paths: Callable[[], dict[int, str]] = dict,
+) -> tuple[Operation, tf.Tensor | None]:
+    """Makes a step of a replica, once, in a replica context.
 
-    It is one for all replicas that meet, and one for each where they decide alike by themselves.
-    Each branch only does its own work, so that a good step has little to do.
+    Args:
+        adapter: `OptimizerAdapter`, built, which applies the gradients.
+        pairs: sequence of (gradient, variable) pairs.
+        state: `GradientState` of the gradients. Defaults to the state of gradients that were never
+            scaled.
+        scaler: the `Scaler` of the step; None (the default) if nothing is scaled or skipped.
+        reduce_dtype: DType in which float32 gradients are summed over replicas without a scaler.
+            Defaults to float32.
+        aggregate: bool. Whether the gradients are to be summed over replicas.
+        name: str. Name of the operation.
+        paths: function that returns the names of variables that are known, by their ids. Defaults
+            to none.
 
-    Attributes:
-        finite: bool scalar tensor, the verdict; None if no step is ever skipped.
-        is_allowed: as in `GradientState`.
-        steps: the `ReplicaStep`s of all replicas that are at hand.
-        apply: function that lets each replica apply its gradients.
+    Returns:
+        tuple of the operation that makes the step in a TensorFlow 1 graph, else None; and of the
+        verdict, a bool scalar tensor that is the same on every replica, or None where no step is
+        skipped.
+    """
+    variables, may_skip = [v for _, v in pairs], scaler is not None and scaler.can_skip
+    if scaler is not None:
+        scaler.begin_step([gradient for gradient, _ in pairs], state.scaled)
+        reduce_dtype = scaler.reduce_dtype
+    divisor = state.scaled_by if state.scaled else None
+    observers.tell(observers.Observer.gradients, pairs, divisor, state.scaled_by)
+
+    # Combine the gradients of all replicas, and verdicts with them. For variables that are
+    # overwritten, the new values stand in place of gradients.
+    under = under_way.thread.step
+    kept, has_examples = under.keep(variables, adapter.optimizer, may_skip), under.has_examples()
+    grads, new_values = _split(adapter, state, pairs)
+    unclipped = _changed_since(state.unclipped, grads) if state.unclipped else []
+    if state.unclipped:
+        state.unclipped.clear()
+    marks = _marks(state, kept, has_examples)
+    sums, sent = Sums([*adapter.widened(grads), *marks], divisor), None
+    if aggregate:
+        how = {"scaled_by": state.scaled_by, "reduce_dtype": reduce_dtype, "may_skip": may_skip}
+        sums, sent = summed(sums, variables, adapter, **how)
+    sums = sums.unscaled()
+    if new_values or adapter.accumulates():
+        sums = Sums([new_values.get(i, g) for i, g in enumerate(sums.one_by_one())])
+
+    # Test them. The verdict is the same on every replica.
+    values, finite, tested, totals = sums.values, None, variables, sums if sent else None
+    sums = dataclasses.replace(sums, count=len(variables))
+    if may_skip:
+        if adapter.accumulates():
+            single = list(zip(values[: len(variables)], variables, strict=True))
+            of_totals, tested = zip(*adapter.totals(single), strict=True)
+            values, totals = [*of_totals, *values[len(variables) :]], Sums(list(of_totals))
+        finite = finiteness.all_finite(values)
+        if not aggregate and replicas.are_several():
+            finite = replicas.agree(finite)
+
+    def own() -> Sequence[Gradient]:
+        return unclipped or (sent or sums).one_by_one()
+
+    of_totals = None if totals is None else dataclasses.replace(totals, count=len(tested))
+    replica = _Replica(
+        *(state, sums, kept, has_examples, own, of_totals and of_totals.one_by_one, tested)
+    )
+
+    # Make or skip the step, once for all replicas.
+    def apply(replica: _Replica) -> Any:
+        with scaled_losses.applying():
+            single = list(zip(replica.sums.one_by_one(), variables, strict=True))
+            return adapter.apply(single, name, aggregate=False)
+
+    def decide(
+        finite: tf.Tensor | None, steps: Sequence[_Replica], apply: Callable[[], Any]
+    ) -> Operation:
+        def make() -> Operation:
+            for each in steps:
+                each.release()
+            return _operation([apply(), *(scaler.outcome(True) if scaler and may_skip else ())])
+
+        def skip() -> Operation:
+            assert scaler is not None
+            skipped = _skipped(adapter, steps, paths)
+            adapter.drop_accumulated()
+            put_back = [operation for each in steps for operation in each.kept.put_back()]
+            with tf.control_dependencies(put_back):
+                return _operation([*put_back, *scaler.outcome(False, skipped)])
+
+        def select() -> Operation:
+            assert scaler is not None
+            skipped = _skipped(adapter, steps, paths)
+            _write_if(finite, apply)
+            for each in steps:
+                each.kept.put_back(finite)
+            scaler.outcome(finite, skipped)
+
+        def accumulate() -> Operation:
+            operations = [_operation(apply())]
+            if any(each.kept for each in steps):
+                put_back = lambda: _operation([op for r in steps for op in r.kept.put_back()])  # noqa: E731
+                operations.append(tf.cond(finite, lambda: _operation([]), put_back))
+            return _operation([*operations, *(scaler.accumulated() if scaler else ())])
+
+        def complete() -> Operation:
+            may_select = host.is_compiled_by_xla() and features.is_on(WITHOUT_BRANCHES)
+            may_select = may_select and not adapter.accumulates()
+            if may_select and not tf.distribute.in_cross_replica_context():
+                return select()
+            # A function of its own could not meet other replicas, nor be part of a graph of
+            # TensorFlow 1.
+            must_stay = host.in_v1_graph() or _replicas_may_meet()
+            return tf.cond(finite, make, skip if must_stay else host.as_one_operation(skip))
+
+        if finite is None:
+            return make()
+        if not adapter.accumulates():
+            return complete()
+        return tf.cond(adapter.completes_step(), complete, accumulate)
+
+    operation = replicas.decide_for_all_replicas(decide, (finite,), replica, apply)
+    if scaler is not None:
+        scaler.end_step()
+    return operation, finite
+
+
+def _split(
+    adapter: OptimizerAdapter, state: GradientState, pairs: Pairs
+) -> tuple[list[Gradient], dict[int, Gradient]]:
+    """Splits gradients from new values, which some variables have in their place.
+
+    New values were never scaled. If they were divided along with the gradients, that is undone.
+
+    Returns:
+        tuple of the gradients, which are None for these variables, and of the new values by
+        position.
+    """
+    grads, values = [g for g, _ in pairs], {}
+    for i, (gradient, variable) in enumerate(pairs):
+        if gradient is not None and adapter.is_overwritten(variable):
+            values[i], grads[i] = gradient, None
+            if state.is_divided and state.scaled_by is not None:
+                [values[i]] = gradients.scale([gradient], state.scaled_by)
+    return grads, values
+
+
+def _marks(
+    state: GradientState, kept: under_way.Kept, has_examples: tf.Tensor | None
+) -> list[Gradient]:
+    """Returns verdicts as gradients (NaN for False), summed and tested with others."""
+    # Statistics of a batch without examples are not finite, though its gradients may be.
+    is_marked = has_examples is not None and kept.may_have_changed()
+    verdicts = state.was_finite, has_examples if is_marked else None
+    return [tf.where(is_good, 0.0, float("nan")) for is_good in verdicts if is_good is not None]
+
+
+def _changed_since(before: Sequence[Gradient], now: Sequence[Gradient]) -> list[Gradient]:
+    """Returns gradients as they were before the user changed (e.g. clipped) them.
+
+    `before` are the gradients that the user was given, in their order. The result is empty if none
+    has changed, or if the two do not correspond.
+    """
+    old = [gradient for gradient in before if gradient is not None]
+    new = {i: gradient for i, gradient in enumerate(now) if gradient is not None}
+    pairs = list(zip(old, new.values()))
+    if len(old) != len(new) or all(_dense(a) is _dense(b) for a, b in pairs):
+        return []
+    if not all(a.shape.is_compatible_with(b.shape) for a, b in pairs):
+        return []
+    aligned: list[Gradient] = [None] * len(now)
+    for i, gradient in zip(new, old):
+        aligned[i] = gradient
+    return aligned
+
+
+def _dense(gradient: Gradient) -> tf.Tensor | None:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _skipped(
+    adapter: OptimizerAdapter, steps: Sequence[_Replica], paths: Callable[[], dict[int, str]]
+) -> SkippedStep:
+    """Looks for Inf and NaN in a step that is skipped, or, without branches, may be."""
+    first, count = steps[0], tf.distribute.get_strategy().num_replicas_in_sync
+
+    def names(variables: Sequence[Any]) -> list[str]:
+        known = paths()
+        return [known.get(id(variable)) or name_of(variable) for variable in variables]
+
+    if host.in_v1_graph():
+        losses = [loss for each in steps for loss in each.state.losses]
+        is_known = len(steps) == count and all(each.state.losses for each in steps)
+        finite = [tf.reduce_all(tf.math.is_finite(loss)) for loss in losses]
+        loss_is_finite = tf.reduce_all(finite) if is_known else tf.constant(False)
+        return SkippedStep((), names, None, False, None, loss_is_finite, True)
+    of_replicas = [(each.state.losses, each.own(), each.has_examples) for each in steps]
+    totals = first.totals and first.totals()
+    counts = count_of_replicas(of_replicas, totals, len(first.tested))
+    loss_is_finite = tf.reduce_all(tf.equal(counts[:count, 0], 0))
+    has_overflowed: Any = True
+    if first.has_examples is not None:
+        has_examples = counts[:count, 0, 0] > UNKNOWN - 1
+        is_bad = tf.reduce_any(tf.not_equal(counts[:, 1:], 0), [1, 2])
+        has_cause = tf.reduce_any(is_bad[:count] & has_examples)
+        if totals is not None:
+            has_cause |= is_bad[-1] & tf.logical_not(tf.reduce_any(is_bad[:count]))
+        has_overflowed = has_cause | tf.reduce_all(has_examples)
+    return SkippedStep(
+        first.tested,
+        names,
+        counts,
+        totals is not None,
+        adapter.steps_made(),
+        loss_is_finite,
+        has_overflowed,
+    )
+
+
+def _write_if(finite: tf.Tensor, update: Callable[[], Any]) -> None:
+    """Lets a function write to variables on a condition, without a branch.
+
+    On a GPU, a branch copies its condition to the host, which waits for it. XLA makes one pass of
+    an update and of the selection of new or old values.
     """
 
-    finite: tf.Tensor | None
-    is_allowed: tf.Tensor | None
-    steps: Sequence[ReplicaStep]
-    apply: Callable[[], Any]
+    def write() -> None:
+        update()
 
-    @property
-    def _step(self) -> ScaledStep:
-        """The first replica's step, for all that is the same on all replicas."""
-        return self.steps[0].step
-
-    def carry_out(self) -> tf.Operation | None:
-        """Makes, skips or refuses the step.
-
-        In a TensorFlow 1 graph, the operation that it returns does so.
-        """
-        adapter, handler = self._step.adapter, self._step.handler
-
-        def good() -> tf.Operation | None:
-            for step in self.steps:
-                step.release()
-            return _operation([self.apply(), *(handler.good() if handler else [])])
-
-        if self.finite is None or handler is None:
-            return self._unless_refused(good)
-
-        handler.watch()
-
-        def skip() -> tf.Operation | None:
-            seen = handler.seen(self.steps)
-            adapter.drop_accumulated()
-            put_back = self._put_back()
-            with tf.control_dependencies(put_back):
-                noted = handler.bad(seen, self._loss_is_finite(seen))
-            return _operation([*put_back, *noted])
-
-        # A function of its own could not meet other replicas, nor be part of a graph of TensorFlow
-        # 1. Where there are no branches, it would save nothing.
-        must_stay = host.in_v1_graph() or _replicas_may_meet() or selection.is_without_branches()
-        if not must_stay:
-            skip = host.as_one_operation(skip)
-        if self.is_allowed is None:
-            return selection.choose(self.finite, good, skip)
-        # One number is copied to the host, for both verdicts.
-        outcome = tf.where(self.is_allowed, tf.where(self.finite, 0, 2), 1)
-        return selection.choose_among(outcome, [good, self._refuse, skip])
-
-    def accumulate(self) -> tf.Operation | None:
-        """Accumulates the gradients, or carries out the step that they complete.
-
-        If some of its gradients are not finite, the step is skipped when it is complete.
-        """
-        return tf.cond(
-            self._step.adapter.completes_step(),
-            self.carry_out,
-            lambda: self._unless_refused(self._add),
-        )
-
-    def _unless_refused(self, step: Callable[[], Any]) -> tf.Operation | None:
-        if self.is_allowed is None:
-            return step()
-        return selection.choose(self.is_allowed, step, self._refuse)
-
-    def _refuse(self) -> tf.Operation | None:
-        put_back = self._put_back()
-        self._step.state.refuse()
-        return _operation(put_back)
-
-    def _add(self) -> tf.Operation | None:
-        """Lets the optimizer accumulate the gradients; the complete step tests them."""
-        operations = [_operation(self.apply())]
-        if any(step.kept for step in self.steps):
-            put_back = tf.cond(
-                self.finite, lambda: _operation([]), lambda: _operation(self._put_back())
-            )
-            operations.append(put_back)
-        handler = self._step.handler
-        return _operation([*operations, *(handler.accumulated() if handler else [])])
-
-    def _put_back(self) -> list[tf.Operation]:
-        return [operation for step in self.steps for operation in step.kept.put_back()]
-
-    def _loss_is_finite(self, seen: Any) -> tf.Tensor:
-        """Returns whether the losses of all replicas are known to be finite.
-
-        It is a bool scalar.
-        """
-        if seen is not None:
-            return seen.loss_is_finite()
-        of_replicas = [step.step.state.losses for step in self.steps]
-        count = tf.distribute.get_strategy().num_replicas_in_sync
-        if len(self.steps) < count or not all(of_replicas):
-            return tf.constant(False)
-        return tf.reduce_all(
-            [tf.reduce_all(tf.math.is_finite(loss)) for losses in of_replicas for loss in losses]
-        )
+    traced = tf.function(write, autograph=False).get_concrete_function()
+    written = [
+        outside
+        for outside, inside in traced.graph.captures
+        if inside.dtype == tf.resource
+        and not all(variable_ops.only_reads(op, inside) for op in inside.consumers())
+    ]
+    dtypes = [graphs.handle_data(handle).shape_and_type[0].dtype for handle in written]
+    kept = KeptValues([(h, read(h, dtype)) for h, dtype in zip(written, dtypes, strict=True)])
+    traced()
+    kept.put_back(finite)
 
 
 def _replicas_may_meet() -> bool:
@@ -323,7 +315,7 @@ def _replicas_may_meet() -> bool:
     return not tf.distribute.in_cross_replica_context() or replicas.number_of_workers() > 1
 
 
-def _operation(result: Any) -> tf.Operation | None:
+def _operation(result: Any) -> Operation:
     """Returns the result of a branch: an operation in TensorFlow 1, else None."""
     if not host.in_v1_graph():
         return None

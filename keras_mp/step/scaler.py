@@ -1,9 +1,11 @@
 """A `Scaler`: a loss scale with its calls, and with the outcomes of steps.
 
-RFC 293, "LossScaleOptimizer Overview". `LossScaleOptimizer`, `GradScaler` and the optimizer of
-TensorFlow 1 have one each.
+RFC 293, "LossScaleOptimizer Overview": steps whose gradients are not finite are skipped.
+`LossScaleOptimizer` and the optimizer of TensorFlow 1 have a `Scaler` each. A `GradScaler`, which
+several optimizers share, has a `SharedScaler`.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -12,12 +14,16 @@ import tensorflow as tf
 from keras_mp.hooks import observers
 from keras_mp.step import replicas, under_way
 from keras_mp.step.calls import Calls
+from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.gradients import Gradient
-from keras_mp.step.loss_scales import LossScale
-from keras_mp.step.outcomes import OutcomeHandler, SkippedSteps
+from keras_mp.step.loss_scales import LossScale, state_variable
+from keras_mp.step.schedule import LossScaleState, bad_steps_after
+from keras_mp.step.skip_report import SkippedStep, SkipReport
 from keras_mp.support import validation
+from keras_mp.support.host import chosen
 
 C = TypeVar("C", bound=Calls)
+Truth = bool | tf.Tensor
 
 
 class Scaler(Generic[C]):
@@ -25,10 +31,11 @@ class Scaler(Generic[C]):
 
     Attributes:
         loss_scale: the `LossScale`.
-        calls: the `Calls`, which record each call, and scale and unscale.
+        calls: the `Calls`, which note each call, and scale and unscale.
         reduce_dtype: DType in which float32 gradients are summed over replicas.
-        skipped: the `SkippedSteps`.
-        handler: the `OutcomeHandler`; None if no step is ever skipped.
+        can_skip: bool. Whether a step may be skipped.
+        steps_skipped: int64 variable. How many steps were skipped.
+        report: the `SkipReport`.
 
     Args:
         loss_scale: `LossScale`.
@@ -41,7 +48,8 @@ class Scaler(Generic[C]):
         raise_after_skips: int, or None for never (the default).
     """
 
-    new_handler: type[OutcomeHandler] = OutcomeHandler
+    # Whether several optimizers share it.
+    is_shared = False
 
     def __init__(
         self,
@@ -54,38 +62,43 @@ class Scaler(Generic[C]):
         warn_after_skips: int | None,
         raise_after_skips: int | None = None,
     ) -> None:
-        can_skip = skip_nonfinite or loss_scale.moves
-        replicas.check_strategy(may_skip=can_skip)
-        self.loss_scale, self.calls = loss_scale, calls
+        self.can_skip = skip_nonfinite or loss_scale.moves
+        replicas.check_strategy(may_skip=self.can_skip)
+        self.loss_scale: Any = loss_scale
+        self.calls = calls
         self.reduce_dtype = replicas.reduce_dtype_of(reduce_dtype, aggregate_in_float16)
-        self.skipped = SkippedSteps(
+        with tf.init_scope():
+            self.steps_skipped = state_variable(0, tf.int64, "steps_skipped")
+            self._moved: Any = loss_scale if loss_scale.moves or not self.can_skip else _Counter()
+        self.report = SkipReport(
             loss_scale,
             validation.integer_or_none("warn_after_skips", warn_after_skips),
             validation.integer_or_none("raise_after_skips", raise_after_skips),
-            calls.reports,
+            self.is_shared,
         )
-        self.handler: OutcomeHandler | None = None
-        if can_skip:
-            self.handler = self.new_handler(loss_scale, self.skipped)
 
-    def begin_step(self, grads: Sequence[Gradient], scaled: Any) -> None:
+    @property
+    def skips_in_a_row(self) -> tf.Variable:
+        """The number of steps skipped since the last good one, an int64 variable."""
+        return self._moved.num_bad_steps
+
+    def begin_step(self, grads: Sequence[Gradient], scaled: bool) -> None:
         """Begins a step.
 
         Args:
             grads: the gradients of this replica.
-            scaled: bool, or bool scalar tensor. Whether they are still scaled.
+            scaled: bool. Whether they are still scaled.
         """
         observers.tell(observers.Observer.step_begins)
-        self.collect_reports()
         # Checked again, since the scaler may have been made outside of the strategy's scope.
-        replicas.check_strategy(may_skip=self.handler is not None)
+        replicas.check_strategy(may_skip=self.can_skip)
         if replicas.number_of_workers() > 1:
             with tf.init_scope():
                 scale = repr(self.loss_scale)
             facts = {
                 "loss_scale": scale,
                 "reduce_dtype": self.reduce_dtype.name,
-                "gradients are still scaled": scaled if isinstance(scaled, bool) else "not known",
+                "gradients are still scaled": scaled,
             }
             observers.tell(observers.Observer.workers_meet, self, grads, facts)
 
@@ -93,12 +106,146 @@ class Scaler(Generic[C]):
         """Ends a step that was made or skipped."""
         under_way.thread.step.begin()
 
-    def collect_reports(self) -> None:
-        """Issues the warnings of what XLA has compiled, which cannot call Python."""
-        self.calls.collect_reports()
-        self.skipped.report.collect()
+    def outcome(self, finite: Truth, skipped: SkippedStep | None = None) -> list[Any]:
+        """Moves the loss scale after a step, and counts and reports a skipped one.
+
+        It is called once for all replicas of a process, in the branch for such a step. A good step
+        is cheap: it moves the scale.
+
+        Args:
+            finite: True or False in a branch. Where XLA compiles there is none: a bool scalar
+                tensor.
+            skipped: `SkippedStep`; None if `finite` is True.
+
+        Returns:
+            list of operations.
+        """
+        if finite is True or skipped is None:
+            return self._moved.move(True)[0]
+        before = self.loss_scale()
+        moved, consecutive = self._move_after_skip(finite, skipped)
+        with computed_after(moved):
+            added = chosen(finite, lambda: 0, lambda: 1)
+            counted = self.steps_skipped.assign_add(tf.cast(added, tf.int64), read_value=False)
+        with computed_after([counted]):
+            total = tf.convert_to_tensor(self.steps_skipped)
+            noted = self.report.note(skipped, finite, before, total, consecutive)
+        return [*moved, counted, *noted]
+
+    def _move_after_skip(self, finite: Truth, skipped: SkippedStep) -> tuple[list[Any], tf.Tensor]:
+        """Returns a list of operations, and the number of steps skipped in a row by now."""
+        return self._moved.move(
+            finite, skipped.loss_is_finite, _either(finite, skipped.has_overflowed)
+        )
+
+    def accumulated(self) -> list[Any]:
+        """Handles gradients that were accumulated for a step that is not complete yet."""
+        return []
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
-        of_handler = {} if self.handler is None else self.handler.variables()
-        return {**self.skipped.report.variables(), **self.calls.variables(), **of_handler}
+        of_scale = {}
+        if isinstance(self._moved, DynamicLossScale):
+            of_scale = self._moved.hidden_variables()
+        elif isinstance(self._moved, _Counter):
+            of_scale = {"skips_in_a_row": self.skips_in_a_row}
+        return {**self.report.variables(), **self.calls.variables(), **of_scale}
+
+
+# The outcomes of a step, from good to bad. `update` moves the scale by the worst outcome since the
+# last `update`. GOOD: the step was made. UNFINISHED: the step says nothing about the scale, as its
+# gradients were accumulated for a later step, or a replica had no examples. OVERFLOWED: the step
+# was skipped although its loss is finite. BAD: it was skipped, and its loss is not known to be
+# finite.
+_GOOD, _UNFINISHED, _OVERFLOWED, _BAD = 0, 1, 2, 3
+
+
+class SharedScaler(Scaler[C]):
+    """A `Scaler` of several optimizers, whose scale moves, and whose step ends, at `update`.
+
+    PyTorch's AMP feature proposal, "Gradient scaling".
+    """
+
+    is_shared = True
+
+    def __init__(self, loss_scale: LossScale, calls: C, **arguments: Any) -> None:
+        super().__init__(loss_scale, calls, **arguments)
+        with tf.init_scope():
+            self._worst = state_variable(_GOOD, tf.int64, "worst_verdict")
+
+    def end_step(self) -> None:
+        """Does nothing, since `update` ends the step of all optimizers."""
+
+    def outcome(self, finite: Truth, skipped: SkippedStep | None = None) -> list[Any]:
+        """Notes the outcome of a step until `update`, and counts and reports a skipped one."""
+        # GOOD is no worse than any outcome.
+        return [] if finite is True else super().outcome(finite, skipped)
+
+    def _move_after_skip(self, finite: Truth, skipped: SkippedStep) -> tuple[list[Any], tf.Tensor]:
+        outcome = chosen(skipped.loss_is_finite, lambda: _OVERFLOWED, lambda: _BAD)
+        outcome = chosen(skipped.has_overflowed, lambda: outcome, lambda: _UNFINISHED)
+        outcome = chosen(finite, lambda: _GOOD, lambda: outcome)
+        return [self._note(outcome)], self.skips_in_a_row + 1
+
+    def accumulated(self) -> list[Any]:
+        """Handles gradients that were accumulated for a step that is not complete yet."""
+        return [self._note(_UNFINISHED)]
+
+    def update(self, has_stepped: bool, new_scale: tf.Tensor | None = None) -> None:
+        """Moves the scale by the worst outcome since the last call.
+
+        It is called once for all replicas. In a graph there is no branch, since a GPU would wait
+        for it.
+
+        Args:
+            has_stepped: bool. Whether a step was made or skipped at all.
+            new_scale: float32 scalar tensor. The new value of a dynamic scale; if it is None, the
+                outcome moves the scale.
+        """
+        worst = tf.convert_to_tensor(self._worst)
+        self._worst.assign(_GOOD, read_value=False)
+        is_good, loss_is_finite = tf.equal(worst, _GOOD), tf.equal(worst, _OVERFLOWED)
+        if has_stepped and tf.executing_eagerly():
+            if worst != _UNFINISHED:
+                self._moved.move(bool(is_good), loss_is_finite)
+        elif has_stepped:
+            self._moved.move(is_good, loss_is_finite, tf.not_equal(worst, _UNFINISHED))
+        if new_scale is not None and isinstance(self.loss_scale, DynamicLossScale):
+            zero = tf.zeros([], tf.int64)
+            self.loss_scale.assign(LossScaleState(new_scale, zero, self.skips_in_a_row))
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """Returns the variables that are not part of checkpoints, by name."""
+        return {**super().variables(), "worst_verdict": self._worst}
+
+    def _note(self, outcome: Any) -> Any:
+        outcome = tf.maximum(self._worst, tf.cast(outcome, tf.int64))
+        return self._worst.assign(outcome, read_value=False)
+
+
+def computed_after(operations: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager in which a graph computes after some operations.
+
+    Eager code has no operations.
+    """
+    return tf.control_dependencies([op for op in operations if isinstance(op, tf.Operation)])
+
+
+def _either(first: Truth, second: Truth) -> Truth:
+    return chosen(first, lambda: True, lambda: second)
+
+
+class _Counter:
+    """Counts the steps skipped in a row, in place of a loss scale that moves."""
+
+    def __init__(self) -> None:
+        self.num_bad_steps = state_variable(0, tf.int64, "bad_steps")
+
+    def move(
+        self, finite: Truth, loss_is_finite: Truth = False, when: Truth = True
+    ) -> tuple[list[Any], tf.Tensor]:
+        """Counts a step, as `DynamicLossScale.move` does."""
+        del loss_is_finite
+        consecutive = bad_steps_after(self.num_bad_steps, finite)
+        consecutive = chosen(when, lambda: consecutive, lambda: self.num_bad_steps)
+        return [self.num_bad_steps.assign(consecutive, read_value=False)], consecutive

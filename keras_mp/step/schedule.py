@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp.support import host
-from keras_mp.support.selection import chosen
+from keras_mp.support.host import chosen
 
 # Where a dynamic loss scale starts, and where it stops falling: at the smallest float16.
 INITIAL_LOSS_SCALE, MIN_LOSS_SCALE = 2.0**15, 2.0**-24
@@ -21,8 +21,6 @@ INITIAL_LOSS_SCALE, MIN_LOSS_SCALE = 2.0**15, 2.0**-24
 _AT_1, _BELOW_1 = (6.0, 1 / 6), (3.0, 1 / 10)
 # The number of good steps after which a scale below 1 grows: at first, and at most.
 _FIRST_WAIT, _LONGEST_WAIT = 10.0, 320.0
-# A back-off is a lone one if it comes after at least this many good steps.
-_LONE = 2
 
 
 class LossScaleState(NamedTuple):
@@ -55,8 +53,6 @@ class History(NamedTuple):
         bad_steps: Bad steps since the scale last moved; counted only if some are tolerated.
         fallen_to: The scale after it last backed off.
         wait: Good steps after which a scale below 1 grows. It doubles with each growth that failed.
-        lone_back_offs: How often the scale has backed off since it last grew, though the steps
-            before were good.
     """
 
     evidence: Any = _AT_1[0]
@@ -65,7 +61,6 @@ class History(NamedTuple):
     bad_steps: Any = 0.0
     fallen_to: Any = 2.0**126
     wait: Any = _FIRST_WAIT
-    lone_back_offs: Any = 0.0
 
 
 def next_state(
@@ -242,9 +237,6 @@ class Schedule(NamedTuple):
         else:
             starts_again = moves | (scale >= 1)
         good_steps = tf.where(starts_again, 0.0, good_steps)
-        # With hysteresis, the steps before a back-off are always bad.
-        is_lone = good_before >= _LONE if self.hysteresis == 1 else evidence < enough
-        lone_back_offs = tf.where(has_grown, 0.0, history.lone_back_offs)
         wait = self._wait_after_growth(scale, history)
         after = History(
             # Now the next bad step in a row is evidence enough.
@@ -254,7 +246,6 @@ class Schedule(NamedTuple):
             bad_steps=bad_steps,
             fallen_to=tf.where(moves, lowered, history.fallen_to),
             wait=tf.where(moves & has_failed, 2 * wait, wait),
-            lone_back_offs=lone_back_offs + tf.cast(moves & is_lone, tf.float32),
         )
         return LossScaleState(lowered, tf.cast(good_steps, tf.int64), num_bad_steps), after
 

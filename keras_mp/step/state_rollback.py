@@ -11,13 +11,13 @@ This module needs TensorFlow only; it asks a model for its `weights`.
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_mp.step import under_way
-from keras_mp.step.batch import Batch, Input, batch_of
 from keras_mp.support import attributes, function_graphs, host, messages, variable_ops
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.variables import scope
@@ -38,10 +38,6 @@ class Weight(NamedTuple):
     dtype: tf.DType
     is_trained: bool
 
-    def read(self) -> tf.Tensor:
-        """Returns its value in this replica, not cast, in any context."""
-        return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
-
     @property
     def name(self) -> str:
         """The name that the user knows."""
@@ -61,16 +57,19 @@ def name_of(variable: Any) -> str:
     return getattr(first, "path", None) or first.name.partition(":")[0]
 
 
+def read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Returns the value of a variable in this replica, not cast, in any context."""
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+
+
 class KeptValues(under_way.Kept):
     """The values that a replica restores if the step is skipped.
 
     Args:
-        weights: sequence of Weight: those that the step trains, and those that were remembered.
         old: list of handles, each with the value that the variable had.
     """
 
-    def __init__(self, weights: Sequence[Weight], old: list[tuple[tf.Tensor, tf.Tensor]]) -> None:
-        self.weights = weights
+    def __init__(self, old: list[tuple[tf.Tensor, tf.Tensor]]) -> None:
         self._old = old
 
     def __bool__(self) -> bool:
@@ -83,15 +82,15 @@ class KeptValues(under_way.Kept):
         """
         if not tf.executing_eagerly():
             return bool(self)
-        now = (tf.raw_ops.ReadVariableOp(resource=h, dtype=old.dtype) for h, old in self._old)
-        return any(
-            bool(tf.reduce_any(tf.not_equal(value, old)))
-            for value, (_, old) in zip(now, self._old, strict=True)
-        )
+        now = (read(handle, old.dtype) for handle, old in self._old)
+        return any(_differ(value, old) for value, (_, old) in zip(now, self._old))
 
-    def put_back(self) -> list[tf.Operation]:
-        """Restores the values, in any context and also for all replicas."""
-        ops = [tf.raw_ops.AssignVariableOp(resource=h, value=value) for h, value in self._old]
+    def put_back(self, unless: tf.Tensor | None = None) -> list[tf.Operation]:
+        """Restores the values, unless a tensor is True."""
+        ops = []
+        for handle, old in self._old:
+            value = old if unless is None else tf.where(unless, read(handle, old.dtype), old)
+            ops.append(tf.raw_ops.AssignVariableOp(resource=handle, value=value))
         return [op for op in ops if op is not None]
 
     def release(self) -> None:
@@ -117,7 +116,7 @@ def training_step(*models: Any) -> Iterator[None]:
     a `GradScaler`, a step ends with `update`: what was assigned since the last one is put back if
     any optimizer is skipped.
 
-    An exception in eager code puts the same values back.
+    An exception in eager code puts the same values back, unless functions have made steps since.
 
     In the graph mode of TensorFlow 1 it does nothing. A model that is built by its first batch has
     no weights before that, so nothing is known that could be put back after that batch.
@@ -188,7 +187,11 @@ class _Step(under_way.StepUnderWay):
     def __init__(self, variables: Iterable[tuple[Any, bool]]) -> None:
         self.graph = host.current_graph()
         self.weights: dict[int, Weight] = {}
-        self._batch = Batch([])
+        self._examples: tf.Tensor | None = None
+        # Whether an optimizer makes its step, in eager.
+        self._is_applying = False
+        # The optimizers of the weights, and how many steps each had made when the step began.
+        self._made: list[tuple[Any, tf.Tensor]] = []
         # The values that were read in eager, by the ids of the handles.
         self._values: dict[int, tf.Tensor] = {}
         # The number of operations that each graph had when the step began there.
@@ -199,41 +202,55 @@ class _Step(under_way.StepUnderWay):
 
     def add(self, variables: Iterable[tuple[Any, bool]]) -> None:
         """Remembers the values of more variables."""
-        weights = weights_of(variables)
-        self._read({key: w for key, w in weights.items() if key not in self.weights})
-        self.weights = {**weights, **self.weights}
+        new = {k: w for k, w in _weights_of(variables).items() if k not in self.weights}
+        self.weights = {**self.weights, **new}
+        self._read(new)
 
-    def watch_inputs(self, given: Iterable[tuple[str, Any, tf.DType]]) -> None:
-        self._batch = batch_of(given)
-
-    def inputs(self) -> Sequence[Input]:
-        return self._batch.inputs if self.graph is host.current_graph() else []
+    def watch(self, batch: Any) -> None:
+        tensors = (each for each in tf.nest.flatten(batch) if isinstance(each, tf.Tensor))
+        self._examples = next((each for each in tensors if each.shape.rank), None)
 
     def has_examples(self) -> tf.Tensor | None:
-        return self._batch.has_examples() if self.graph is host.current_graph() else None
+        if self._examples is None or self.graph is not host.current_graph():
+            return None
+        size = self._examples.shape[0]
+        if size is not None:
+            return None if size else tf.constant(False)
+        return tf.shape(self._examples)[0] > 0
 
-    def keep(self, trained: Iterable[Any]) -> under_way.Kept:
+    def keep(self, trained: Sequence[Any], optimizer: Any, may_skip: bool) -> under_way.Kept:
         if host.in_v1_graph():
             return under_way.Kept()
-        weights = weights_of((variable, True) for variable in trained)
-        old = self._old_values(weights)
-        return KeptValues([*{**weights, **self.weights}.values()], old)
+        weights = _weights_of((variable, True) for variable in trained)
+        if hasattr(optimizer, "iterations"):
+            is_new = _trained_by.setdefault(optimizer, set()).isdisjoint(weights)
+            _trained_by[optimizer].update(weights)
+            if is_new and self.graph is None:
+                self._made += _steps_made([optimizer])
+        self._is_applying = True
+        return KeptValues(self._old_values(weights)) if may_skip else under_way.Kept()
 
     def begin(self) -> None:
         """Remembers the values again, in this graph or in eager."""
         graph = host.current_graph()
         if graph is not None:
             self._starts[graph] = len(graph.get_operations())
+        self._is_applying = False
         self._read(self.weights)
 
     def put_back(self) -> None:
         """Restores in eager what was written since the step began.
 
-        If a step was made inside, only later writes are undone.
+        If a step was made inside, only later writes are undone; if functions have made some, these
+        are unknown.
         """
-        if tf.executing_eagerly():
+        if not tf.executing_eagerly():
+            return
+        made = zip(self._made, _steps_made(optimizer for optimizer, _ in self._made))
+        is_made = any(_differ(now, before) for (_, before), (_, now) in made)
+        if self._is_applying or not is_made:
             old = [(self.weights[key].handle, value) for key, value in self._values.items()]
-            KeptValues((), old).put_back()
+            KeptValues(old).put_back()
 
     def _old_values(self, trained: dict[int, Weight]) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Returns handles and old values of variables that the step may have written."""
@@ -265,9 +282,25 @@ class _Step(under_way.StepUnderWay):
         return old
 
     def _read(self, weights: dict[int, Weight]) -> None:
-        values = {key: weight.read() for key, weight in weights.items()}
+        if self.graph is None:
+            trained = (o for o, keys in _trained_by.items() if not keys.isdisjoint(self.weights))
+            self._made = _steps_made(trained)
+        values = {key: read(weight.handle, weight.dtype) for key, weight in weights.items()}
         if tf.executing_eagerly():
             self._values.update(values)
+
+
+# The optimizers that count their steps, and the ids of the handles of what they have trained.
+_trained_by: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary()
+
+
+def _steps_made(optimizers: Iterable[Any]) -> list[tuple[Any, tf.Tensor]]:
+    with tf.init_scope():
+        return [(each, tf.convert_to_tensor(each.iterations)) for each in list(optimizers)]
+
+
+def _differ(now: tf.Tensor, before: tf.Tensor) -> bool:
+    return bool(tf.reduce_any(tf.not_equal(now, before)))
 
 
 class _History:
@@ -311,7 +344,7 @@ def _before_first_write(
     return value, False
 
 
-def weights_of(variables: Iterable[tuple[Any, bool]]) -> dict[int, Weight]:
+def _weights_of(variables: Iterable[tuple[Any, bool]]) -> dict[int, Weight]:
     """Returns weights by the ids of their handles, in a replica context.
 
     Args:

@@ -5,20 +5,14 @@ skipped step has nothing to restore. This module needs TensorFlow only.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 
 class Kept:
-    """What a replica restores if the step is skipped; for this base class, nothing.
-
-    Attributes:
-        weights: the `Weight`s of the step; None if only those that it trains are known.
-    """
-
-    weights: Sequence[Any] | None = None
+    """What a replica restores if the step is skipped; for this base class, nothing."""
 
     def __bool__(self) -> bool:
         return False
@@ -27,8 +21,14 @@ class Kept:
         """Whether the step has written to a weight."""
         return False
 
-    def put_back(self) -> list[tf.Operation]:
-        """Restores the values, in any context and also for all replicas."""
+    def put_back(self, unless: tf.Tensor | None = None) -> list[tf.Operation]:
+        """Restores the values, in any context and also for all replicas.
+
+        Args:
+            unless: bool scalar tensor. If it is True, the variables keep the values that they have.
+                Defaults to None, for False.
+        """
+        del unless
         return []
 
     def release(self) -> None:
@@ -38,32 +38,25 @@ class Kept:
 class StepUnderWay:
     """A step that is under way in a thread; this base class knows nothing of it."""
 
-    def keep(self, trained: Iterable[Any]) -> Kept:
+    def keep(self, trained: Sequence[Any], optimizer: Any, may_skip: bool) -> Kept:
         """Returns what to restore if the optimizer's step is skipped.
 
         Called in a replica context, before anything is applied.
 
         Args:
-            trained: iterable of the variables that the step trains. For other trainable weights it
-                is unknown whether the forward pass or another step has written to them.
+            trained: the variables that the step trains. For other trainable weights it is unknown
+                whether the forward pass or another step has written to them.
+            optimizer: what trains them.
+            may_skip: bool. Whether the step may be skipped.
         """
-        del trained
+        del trained, optimizer, may_skip
         return Kept()
 
     def has_examples(self) -> tf.Tensor | None:
         """Returns whether the batch has examples; None if that is certain, or not known."""
 
-    def inputs(self) -> Sequence[Any]:
-        """Returns the `Input`s of the model, as far as this graph knows."""
-        return []
-
-    def watch_inputs(self, given: Iterable[tuple[str, Any, tf.DType]]) -> None:
-        """Notes what the model is given.
-
-        Args:
-            given: iterable of names, structures of tensors, and the dtypes to which the model casts
-                them.
-        """
+    def watch(self, batch: Any) -> None:
+        """Notes the batch that the model is given, a structure of tensors."""
 
     def begin(self) -> None:
         """Begins anew after an optimizer's step was made or skipped."""

@@ -108,3 +108,21 @@ def in_v1_graph() -> bool:
 def current_graph() -> Any:
     """Returns the graph that is being built, or None in eager."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def chosen(
+    condition: bool | tf.Tensor, value: Callable[[], Any], otherwise: Callable[[], Any]
+) -> Any:
+    """Returns one of two values, without a branch.
+
+    On a GPU, a branch copies its condition to the host, which waits for it. Eager code computes
+    only the value that it returns.
+
+    Args:
+        condition: bool, or bool scalar tensor.
+        value: function that returns the value if it is True.
+        otherwise: function that returns the value if it is False.
+    """
+    if isinstance(condition, bool) or tf.executing_eagerly():
+        return value() if condition else otherwise()
+    return tf.where(condition, value(), otherwise())

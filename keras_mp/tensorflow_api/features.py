@@ -114,8 +114,8 @@ WITHOUT_MEETING = Feature(
 )
 WITHOUT_BRANCHES = Feature(
     "compiled steps without branches",
-    "A step that XLA compiles (`jit_compile=True`) ends with an error. Other steps are the same.",
-    (graphs.create_op, graphs.handle_data),
+    "Numbers stay the same. A GPU waits in a step that XLA compiles (`jit_compile=True`).",
+    (graphs.handle_data,),
 )
 XLA = Feature(
     "ordinary graphs, as opposed to those that XLA compiles",

@@ -35,7 +35,7 @@ class LossScaleSaving(WrapperSaving):
         Args:
             store: dict-like, of names and arrays.
         """
-        self._scaler.collect_reports()
+        self._scaler.report.ask()
         super().save_own_variables(store)
         for name, variable in self._state().items():
             store[name] = variable.numpy()
@@ -152,7 +152,7 @@ class LossScaleSaving(WrapperSaving):
         return super()._lookup_dependency(name, *args, **kwargs)  # pyright: ignore
 
     def _state(self) -> dict[str, tf.Variable]:
-        state = {"steps_skipped": self._scaler.skipped.total}
+        state = {"steps_skipped": self._scaler.steps_skipped}
         if self.dynamic:
             scale: Any = self._scaler.loss_scale
             state["loss_scale"] = scale.loss_scale

@@ -13,7 +13,7 @@ from keras_mp.step.scaler import Scaler
 from keras_mp.support import validation
 
 if TYPE_CHECKING:
-    from keras_mp.reports.overflow_report import Overflow
+    from keras_mp.step.overflow import Overflow
 
 
 class ScalerProperties:
@@ -72,9 +72,9 @@ class ScalerProperties:
 
         With a `GradScaler`, the steps of all optimizers count.
         """
-        self._scaler.collect_reports()
+        self._scaler.report.ask()
         # A tensor, since in Python a mirrored variable is true whatever its value.
-        return tf.convert_to_tensor(self._scaler.skipped.total)
+        return tf.convert_to_tensor(self._scaler.steps_skipped)
 
     @property
     def last_step_skipped(self) -> tf.Tensor:
@@ -84,11 +84,10 @@ class ScalerProperties:
         is False for a step that was skipped only for want of examples. Gradients that are
         accumulated for a later step do not change it.
         """
-        self._scaler.collect_reports()
-        handler = self._scaler.handler
-        if handler is None:
+        self._scaler.report.ask()
+        if not self._scaler.can_skip:
             return tf.constant(False)
-        return tf.convert_to_tensor(handler.skips_in_a_row) > 0
+        return tf.convert_to_tensor(self._scaler.skips_in_a_row) > 0
 
     @property
     def last_overflow(self) -> "Overflow | None":
@@ -116,8 +115,7 @@ class ScalerProperties:
         >>> overflow.step, overflow.variables, overflow.gradients[0].infs, overflow.loss_is_finite
         (1, ['v'], 1, False)
         """
-        self._scaler.collect_reports()
-        return self._scaler.skipped.report.last()
+        return self._scaler.report.last()
 
     @property
     def warn_after_skips(self) -> int | None:
@@ -125,12 +123,12 @@ class ScalerProperties:
 
         A `tf.function` keeps the number that was set when it was traced.
         """
-        return self._scaler.skipped.warn_after
+        return self._scaler.report.warn_after
 
     @warn_after_skips.setter
     def warn_after_skips(self, value: int | None) -> None:
-        self._scaler.skipped.warn_after = validation.integer_or_none("warn_after_skips", value)
-        self._scaler.skipped.report.look_next_time()
+        self._scaler.report.warn_after = validation.integer_or_none("warn_after_skips", value)
+        self._scaler.report.look_next_time()
 
     @property
     def raise_after_skips(self) -> int | None:
@@ -138,12 +136,12 @@ class ScalerProperties:
 
         A `tf.function` keeps the number that was set when it was traced.
         """
-        return self._scaler.skipped.raise_after
+        return self._scaler.report.raise_after
 
     @raise_after_skips.setter
     def raise_after_skips(self, value: int | None) -> None:
-        self._scaler.skipped.raise_after = validation.integer_or_none("raise_after_skips", value)
-        self._scaler.skipped.report.look_next_time()
+        self._scaler.report.raise_after = validation.integer_or_none("raise_after_skips", value)
+        self._scaler.report.look_next_time()
 
     def _config_of_skips(self) -> dict[str, Any]:
         """Returns the arguments about skipped steps."""
@@ -154,7 +152,7 @@ class ScalerProperties:
 
     def _own_children(self) -> dict[str, Any]:
         """Returns the children in checkpoints, besides those of a wrapped optimizer."""
-        return {"loss_scale": self._scaler.loss_scale, "steps_skipped": self._scaler.skipped.total}
+        return {"loss_scale": self._scaler.loss_scale, "steps_skipped": self._scaler.steps_skipped}
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         # Optimizers of tf_keras list their children only once, perhaps before they are wrapped.

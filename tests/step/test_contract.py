@@ -27,7 +27,9 @@ GRADIENT = 0.5
 # one function; in the body of a loop there; in two functions, of which the first computes gradients
 # and the second takes them; each in a function of its own; in one that XLA compiles; on two
 # replicas, each call in a `run` of its own; on two replicas, in one function. Functions are traced
-# before the first one runs.
+# before the first one runs. Calls of one name are one function, which goes by the calls that were
+# seen before it was traced, whenever it runs: if a program changes its dialect then, or forgets a
+# call, nothing tells the function.
 PLACES = [
     *("eager", "threads", "one trace", "loop", "two traces", "own traces", "compiled"),
     *("replicas", "traced replicas"),
@@ -58,27 +60,31 @@ scale unscale unscale apply               | 0.25
 unscale scale apply                       | 1 not_unscaled
 unscale scale_loss apply                  | 1
 scale_loss apply apply                    | 5 neither
+                                          | own traces: 2
 scale unscale apply apply                 | 2 neither
+                                          | own traces: 2
 scale unscale apply unscale apply         | 1.25 not_scaled
+                                          | own traces: 1.25
 scale_loss apply unscale apply            | 2 not_scaled
+                                          | own traces: 1.25
 scale_loss apply apply_w                  | 1,1
-                                          | threads, replicas: 1,4 neither
+                                          | threads: 1,4 neither
 scale_loss apply_w apply                  | 1,1
-                                          | threads, replicas: 4,1 neither
+                                          | threads: 4,1 neither
 scale_loss apply_w apply apply            | 5,1 neither
                                           | threads: 8,1 neither neither
                                           | own traces: 2,1
-                                          | replicas: 8,1 neither
 scale unscale apply_w apply               | 1,1
-                                          | threads, replicas: 1,1 neither
+                                          | threads: 1,1 neither
 scale apply_w apply                       | 4,1 not_unscaled neither
-                                          | two traces, own traces: 1,1 not_unscaled
+                                          | own traces: 1,1 not_unscaled not_unscaled
 unscale apply_w apply                     | 0.25,0.25 not_scaled
                                           | eager, threads, replicas: 0.25,0.25 not_scaled neither
+                                          | own traces: 0.25,0.25 not_scaled not_scaled
 apply_w apply                             | 1,1 neither
-                                          | eager, threads: 1,1 neither neither
+                                          | eager, threads, own traces: 1,1 neither neither
 compute apply_w apply                     | 1,1
-                                          | threads, replicas: 1,1 neither
+                                          | threads: 1,1 neither
 compute compute apply                     | 1
 compute scale_loss apply                  | 1
 scale_loss compute apply                  | 1
@@ -87,14 +93,20 @@ scale_loss minimize_w apply               | 1,1
 scale minimize_w unscale minimize_w apply | 1,2
 minimize_w apply                          | 1,1 neither
 scale_loss apply minimize_w apply         | 5,1 neither
+                                          | own traces: 2,1
 scale_loss by_hand apply_scaled           | 1
 scale unscale apply_scaled                | 0.25
 by_hand apply_scaled apply                | 5 neither
 apply scale_loss apply                    | 2 neither
+                                          | own traces: 5 neither
 scale apply scale unscale apply           | 2 not_unscaled
+                                          | own traces: 1.25 not_unscaled
 unscale apply scale_loss apply            | 1.25 not_scaled
+                                          | own traces: 4.25 not_scaled
 scale_loss apply scale unscale apply      | 2
+                                          | own traces: 1.25
 scale unscale apply scale_loss apply      | 2
+                                          | own traces: 5
 scale_loss scale unscale apply_w apply    | 1,1 neither
                                           | own traces: 1,1
 scale scale_loss apply_w apply            | 4,1 neither
@@ -114,22 +126,24 @@ compute wrapped                           | 1
 wrapped                                   | 1 neither
 scale wrapped                             | 1 not_unscaled
 scale_loss wrapped wrapped                | 5 neither
+                                          | own traces: 2
 scale_loss wrapped scale unscale apply    | 2
 scale_loss wrapped_w wrapped              | 1,1
-                                          | threads, replicas: 4,1 neither
+                                          | threads: 4,1 neither
 scale_loss wrapped_w apply                | 1,1
-                                          | threads, replicas: 4,1 neither
+                                          | threads: 4,1 neither
 scale_loss wrapped_w apply wrapped_w      | 1,5 neither
                                           | threads: 4,5 neither neither
-                                          | replicas: 4,5 neither
+                                          | own traces: 1,2
 scale_loss apply_w wrapped                | 1,1
-                                          | threads, replicas: 4,1 neither
+                                          | threads: 4,1 neither
 scale unscale wrapped_w wrapped           | 1,1
-                                          | threads, replicas: 1,1 neither
+                                          | threads: 1,1 neither
 scale_loss fail apply                     | 1
 scale unscale fail apply                  | 1
 fail scale_loss apply                     | 1 neither
 scale_loss apply fail apply               | 5 neither neither
+                                          | own traces: 2
 scale fail unscale apply                  | 1 not_unscaled
 """
 
@@ -151,164 +165,180 @@ tape step update                            | 1
 tape tape step update                       | 1
 tape step step_2 update                     | 1,1
 step                                        | 0 no_loss
-                                            | eager, threads, replicas: 0 ! no_loss
+                                                 | eager, threads, replicas: 0 ! no_loss
 unscale                                     | 0 no_loss
-                                            | eager, threads, replicas: 0 ! no_loss
+                                                 | eager, threads, replicas: 0 ! no_loss
 update                                      | 0 no_step
-                                            | eager, threads, replicas: 0 ! no_step
+                                                 | eager, threads, replicas: 0 ! no_step
 scale update                                | 0 no_step
-                                            | eager, threads, replicas: 0 ! no_step
+                                                 | eager, threads, replicas: 0 ! no_step
 scale unscale update                        | 0 no_step
-                                            | eager, threads, replicas: 0 ! no_step
+                                                 | eager, threads, replicas: 0 ! no_step
 scale step update step                      | 1 no_loss
-                                            | eager, threads, replicas: 1 ! no_loss
+                                                 | eager, threads, replicas: 1 ! no_loss
+                                                 | own traces: 2
 scale step update unscale                   | 1 no_loss
-                                            | eager, threads, replicas: 1 ! no_loss
+                                                 | eager, threads, replicas: 1 ! no_loss
+                                                 | own traces: 1
 scale step update update                    | 1 no_step
-                                            | eager, threads, replicas: 1 ! no_step
+                                                 | eager, threads, replicas: 1 ! no_step
+                                                 | own traces: 1
 scale step step                             | 0 ! no_update
-                                            | eager, threads, replicas: 1 ! no_update
-                                            | own traces: 1 no_update
+                                                 | eager, threads, replicas: 1 ! no_update
+                                                 | own traces: 2
 scale step scale step                       | 0 ! no_update
-                                            | eager, threads, replicas: 1 ! no_update
-                                            | own traces: 1 no_update
+                                                 | eager, threads, replicas: 1 ! no_update
+                                                 | own traces: 2
 scale unscale unscale                       | 0 ! twice
-                                            | own traces: 0 twice
+                                                 | own traces: 0
 scale unscale_any unscale_any               | 0 ! twice
-                                            | own traces: 0 twice
+                                                 | own traces: 0
 scale unscale unscale_any                   | 0 ! twice
-                                            | own traces: 0 twice
 scale unscale_any unscale step update       | 0.25
-                                            | traced replicas: 0 ! twice
+                                                 | traced replicas: 0 ! twice
 scale step unscale                          | 0 ! too_late
-                                            | eager, threads, replicas: 1 ! too_late
-                                            | own traces: 1 too_late
+                                                 | eager, threads, replicas: 1 ! too_late
+                                                 | own traces: 1
 scale step unscale_any                      | 0 ! too_late
-                                            | eager, threads, replicas: 1 ! too_late
-                                            | own traces: 1 too_late
+                                                 | eager, threads, replicas: 1 ! too_late
+                                                 | own traces: 1
 scale step step_2 unscale_any               | 0 ! whose
-                                            | eager, threads, replicas: 1,1 ! whose
+                                                 | eager, threads, replicas: 1,1 ! whose
 tape unscale                                | 0 ! twice
-                                            | own traces: 0 twice
 tape scale                                  | 0 ! two_ways
-                                            | own traces: 0
+                                                 | own traces: 0
 scale tape                                  | 0 ! two_ways
-                                            | own traces: 0
+                                                 | own traces: 0
 scale step tape                             | 1 ! two_ways
-                                            | one trace, loop: 0 ! two_ways
-                                            | compiled, traced replicas: 0 ! two_ways
-                                            | two traces, own traces: 1
+                                                 | one trace, loop, two traces: 0 ! two_ways
+                                                 | compiled, traced replicas: 0 ! two_ways
+                                                 | own traces: 1
 tape step scale                             | 1 ! two_ways
-                                            | one trace, loop: 0 ! two_ways
-                                            | compiled, traced replicas: 0 ! two_ways
-                                            | two traces, own traces: 1
+                                                 | one trace, loop, two traces: 0 ! two_ways
+                                                 | compiled, traced replicas: 0 ! two_ways
+                                                 | own traces: 1
 tape step step                              | 0 ! no_update
-                                            | eager, threads, replicas: 1 ! no_update
-                                            | own traces: 1 no_update
+                                                 | eager, threads, replicas: 1 ! no_update
+                                                 | own traces: 2
 tape update                                 | 0 no_step
-                                            | eager, threads, replicas: 0 ! no_step
+                                                 | eager, threads, replicas: 0 ! no_step
 scale step update scale step update         | 2
 scale unscale step update scale step update | 2
+                                                 | own traces: 5
 scale step update tape step update          | 2
+                                                 | own traces: 1.25
 scale step update scale unscale step update | 2
+                                                 | own traces: 1.25
 scale scale unscale step update             | 1
 scale unscale_2 step_2 step update          | 0.25,1
 scale unscale step unscale_2 step_2 update  | 1,0.25
 scale step scale step_2 scale update        | 1,1
 scale step step_2 update step               | 1,1 no_loss
-                                            | eager, threads, replicas: 1,1 ! no_loss
+                                                 | eager, threads, replicas: 1,1 ! no_loss
+                                                 | own traces: 2,1
 scale step_2 step_2                         | 0 ! no_update
-                                            | eager, threads, replicas: 0,1 ! no_update
-                                            | own traces: 0,1 no_update
+                                                 | eager, threads, replicas: 0,1 ! no_update
+                                                 | own traces: 0,2
 scale unscale unscale step                  | 0 ! twice
-                                            | own traces: 0 twice spoiled
+                                                 | own traces: 0.25
 scale unscale_2 unscale_any step            | 0 ! twice
-                                            | own traces: 0 ! whose
 unscale scale step update                   | 0 no_loss spoiled
-                                            | eager, threads, replicas: 0 ! no_loss
-                                            | compiled: 0 spoiled
+                                                 | eager, threads, replicas: 0 ! no_loss
+                                                 | own traces: 1 no_loss
 step scale step update                      | 0 ! no_update
-                                            | eager, threads, replicas: 0 ! no_loss
-                                            | own traces: 1 no_loss
+                                                 | eager, threads, replicas: 0 ! no_loss
+                                                 | one trace, loop: 0 ! no_update no_loss
+                                                 | two traces: 0 ! no_update no_loss
+                                                 | compiled, traced replicas: 0 ! no_update no_loss
+                                                 | own traces: 0 no_loss
 step update                                 | 0 no_loss
-                                            | eager, threads, replicas: 0 ! no_loss
+                                                 | eager, threads, replicas: 0 ! no_loss
 update scale step update                    | 1 no_step
-                                            | eager, threads, replicas: 0 ! no_step
+                                                 | eager, threads, replicas: 0 ! no_step
 scale update scale step update              | 1 no_step
-                                            | eager, threads, replicas: 0 ! no_step
+                                                 | eager, threads, replicas: 0 ! no_step
 scale unscale update scale step update      | 1 no_step
-                                            | eager, threads, replicas: 0 ! no_step
+                                                 | eager, threads, replicas: 0 ! no_step
+                                                 | own traces: 4 no_step
 tape unscale_2                              | 0 ! twice
-                                            | own traces: 0 twice
 tape scale step                             | 0 ! two_ways
-                                            | own traces: 0 two_ways
+                                                 | own traces: 1
 scale tape step                             | 0 ! two_ways
-                                            | own traces: 0 two_ways
+                                                 | own traces: 1
 scale fail step update                      | 1
 scale unscale fail step update              | 1
 tape fail step update                       | 1
 scale fail update                           | 0 no_step
-                                            | eager, threads: 0 ! no_step
+                                                 | eager, threads: 0 ! no_step
 scale step_2 step update                    | 1,1
 scale unscale unscale_2 step_2 step update  | 0.25,0.25
 scale unscale_2 scale unscale step step_2 update | 1,1
 scale unscale unscale unscale step          | 0 ! twice
-                                            | own traces: 0 twice twice spoiled
+                                                 | own traces: 0.0625
 scale unscale unscale scale unscale step update | 0 ! twice
-                                            | own traces: 0 twice twice spoiled
+                                                 | own traces: 1
 unscale unscale step update                 | 0 ! twice
-                                            | eager, threads, replicas: 0 ! no_loss
-                                            | own traces: 0 no_loss twice spoiled
+                                                 | eager, threads, replicas: 0 ! no_loss
+                                                 | one trace, loop, two traces: 0 ! twice no_loss
+                                                 | compiled, traced replicas: 0 ! twice no_loss
+                                                 | own traces: 0 no_loss spoiled
 step step update                            | 0 ! no_update
-                                            | eager, threads, replicas: 0 ! no_loss
-                                            | own traces: 0 no_loss no_loss
+                                                 | eager, threads, replicas: 0 ! no_loss
+                                                 | one trace, loop: 0 ! no_update no_loss
+                                                 | two traces: 0 ! no_update no_loss
+                                                 | compiled, traced replicas: 0 ! no_update no_loss
+                                                 | own traces: 0 no_loss
 step scale update                           | 0 no_loss
-                                            | eager, threads, replicas: 0 ! no_loss
+                                                 | eager, threads, replicas: 0 ! no_loss
 scale fail scale step update                | 1
 scale unscale fail update                   | 0 no_step
-                                            | eager, threads: 0 ! no_step
+                                                 | eager, threads: 0 ! no_step
 scale fail step step                        | 0 ! no_update
-                                            | eager, threads: 1 ! no_update
-                                            | own traces: 1 no_update
+                                                 | eager, threads: 1 ! no_update
+                                                 | own traces: 2
 scale unscale_any fail step update          | 1
 scale unscale_any scale step update         | 4
 update update                               | 0 no_step no_step
-                                            | eager, threads, replicas: 0 ! no_step
-                                            | compiled, traced replicas: 0 no_step
+                                                 | eager, threads, replicas: 0 ! no_step
+                                                 | own traces, traced replicas: 0 no_step
 scale step update update scale step update  | 2 no_step
-                                            | eager, threads, replicas: 1 ! no_step
+                                                 | eager, threads, replicas: 1 ! no_step
+                                                 | own traces: 2
 tape tape step tape step                    | 0 ! no_update
-                                            | eager, threads, replicas: 1 ! no_update
-                                            | own traces: 1 no_update
+                                                 | eager, threads, replicas: 1 ! no_update
+                                                 | own traces: 2
 tape scale step_2                           | 0 ! two_ways
-                                            | own traces: 0 two_ways
+                                                 | own traces: 0,1
 scale step tape step_2                      | 0 ! two_ways
-                                            | eager, threads, replicas: 1 ! two_ways
-                                            | two traces, own traces: 1 two_ways
+                                                 | eager, threads, replicas: 1 ! two_ways
+                                                 | own traces: 1,1
 tape step scale step_2                      | 0 ! two_ways
-                                            | eager, threads, replicas: 1 ! two_ways
-                                            | two traces, own traces: 1 two_ways
+                                                 | eager, threads, replicas: 1 ! two_ways
+                                                 | own traces: 1,1
 scale unscale tape step                     | 0 ! two_ways
-                                            | own traces: 0 two_ways
+                                                 | own traces: 1
 tape update scale step update               | 1 no_step
-                                            | eager, threads, replicas: 0 ! no_step
+                                                 | eager, threads, replicas: 0 ! no_step
 scale step_2 unscale step update            | 1,1
 scale unscale_2 step step_2 update          | 0.25,1
 step_2 scale step update                    | 1 no_loss
-                                            | eager, threads, replicas: 0 ! no_loss
+                                                 | eager, threads, replicas: 0 ! no_loss
 scale step unscale scale step update        | 0 ! too_late
-                                            | eager, threads, replicas: 1 ! too_late
-                                            | own traces: 1 too_late no_update
+                                                 | eager, threads, replicas: 1 ! too_late
+                                                 | own traces: 2
 scale unscale_any unscale_2 step_2 step update | 0 ! whose
-                                            | eager, threads, replicas: 0,0.25 ! whose
-                                            | traced replicas: 0 ! twice
+                                                 | eager, threads, replicas: 0,0.25 ! whose
+                                                 | traced replicas: 0 ! twice
 tape fail update                            | 0 no_step
-                                            | eager, threads: 0 ! no_step
+                                                 | eager, threads: 0 ! no_step
 fail scale step update                      | 1
-                                            | eager, threads: 0 ! no_loss
+                                                 | eager, threads: 0 ! no_loss
+                                                 | one trace, loop: 0 ! no_update no_loss
+                                                 | two traces, compiled: 0 ! no_update no_loss
+                                                 | own traces: 1 no_loss
 scale step fail                             | 0 ! no_update
-                                            | eager, threads: 1 ! no_update
-                                            | own traces: 1
+                                                 | eager, threads: 1 ! no_update
+                                                 | own traces: 1
 scale unscale step scale unscale_2 step_2 update | 1,1
 """
 

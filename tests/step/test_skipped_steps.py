@@ -67,8 +67,8 @@ BAD = {
 
 @pytest.mark.parametrize("mode", ["eager", "function", "jit", "jit in function"])
 def test_tells_the_loss_from_its_gradients(name, mode):
-    optimizer, step = skipping(name, mode)
-    for i, (kind, (steps, expected)) in enumerate(BAD.items()):
+    for kind, (steps, expected) in BAD.items():
+        optimizer, step = skipping(name, mode)
         steps = [(loss, loss if np.isnan(loss) else gradient) for loss, gradient in steps]
         # A streak that ends too early, with the other kind of bad step, must leave no trace.
         with caught_warnings() as texts:
@@ -87,20 +87,17 @@ def test_tells_the_loss_from_its_gradients(name, mode):
         assert len(texts) == 1, kind
         assert texts[0].startswith("3 steps in a row were skipped."), kind
         assert expected in texts[0], kind
-        assert int(optimizer.steps_skipped) == (i + 1) * 5
+        assert int(optimizer.steps_skipped) == 5
 
 
 @pytest.mark.parametrize("mode", ["eager", "function"])
-def test_once_for_each_time_that_many_are_skipped_in_a_row(name, mode):
+def test_once(name, mode):
     _, step = skipping(name, mode)
     with caught_warnings() as texts:
-        for _ in range(10):
-            step(1.0, np.inf)
-    assert len(texts) == 1
-    step(1.0, 1.0)
-    with caught_warnings() as texts:
-        for _ in range(3):
-            step(1.0, np.inf)
+        for _ in range(2):
+            for _ in range(10):
+                step(1.0, np.inf)
+            step(1.0, 1.0)
     assert len(texts) == 1
 
 
@@ -221,94 +218,27 @@ def test_fit_warns_while_it_runs(name, jit_compile):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", keras_mp.MixedPrecisionWarning)
         count = tf.keras.callbacks.LambdaCallback(
-            on_epoch_end=lambda epoch, logs: after_epochs.append(len(ours(caught)))
+            on_epoch_begin=lambda epoch, logs: after_epochs.append(len(ours(caught)))
         )
         model.fit(images, labels[:256], batch_size=64, epochs=4, verbose=0, callbacks=[count])
-    # Four steps make an epoch. The first three are told at once.
-    assert after_epochs == [1, 2, 2, 2]
-    texts = [str(w.message) for w in caught if w.category is keras_mp.MixedPrecisionWarning]
-    assert [text[:11] for text in texts] == ["3 steps wer", "5 steps in "]
-    assert all(LOSS in text for text in texts)
+    # Four steps make an epoch. If XLA compiles them, fit asks after it.
+    assert after_epochs == [0, 0, 1, 1]
+    [text] = [str(w.message) for w in caught if w.category is keras_mp.MixedPrecisionWarning]
+    assert text[:11] == ("8 steps in " if jit_compile is True else "5 steps in ")
+    assert LOSS in text
 
 
-@pytest.mark.parametrize("mode", ["eager", "function", "jit in function"])
-def test_a_loss_that_is_not_finite_from_the_start_is_told_at_once(name, mode):
-    for after_a_good_step in (False, True):
-        optimizer, step = skipping(name, mode, warn_after_skips=50)
-        with caught_warnings() as texts:
-            if after_a_good_step:
-                step(1.0, 1.0)
-            step(1.0, np.inf)  # the scale is too high, as at many starts
-            for _ in range(3):
-                step(np.nan, np.nan)
-            optimizer.steps_skipped  # noqa: B018
-        if after_a_good_step:
-            assert texts == []
-            continue
-        assert len(texts) == 1
-        assert texts[0].startswith(f"4 steps were skipped, and none was made yet. {LOSS}")
-        assert "print(keras_mp.numerics.check(model, (x, y)))" in texts[0]
-
-
-@once
-def test_a_start_with_a_scale_that_is_too_high_is_no_news(name):
-    _, step = skipping(name, "eager", warn_after_skips=50)
-    with caught_warnings() as texts:
-        for bad in (*[np.inf] * 4, np.nan, np.inf, np.nan, np.nan, np.inf):
-            step(1.0 if bad == np.inf else np.nan, bad)
-    assert texts == []
-
-
-@pytest.mark.parametrize("mode", ["eager", "function", "jit in function"])
-def test_a_scale_that_backs_off_in_vain_is_told(name, mode):
-    optimizer, step = skipping(name, mode, warn_after_skips=50)
-    with caught_warnings() as texts:
-        for _ in range(7):
-            for gradient in (1.0, 0.0, 1.0, np.inf):
-                step(1.0, gradient)
-    assert texts == []
-    with caught_warnings() as texts:
-        for _ in range(12):
-            for gradient in (1.0, 0.0, 1.0, np.inf):
-                step(1.0, gradient)
-        optimizer.steps_skipped  # noqa: B018
-    assert len(texts) == 1
-    now = "128" if mode != "jit in function" else "1"  # which Python is told of later
-    expected = f"The loss scale has backed off 8 times, to {now}, without growing"
-    assert texts[0].startswith(expected)
-    for part in ("not finite: 'v", "tolerance=0.05", "keras_mp.numerics.watch(model)", "epsilon"):
-        assert part in texts[0].replace("'Variable", "'v")
-    assert ("0 % of the values" in texts[0]) == (mode != "jit in function")
-    # Back-offs in a row, as a scale that is too high needs them, are none of these.
-    _, step = skipping(name, mode, warn_after_skips=50)
-    with caught_warnings() as texts:
-        for _ in range(2):
-            for gradient in (1.0, 1.0, *[np.inf] * 7):
-                step(1.0, gradient)
-    assert texts == []
-
-
-@once
-@pytest.mark.parametrize("mode", ["eager", "function"])
-def test_the_share_of_gradients_that_vanish_is_told(name, mode):
-    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name))
-    a, b = tf.Variable([1.0, 1.0, 1.0]), tf.Variable(1.0, name="b")
-
-    @tf.custom_gradient
-    def loss(a, b, gradient):
-        return 1.0, lambda upstream: (tf.constant([0.0, 0.0, 1.0]), upstream * gradient, None)
-
-    def step(gradient):
-        optimizer.minimize(lambda: loss(a, b, gradient), [a, b])
-
-    if mode == "function":
-        step = tf.function(step)
-    with caught_warnings() as texts:
-        for _ in range(8):
-            for gradient in (1.0, 1.0, np.inf):
-                step(tf.constant(gradient))
-    assert "not finite: 'b" in texts[0]
-    assert "50 % of the values" in texts[0]
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_fit_warns_after_the_last_epoch_of_compiled_steps(name, epochs):
+    if name.startswith("legacy"):
+        pytest.skip("Keras does not call legacy optimizers at the end of fit.")
+    keras_mp.set_global_policy(keras_mp.Policy("float32", loss_scale="dynamic"))
+    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    model.compile(make_optimizer(name), "mse", jit_compile=True)
+    model.optimizer.warn_after_skips = 2 * epochs
+    x = np.full([4, 2], np.nan, "float32")
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match=f"{2 * epochs} steps in a row"):
+        model.fit(x, x[:, :1], batch_size=2, epochs=epochs, verbose=0)
 
 
 def test_good_steps_run_nothing_of_it(name):
@@ -337,22 +267,14 @@ def test_half_of_the_last_hundred(name, mode):
             step(np.nan, np.nan)
             if i % 7 == 6:
                 step(1.0, 1.0)
+        optimizer.steps_skipped  # noqa: B018
     assert texts == []
     with caught_warnings() as texts:
         for i in range(70):  # The share stays high, and that is said once.
             step(np.nan, np.nan) if i % 7 else step(1.0, 1.0)
-    assert len(texts) == 1
-    assert texts[0].startswith(f"Half of the last 100 steps were skipped. {LOSS}")
-    with caught_warnings() as texts:
-        for _ in range(2):
-            for _ in range(110):
-                step(1.0, 1.0)
-            step(np.nan, np.nan)
-        for _ in range(49):
-            step(np.nan, np.nan)
-            step(1.0, 1.0)
         optimizer.steps_skipped  # noqa: B018
     assert len(texts) == 1
+    assert texts[0].startswith(f"Half of the last 100 steps were skipped. {LOSS}")
 
 
 def test_a_few_skips_in_a_hundred_are_no_news(name):
@@ -392,10 +314,15 @@ def test_ends_training_after_many_skips(name, mode):
         for _ in range(2):
             step(1.0, np.inf)
         step(1.0, 1.0)
-    for _ in range(3 if "jit" in mode else 2):
+    for _ in range(2):
         step(1.0, np.inf)
+
+    def skip_and_ask():
+        step(1.0, np.inf)
+        return optimizer.steps_skipped  # If XLA has compiled the step, this asks.
+
     with pytest.raises((RuntimeError, tf.errors.OpError), match="3 steps in a row were skipped"):
-        step(1.0, np.inf)
+        skip_and_ask()
     assert int(optimizer.steps_skipped) >= 7
     config = optimizer.get_config()
     assert keras_mp.LossScaleOptimizer.from_config(config).raise_after_skips == 3
@@ -404,27 +331,6 @@ def test_ends_training_after_many_skips(name, mode):
     for bad in (0, 2.5, "3"):
         with pytest.raises((TypeError, ValueError), match="Received: raise_after_skips="):
             keras_mp.LossScaleOptimizer(make_optimizer(name), raise_after_skips=bad)
-
-
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_fit_names_the_input(name, run_eagerly):
-    keras_mp.set_global_policy("mixed_float16")
-    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
-    model.compile(make_optimizer(name), "mse", run_eagerly=run_eagerly)
-    model.optimizer.warn_after_skips, model.optimizer.raise_after_skips = 3, 5
-    x, y = np.ones([4, 2], "float32"), np.ones([4, 1], "float32")
-    large, nan = x.copy(), y.copy()
-    large[:, 1], nan[1] = 99_999, np.nan
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match=r"'x' \(4 above 65504\)"):
-        model.fit(batches(*[(large, y)] * 3), verbose=0, shuffle=False)
-    rows = model.optimizer.last_overflow.inputs
-    assert [(row.name, row.infs, row.nans, row.too_large) for row in rows] == [("x", 0, 0, 4)]
-    model.fit(batches((x, nan)), verbose=0, shuffle=False)
-    [row] = model.optimizer.last_overflow.inputs
-    assert str(row) == "'y' (1 NaN)"
-    assert "'y' (1 NaN)" in model.optimizer.last_overflow.summary
-    with pytest.raises((RuntimeError, tf.errors.OpError), match="5 steps in a row"):
-        model.fit(batches(*[(x, nan)] * 3), verbose=0, shuffle=False)
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
@@ -456,7 +362,6 @@ def test_batches_without_examples_leave_the_scale(name, how):
     scale, optimizer = float(model.optimizer.loss_scale()), model.optimizer
     assert (scale, int(optimizer.steps_skipped)) == (2.0**15, 40)
     assert [loss.kind for loss in optimizer.last_overflow.losses] == ["no examples"]
-    assert optimizer.last_overflow.inputs == ()
     assert "There were no examples" in str(optimizer.last_overflow)
     assert "Inf" not in str(optimizer.last_overflow).splitlines()[1]
     # One with examples counts as it always does, and the empty ones are no part of its row.

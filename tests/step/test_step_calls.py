@@ -45,7 +45,7 @@ class Step(NamedTuple):
         apply_in: where they are applied: "same" place, or one of its own.
         thread: is a new thread started for it?
         looked_at: are gradients computed and thrown away before? Only where the step is right and
-            scales anew: nobody can tell gradients that were thrown away from others.
+            scales anew in eager: nobody can tell gradients that were thrown away from others.
         finite: is the loss finite?
     """
 
@@ -110,7 +110,7 @@ class Training:
 
     def make(self, step):
         factor = tf.constant(1.0 if step.finite else np.inf)
-        if step.looked_at and step.calls in RIGHT:
+        if step.looked_at and step.calls in RIGHT and step.compute_in == "eager":
             self.optimizer.compute_gradients(lambda: self.loss(factor), self.variables)
         if step.apply_in == "same" or step.calls == "minimize":
             self.call(step.compute_in, self.whole, (step.calls,), factor)
@@ -160,10 +160,26 @@ STEPS = st.builds(
     Step,
     calls=st.sampled_from([*RIGHT, "minimize", *RIGHT, *WRONG]),
     compute_in=PLACES,
-    apply_in=st.one_of(st.just("same"), PLACES),
+    apply_in=st.just("same"),
     thread=st.booleans(),
     looked_at=st.booleans(),
     finite=st.sampled_from([True, True, False]),
+)
+# Of functions that make parts of a step, those of one dialect: each goes by the last calls before
+# it was traced.
+STEPS_IN_PARTS = st.sampled_from(RIGHT).flatmap(
+    lambda calls: st.lists(
+        st.builds(
+            Step,
+            calls=st.just(calls),
+            compute_in=PLACES,
+            apply_in=PLACES,
+            thread=st.booleans(),
+            finite=st.sampled_from([True, True, False]),
+        ),
+        min_size=1,
+        max_size=6,
+    )
 )
 
 
@@ -175,7 +191,7 @@ STEPS = st.builds(
     derandomize=True,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
-@hypothesis.given(st.lists(STEPS, min_size=1, max_size=8))
+@hypothesis.given(st.one_of(st.lists(STEPS, min_size=1, max_size=8), STEPS_IN_PARTS))
 def test_any_mixture_equals_the_control_or_warns_at_that_step(name, steps):
     ours = Training(
         keras_mp.LossScaleOptimizer(make_optimizer(name, 0.125, momentum=0.5), "dynamic")
@@ -202,21 +218,22 @@ def test_any_mixture_equals_the_control_or_warns_at_that_step(name, steps):
             np.testing.assert_array_equal(our_array, control_array)
 
 
+@pytest.mark.parametrize("calls", RIGHT)
 @pytest.mark.parametrize(("compute_in", "apply_in"), PLACES_OF_TWO)
-def test_the_dialect_may_change_between_functions_traced_once(name, compute_in, apply_in):
+def test_a_function_goes_by_the_calls_before_it_was_traced(name, calls, compute_in, apply_in):
     optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
     optimizer.build([v])
 
-    def compute(calls):
+    def compute():
         with tf.GradientTape() as tape:
             loss = getattr(optimizer, calls[0])(v * 0.5)
         gradients = tape.gradient(loss, [v])
         return optimizer.get_unscaled_gradients(gradients) if calls[1:] else gradients
 
-    computes = {calls: placed(compute_in, lambda calls=calls: compute(calls)) for calls in RIGHT}
+    compute = placed(compute_in, compute)
     apply = placed(apply_in, lambda gradients: optimizer.apply_gradients(zip(gradients, [v])))
-    for i, calls in enumerate([*RIGHT, *RIGHT]):
-        apply(computes[calls]())
+    for i in range(4):
+        apply(compute())
         assert float(v) == 8 - 0.5 * (i + 1)
 
 
@@ -284,40 +301,6 @@ def test_replicas_that_compute_in_one_function_and_apply_in_another(name, calls)
     assert float(value(v)) == 4
 
 
-@pytest.mark.parametrize(
-    ("calls", "message"),
-    [
-        ((), "Neither"),
-        (("get_scaled_loss",), "get_unscaled_gradients.. was not"),
-        (("get_unscaled_gradients",), "get_scaled_loss.. was not"),
-    ],
-)
-@pytest.mark.parametrize("apply_in", ["eager", "function"])
-def test_a_call_missing_in_functions_that_run_again_untraced(name, calls, message, apply_in):
-    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
-    optimizer.build([v])
-
-    def compute(calls):
-        with tf.GradientTape() as tape:
-            loss = v * 0.5
-            if "get_scaled_loss" in calls:
-                loss = optimizer.get_scaled_loss(loss)
-        gradients = tape.gradient(loss, [v])
-        return optimizer.get_unscaled_gradients(gradients) if calls[-1:] == RFC[1:] else gradients
-
-    right, wrong = tf.function(lambda: compute(RFC)), tf.function(lambda: compute(calls))
-    apply = placed(apply_in, lambda gradients: optimizer.apply_gradients(zip(gradients, [v])))
-    apply(right())
-    with contextlib.ExitStack() as stack:
-        our_warnings(stack)
-        apply(wrong())  # Everything is traced by now.
-    for _ in range(2):
-        apply(right())
-        with pytest.warns(keras_mp.MixedPrecisionWarning, match=message):
-            apply(wrong())
-    apply(right())
-
-
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_a_function_without_any_call_is_reported_once_at_its_line(name, jit_compile):
     optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
@@ -332,33 +315,6 @@ def test_a_function_without_any_call_is_reported_once_at_its_line(name, jit_comp
         for _ in range(3):
             step()
     assert [w.filename for w in caught] == [__file__]
-
-
-@once
-def test_what_xla_compiled_reports_the_next_time_python_is_there(name):
-    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
-    optimizer.build([v])
-    apply = placed("jit", lambda g: optimizer.apply_gradients([(g, v)]))
-    optimizer.scale_loss(v)
-    apply(tf.constant(1.0))
-    assert int(optimizer.steps_skipped) == 0  # nothing to say
-    apply(tf.constant(1.0))
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="Neither"):
-        optimizer.steps_skipped  # noqa: B018
-    assert int(optimizer.steps_skipped) == 0  # said
-
-
-def test_a_function_around_what_xla_compiled_reports_by_itself(name):
-    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
-    optimizer.build([v])
-    apply = placed("jit", lambda g: optimizer.apply_gradients([(g, v)]))
-    around = tf.function(lambda: apply(tf.constant(1.0)))
-    optimizer.scale_loss(v)
-    for _ in range(3):
-        around()
-    # It looks before the fourth call.
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="Neither"):
-        around()
 
 
 def test_copies_begin_anew(name):
@@ -481,14 +437,16 @@ def test_to_do_a_thing_twice_is_refused(name):
     assert float(v) == 0
 
 
-def test_tracing_what_applies_before_anything_ran_says_nothing(name):
+def test_a_function_that_is_traced_before_any_call_applies_gradients_as_they_are(name):
     optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
     optimizer.build([v])
     apply = tf.function(lambda g: optimizer.apply_gradients([(g, v)]))
-    apply.get_concrete_function(tf.TensorSpec([]))
-    for i in (1, 2):
-        apply(gradients_in_dialect(optimizer, KERAS_3, v)[0])
-        assert float(v) == 1 - 0.5 * i
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="Neither"):
+        apply(tf.constant(0.5))
+    assert float(v) == 0.5
+    scaled = tf.function(lambda g: optimizer.apply_gradients([(g, v)], scaled=True))
+    scaled(tf.constant(0.5 * SCALE))
+    assert float(v) == 0
 
 
 @pytest.mark.parametrize("calls", [RFC, KERAS_3])
@@ -697,23 +655,6 @@ def test_gradients_scaled_in_one_thread_and_applied_in_another(name):
             )
         )
         optimizer.apply_gradients(zip(gradients[0], [v]))
-        assert float(v) == 8 - 0.5 * (i + 1)
-
-
-@pytest.mark.parametrize("calls", [RFC, KERAS_3])
-def test_a_function_that_is_not_traced_again_makes_its_call_again(name, calls):
-    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
-    optimizer.build([v])
-    unscale = tf.function(lambda gradient: optimizer.get_unscaled_gradients([gradient]))
-
-    @tf.function
-    def step(tag):
-        with tf.GradientTape() as tape:
-            loss = getattr(optimizer, calls[0])(v * 0.5)
-        optimizer.apply_gradients(zip(unscale(tape.gradient(loss, v)), [v]))
-
-    for i, tag in enumerate(["traced", "traced again, but for `unscale`", "traced"]):
-        step(tag)
         assert float(v) == 8 - 0.5 * (i + 1)
 
 

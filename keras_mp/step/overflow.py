@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.reports.value_counts import UNCOUNTED
+from keras_mp.step.not_finite import NO_EXAMPLES, UNCOUNTED, UNKNOWN
 from keras_mp.support import text_tables
 
 # How many variables a text names.
@@ -78,34 +78,6 @@ class OverflowedGradient:
 
 
 @dataclasses.dataclass(frozen=True)
-class OverflowedInput:
-    """An input of the model, or a label or weight, that was not finite on a replica.
-
-    Attributes:
-        name: str, such as "x", "x['image']", "y" or "sample_weight".
-        place: the replica.
-        infs: int. How many values are infinite. If XLA compiled the step, this and `nans` are None:
-            then some values are infinite or NaN, but were not counted.
-        nans: int. How many values are NaN.
-        too_large: int. How many values are finite, but infinite in float16, in which the model
-            computes; None if there are some in a step that XLA compiled.
-    """
-
-    name: str
-    place: ReplicaPlace
-    infs: int | None
-    nans: int | None
-    too_large: int | None
-
-    def __str__(self) -> str:
-        kinds = {"Inf": self.infs, "NaN": self.nans, "above 65504": self.too_large}
-        if self.infs is None:
-            kinds = {"Inf or NaN": None}
-        found = ", ".join(_counted(n, kind) for kind, n in kinds.items() if n != 0)
-        return f"{self.name!r} ({found})"
-
-
-@dataclasses.dataclass(frozen=True)
 class Overflow:
     """A step that was skipped, and why.
 
@@ -119,7 +91,6 @@ class Overflow:
         losses: tuple of LossOfReplica, one for each replica.
         gradients: tuple of OverflowedGradient, in the order of the variables. Empty where all
             values were finite and only the sum of all of them was not.
-        inputs: tuple of OverflowedInput, in `fit`: what the model was given that was not finite.
 
     Example:
 
@@ -137,7 +108,6 @@ class Overflow:
     loss_scale: float
     losses: tuple[LossOfReplica, ...]
     gradients: tuple[OverflowedGradient, ...]
-    inputs: tuple[OverflowedInput, ...] = ()
 
     @property
     def loss_is_finite(self) -> bool | None:
@@ -160,10 +130,10 @@ class Overflow:
     @property
     def summary(self) -> str:
         """The report in one line."""
-        whose = listed(self.variables) or "no single variable"
+        whose = _listed(self.variables) or "no single variable"
         return (
-            f"{self._which()} ({self.steps_skipped} so far). {self._of_the_loss()}{self.of_inputs} "
-            f"Gradients that were not finite: {whose}."
+            f"{self._which()} ({self.steps_skipped} so far). {self._of_the_loss()}"
+            f"{self.of_examples} Gradients that were not finite: {whose}."
         )
 
     @property
@@ -173,23 +143,18 @@ class Overflow:
         It is empty if only their sum was not. The last variables come first: NaN spreads backward,
         from the loss.
         """
-        named = listed(self.variables[::-1])
+        named = _listed(self.variables[::-1])
         return f" In the last skipped step, gradients were not finite: {named}." * bool(named)
 
     @property
-    def of_inputs(self) -> str:
-        """Sentences about inputs that were missing or not finite.
-
-        The text is empty if there were none.
-        """
-        named = ", ".join(dict.fromkeys(map(str, self.inputs)))
-        missing = " There were no examples: leave such batches out, as with `drop_remainder=True`."
-        not_finite = f" The input was already not finite or too large: {named}."
-        return missing * self.lacks_examples + not_finite * bool(named)
+    def of_examples(self) -> str:
+        """A sentence about examples that were missing; empty if none were."""
+        text = " There were no examples: leave such batches out, as with `drop_remainder=True`."
+        return text * self.lacks_examples
 
     def __str__(self) -> str:
         text = f"{self._which()} ({self.steps_skipped} skipped so far).\n{self._of_the_loss()}"
-        text += self.of_inputs
+        text += self.of_examples
         if any(loss.kind in _NOT_FINITE for loss in self.losses):
             text += "\nprint(keras_mp.numerics.check(model, (x, y))) names the cause and the cure."
         if not self.gradients and self.lacks_examples:
@@ -215,14 +180,10 @@ class Overflow:
         return "The loss was finite." if self.loss_is_finite else "The loss is not known."
 
 
-def listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     """Returns names in quotes, at most the first few; empty if there are none."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(map(repr, names[:_MAX_NAMES])) + more
-
-
-def _counted(count: int | None, kind: str) -> str:
-    return kind if count is None else f"{count:,} {kind}"
 
 
 def _cells(row: OverflowedGradient) -> tuple[str, ...]:
@@ -248,56 +209,40 @@ def places_of(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[R
     return [ReplicaPlace(i, i // len(names), names[i % len(names)]) for i in range(count)]
 
 
-def kind_of(infs: int, nans: int, no_examples: int) -> str:
-    """Returns what a loss was, given the numbers of its values by kind.
+def losses(places: Sequence[ReplicaPlace], counts: np.ndarray) -> tuple[LossOfReplica, ...]:
+    """Returns the losses of all replicas.
 
-    -1 is for a loss that is unknown.
+    Args:
+        places: sequence of the replicas.
+        counts: array of shape [replicas, 2], or with one more row.
     """
-    if no_examples:
-        return _NO_EXAMPLES
-    if infs < 0:
-        return "not known"
+    return tuple(LossOfReplica(place, _kind_of(*row)) for place, row in zip(places, counts))
+
+
+def _kind_of(infs: float, nans: float) -> str:
+    if infs in (NO_EXAMPLES, UNKNOWN):
+        return _NO_EXAMPLES if infs == NO_EXAMPLES else "not known"
     return "NaN" if nans else "Inf" if infs else "finite"
 
 
-def overflowed_gradients(
-    sizes: dict[str, int | None],
-    places: Sequence[ReplicaPlace],
-    counts: np.ndarray,
+def gradients(
+    sizes: dict[str, int | None], places: Sequence[ReplicaPlace], counts: np.ndarray
 ) -> tuple[OverflowedGradient, ...]:
     """Returns the gradients that were not finite, on each replica.
 
     Args:
         sizes: the number of values of each variable, by its name.
         places: sequence of the replicas.
-        counts: array of shape [replicas, variables, 3], or with one more row for their sums.
+        counts: array of shape [replicas, variables, 2], or with one more row for their sums.
     """
     found = []
     for i, (name, size) in enumerate(sizes.items()):
         rows = [pair for pair in zip(places, counts[:, i]) if pair[1].any()]
         if not rows and counts[-1, i].any():
             rows = [(None, counts[-1, i])]
-        for place, (infs, nans, _) in rows:
+        for place, (infs, nans) in rows:
             found.append(OverflowedGradient(name, place, _number(infs), _number(nans), size))
     return tuple(found)
-
-
-def overflowed_inputs(
-    names: Sequence[str], places: Sequence[ReplicaPlace], counts: np.ndarray
-) -> tuple[OverflowedInput, ...]:
-    """Returns the inputs that were not finite, on each replica.
-
-    Args:
-        names: sequence of their names.
-        places: sequence of the replicas.
-        counts: array of shape [replicas, inputs, 3], or with one more row.
-    """
-    return tuple(
-        OverflowedInput(name, place, *map(_number, numbers))
-        for i, name in enumerate(names)
-        for place, numbers in zip(places, counts[:, i])
-        if numbers.any()
-    )
 
 
 def _number(count: float) -> int | None:

@@ -11,7 +11,7 @@ from tensorflow.python.framework import op_callbacks
 import keras_mp
 from benchmarks import overhead, tracing
 from keras_mp.numerics.exponents.counting import ExponentHistograms
-from keras_mp.reports.skip_report import SkipReport
+from keras_mp.step.skip_report import SkipReport
 from keras_mp.step.state_rollback import name_of
 from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, value
 
@@ -302,16 +302,15 @@ def test_what_only_sums_make_infinite():
     optimizer.build([large, half])
     rows = tf.IndexedSlices(tf.constant([[4e4], [4e4]], tf.float16), [1, 1], [2, 1])
     # An optimizer would add up what has equal indices. Each value is finite.
-    overflow = skipped(optimizer, [tf.constant([1.0, 1.0]), rows], [large, half])
-    assert [(g.variable, g.infs, g.nans) for g in overflow.gradients] == [(half.name[:-2], 0, 0)]
-    overflow = skipped(optimizer, [tf.constant([3e38, 3e38]), None], [large, half])
-    assert [(g.variable, g.infs, g.nans) for g in overflow.gradients] == [("large", 0, 0)]
-    assert str(overflow).splitlines()[-1].split()[-3:] == ["-", "-", "2"]
     other = tf.Variable(tf.ones([2]))
-    gradients = [tf.constant([3e38, 0.0])] * 2
-    overflow = skipped(optimizer, gradients, [large, other])
-    assert overflow.gradients == ()
-    assert "but their sum was not" in str(overflow)
+    for gradients, variables in (
+        ([tf.constant([1.0, 1.0]), rows], [large, half]),
+        ([tf.constant([3e38, 3e38]), None], [large, half]),
+        ([tf.constant([3e38, 0.0])] * 2, [large, other]),
+    ):
+        overflow = skipped(optimizer, gradients, variables)
+        assert overflow.gradients == ()
+        assert "but their sum was not" in str(overflow)
 
 
 def test_a_loss_of_another_function_is_not_known():
@@ -349,8 +348,8 @@ def test_what_is_known_of_variables_that_are_gone_is_dropped():
     for _ in range(4):
         skip()
         gc.collect()
-    of_records = [name for name in scaler._scaler.variables() if name.startswith("overflow")]
-    assert of_records == ["overflow_0"]
+    notes = [name for name in scaler._scaler.variables() if name.startswith("note_")]
+    assert len(notes) == 1
 
 
 def test_a_model_knows_what_its_variables_are_called():
@@ -448,7 +447,7 @@ def test_good_steps_have_not_an_operation_more(replicas, monkeypatch):
 
     ours = trace()
     assert ours["If"]
-    monkeypatch.setattr(SkipReport, "seen", lambda *args: None)
+    monkeypatch.setattr(SkipReport, "note", lambda *args: [])
     assert ours == trace()
 
 
@@ -515,6 +514,6 @@ def test_good_steps_in_eager_run_not_an_operation_more(replicas, monkeypatch):
         return seen
 
     ours = count()
-    monkeypatch.setattr(SkipReport, "seen", lambda *args: None)
+    monkeypatch.setattr(SkipReport, "note", lambda *args: [])
     assert ours == count()
     assert ours["Mul"]

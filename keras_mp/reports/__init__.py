@@ -1,4 +1,0 @@
-"""Reports of skipped steps: what was not finite, and warnings of many.
-
-The core of a step does not import them: `extensions` lets each `SkippedSteps` have a `SkipReport`.
-"""

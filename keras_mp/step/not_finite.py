@@ -1,0 +1,129 @@
+"""Counts values that are not finite in the gradients and losses of a skipped step.
+
+A good step only tests its gradients (`finiteness`). This module needs TensorFlow only.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.step import replicas
+from keras_mp.step.finiteness import tested
+from keras_mp.step.gradients import Gradient, concat, is_small
+from keras_mp.support import host, kept_casts
+from keras_mp.support.autograph import do_not_convert
+from keras_mp.support.dtypes import LOW_PRECISION
+
+# The dtype of counts, which are exact up to 2**53. GPUs have no kernels that sum up int64 segments,
+# so the host would have to wait for the counts.
+COUNTS = tf.float64
+# They stand in place of counts: of values that were only found, not counted; of a loss that is not
+# known; and of one of a replica without examples.
+UNCOUNTED, UNKNOWN, NO_EXAMPLES = -1.0, -1e6, -2e6
+
+
+def count_of_replicas(
+    of_replicas: Sequence[tuple[Sequence[tf.Tensor], Sequence[Gradient], tf.Tensor | None]],
+    totals: Sequence[Gradient] | None,
+    count: int,
+) -> tf.Tensor:
+    """Counts infinite values and NaNs on all replicas.
+
+    Args:
+        of_replicas: for all replicas of this process, or only for the one that calls this: its
+            losses, its gradients, and a bool scalar tensor that tells whether it has examples, or
+            None. The counts of other replicas are added.
+        totals: the gradients that were tested, if these are others. They are the same on all
+            replicas.
+        count: int. The number of gradients that are counted; those that a replica lacks count as
+            finite.
+
+    Returns:
+        `COUNTS` tensor of shape [rows, 1 + count, 2], the same on every replica. Each replica has a
+        row, which begins with its losses; with `totals`, a last row is for them.
+    """
+    strategy = tf.distribute.get_strategy()
+    rows = []
+    for i, (losses, grads, has_examples) in enumerate(of_replicas):
+        device = strategy.extended.worker_devices[i] if len(of_replicas) > 1 else None
+        with tf.device(device):
+            row = _row(list(losses), [*grads, *[None] * (count - len(grads))])
+            if has_examples is not None:
+                loss = tf.where(has_examples, row[:1], tf.constant(NO_EXAMPLES, COUNTS))
+                row = tf.concat([loss, row[1:]], 0)
+            rows.append(row)
+    of_totals = [] if totals is None else [functools.partial(_row, [], list(totals))]
+    if len(rows) == strategy.num_replicas_in_sync:
+        return tf.stack([*rows, *(make() for make in of_totals)])
+
+    @do_not_convert
+    def gather() -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        replica = context.replica_id_in_sync_group
+        row = rows[replicas.local_id()] if len(rows) > 1 else rows[0]
+        number = strategy.num_replicas_in_sync
+        counts = tf.one_hot(replica, number, dtype=COUNTS)[:, tf.newaxis, tf.newaxis] * row
+        # The totals are the same on all replicas, so only one replica counts them.
+        is_first = tf.get_static_value(replica) == 0
+        last = [make() if is_first else tf.zeros_like(row) for make in of_totals]
+        counts = tf.concat([counts, *(each[tf.newaxis] for each in last)], 0)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
+
+    if not tf.distribute.in_cross_replica_context():
+        return gather()
+    gathered = strategy.extended.call_for_each_replica(gather)
+    return strategy.experimental_local_results(gathered)[0]
+
+
+@host.shared_operation
+def _row(losses: Sequence[tf.Tensor], gradients: Sequence[Gradient]) -> tf.Tensor:
+    counts = count_not_finite([*losses, *gradients])
+    loss = tf.fill([1, 2], tf.constant(UNKNOWN, COUNTS))
+    if losses:
+        loss = tf.reduce_sum(counts[: len(losses)], 0, keepdims=True)
+    return tf.concat([loss, counts[len(losses) :]], 0)
+
+
+def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
+    """Counts infinite values, and NaNs: a row of two numbers for each gradient.
+
+    Where XLA compiles, every step does so: values are only found, but for scalars.
+    """
+    rows: list[Any] = [tf.zeros([2], COUNTS)] * len(gradients)
+    alike: dict[tf.DType, list[int]] = {}
+    for i, gradient in enumerate(gradients):
+        if gradient is None or gradient.dtype.is_integer:
+            continue
+        if host.is_compiled_by_xla() and gradient.shape.rank != 0:
+            is_finite = tf.reduce_all(kept_casts.is_finite(tested(gradient)))
+            rows[i] = tf.fill([2], tf.where(is_finite, tf.constant(0, COUNTS), UNCOUNTED))
+        elif gradient.dtype.is_floating and is_small(gradient):
+            alike.setdefault(gradient.dtype, []).append(i)
+        else:
+            values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+            rows[i] = tf.stack([tf.reduce_sum(k) for k in _infs_and_nans(tf.reshape(values, [-1]))])
+    for group in alike.values():
+        small: list[Any] = [gradients[i] for i in group]
+        sizes = [each.shape.num_elements() for each in small]
+        whose = tf.constant(np.repeat(np.arange(len(group)), sizes))
+        add: Callable[[tf.Tensor], tf.Tensor] = functools.partial(
+            tf.math.unsorted_segment_sum, segment_ids=whose, num_segments=tf.constant(len(group))
+        )
+        kinds = tf.stack([add(kind) for kind in _infs_and_nans(concat(small))], 1)
+        for i, row in zip(group, tf.unstack(kinds)):
+            rows[i] = row
+    return tf.stack(rows) if rows else tf.zeros([0, 2], COUNTS)
+
+
+def _infs_and_nans(values: tf.Tensor) -> list[tf.Tensor]:
+    """Returns 1 where values are infinite, and 1 where they are NaN."""
+    if values.dtype.is_complex:
+        parts = [_infs_and_nans(part) for part in (tf.math.real(values), tf.math.imag(values))]
+        infs, nans = (tf.maximum(*kinds) for kinds in zip(*parts))
+        return [infs * (1 - nans), nans]
+    if values.dtype in LOW_PRECISION:
+        values = kept_casts.as_float32(values)
+    return [tf.cast(kind, COUNTS) for kind in (tf.math.is_inf(values), tf.math.is_nan(values))]

@@ -1,0 +1,369 @@
+"""Notes which gradients were not finite in a skipped step, and warns when many are skipped.
+
+All that a report needs is noted in the branch that skips, in one small variable for each list of
+variables that steps were made with. Three warnings are given once each: many steps in a row were
+skipped, or half of the last hundred, or the scale has come down to its floor.
+
+This module needs TensorFlow only.
+"""
+
+import collections
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.step import overflow, replicas
+from keras_mp.step.dynamic_loss_scale import DynamicLossScale
+from keras_mp.step.loss_scales import LossScale, state_variable
+from keras_mp.step.not_finite import COUNTS
+from keras_mp.support import host, messages, new_variables
+from keras_mp.support.host import chosen
+from keras_mp.support.references import reference
+
+# The beginning of a note: the number of skipped steps so far, including those before a restored
+# checkpoint; how many of them were the optimizer's; the number of steps that it had made by then,
+# or -1; how many were skipped in a row; and the loss scale.
+_HEADER = 5
+# Half of the last hundred steps were skipped if the first of the last 50 skips was less than 100
+# steps ago. A note has the numbers of these steps.
+_HALF = 50
+_TIMES = _HEADER + _HALF
+_UNKNOWN = -1
+
+
+class SkippedStep(NamedTuple):
+    """What is known about a skipped step, on all replicas.
+
+    Attributes:
+        variables: list of the variables whose gradients were computed.
+        names: function that returns their names.
+        counts: tensor of `count_of_replicas`; None in a graph of TensorFlow 1, in which nothing is
+            noted, since a `Saver` would save all variables.
+        has_total: bool. Whether the last row of the counts is for the gradients that were tested,
+            since these are other than those of single replicas.
+        steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
+        loss_is_finite: bool scalar tensor. Whether the losses of all replicas are known to be
+            finite.
+        has_overflowed: bool, or bool scalar tensor. False if the step was skipped only because
+            replicas had no examples: a smaller loss scale would change nothing.
+    """
+
+    variables: Sequence[Any]
+    names: Callable[[Sequence[Any]], list[str]]
+    counts: tf.Tensor | None
+    has_total: bool
+    steps_made: tf.Tensor | None
+    loss_is_finite: tf.Tensor
+    has_overflowed: bool | tf.Tensor
+
+
+class SkipReport:
+    """The report of the skipped steps of a loss scale.
+
+    Attributes:
+        warn_after: int or None. After so many skips in a row there is a warning. None never warns.
+        raise_after: int or None. After so many skips in a row an error is raised; None never
+            raises.
+
+    Args:
+        loss_scale: the `LossScale`.
+        warn_after: as the attribute.
+        raise_after: as the attribute.
+        is_shared: bool. Whether the steps of several optimizers are reported. Defaults to False.
+    """
+
+    def __init__(
+        self,
+        loss_scale: LossScale,
+        warn_after: int | None,
+        raise_after: int | None,
+        is_shared: bool = False,
+    ) -> None:
+        self._loss_scale: Any = loss_scale
+        self.warn_after, self.raise_after = warn_after, raise_after
+        self._is_shared = is_shared
+        self._told: set[str] = set()
+        # How many steps were skipped when the note was read last.
+        self._looked_at = 0.0
+        # How many more steps can be skipped before there may be something to say: until then, a
+        # GPU need not be waited for.
+        self._quiet = 0
+        self._notes: dict[int, _Note] = {}
+        self._numbers = itertools.count(1)
+        with tf.init_scope():
+            # The number of the note of the last skipped step; 0 if there was none.
+            self._last = None
+            if not host.in_v1_graph():
+                self._last = state_variable(0, tf.int64, "last_note")
+
+    def look_next_time(self) -> None:
+        """Looks at the next skipped step, after `warn_after` or the like has changed."""
+        self._quiet = 0
+        self._told.discard("row")
+
+    def note(
+        self,
+        skipped: SkippedStep,
+        finite: bool | tf.Tensor,
+        loss_scale: tf.Tensor,
+        total: tf.Tensor,
+        consecutive: tf.Tensor,
+    ) -> list[Any]:
+        """Notes a skipped step, and warns if it is time.
+
+        Args:
+            skipped: the step.
+            finite: False, in the branch that skips; a bool scalar tensor where there is none.
+            loss_scale: float32 scalar tensor, the scale of the step.
+            total: int64 scalar tensor. How many steps were skipped so far, including this one.
+            consecutive: int64 scalar tensor. How many steps were skipped in a row.
+
+        Returns:
+            list of the operations that note.
+        """
+        if skipped.counts is None or self._last is None:
+            return []
+        number, note = self._note_of(skipped)
+        made = tf.constant(_UNKNOWN, COUNTS)
+        if skipped.steps_made is not None:
+            made = tf.cast(skipped.steps_made, COUNTS)
+        vector = tf.convert_to_tensor(note.vector)
+        total = tf.cast(total, COUNTS)
+        own = vector[1] + 1 if self._is_shared else total
+        others = [tf.cast(each, COUNTS) for each in (consecutive, loss_scale)]
+        header, times = tf.stack([total, own, made, *others]), vector[_HEADER + 1 : _TIMES]
+        counts = tf.reshape(skipped.counts, [-1])
+        after = tf.concat([header, times, [made + own], counts], 0)
+        after = chosen(finite, lambda: vector, lambda: after)
+        last = chosen(finite, lambda: self._last, lambda: tf.constant(number, tf.int64))
+        noted = [
+            note.vector.assign(after, read_value=False),
+            self._last.assign(last, read_value=False),
+        ]
+        if (self.warn_after or self.raise_after) and not host.is_compiled_by_xla():
+            self._call_python(noted)
+        return noted
+
+    def last(self) -> overflow.Overflow | None:
+        """Returns the `Overflow` of the last skipped step; None if no step was skipped.
+
+        Raises:
+            RuntimeError: it is called in a graph.
+        """
+        if not tf.executing_eagerly() or self._last is None:
+            raise RuntimeError(
+                "`last_overflow` can be read only in eager code, for example after the "
+                "tf.function that makes a step, or in a callback. It is not available for graphs "
+                "of TensorFlow 1."
+            )
+        note = self._last_note()
+        return None if note is None else note.parts()[-1]
+
+    def ask(self) -> None:
+        """Gives the warnings of steps that XLA has compiled, which cannot call Python."""
+        may_tell = self.warn_after or self.raise_after
+        if may_tell and tf.executing_eagerly() and self._last is not None:
+            self._look(None)
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """Returns the variables that are not part of checkpoints, by name."""
+        if self._last is None:
+            return {}
+        notes = {f"note_{number}": note.vector for number, note in self._notes.items()}
+        return {"last_note": self._last, **notes}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SkipReport, (self._loss_scale, self.warn_after, self.raise_after, self._is_shared)
+
+    def _note_of(self, skipped: SkippedStep) -> tuple[int, "_Note"]:
+        for number, note in self._notes.items():
+            if note.is_of(skipped):
+                return number, note
+        number, note = next(self._numbers), _Note(skipped)
+        alive = {n: each for n, each in self._notes.items() if each.is_alive()}
+        self._notes = {**alive, number: note}
+        return number, note
+
+    def _last_note(self) -> "_Note | None":
+        return self._notes.get(int(tf.convert_to_tensor(self._last)))
+
+    def _call_python(self, noted: Sequence[Any]) -> None:
+        line = messages.users_line()
+
+        def look() -> None:
+            self._quiet -= 1
+            if self._quiet <= 0:
+                self._look(line)
+
+        if tf.executing_eagerly():
+            look()
+        elif replicas.local_id() == 0:
+            with tf.control_dependencies(noted):
+                tf.py_function(look, [], [])
+
+    def _look(self, line: messages.Line | None) -> None:
+        """Reads the last note, warns, and finds out when to look again."""
+        note = self._last_note()
+        if note is None:
+            return
+        (total, _, made, consecutive, _), times, last = note.parts()
+        if total == self._looked_at:
+            return
+        self._looked_at = total
+        recent = int(np.sum((times > 0) & (times > times[-1] - 2 * _HALF)))
+        recent = recent if made != _UNKNOWN else 0
+        falls, warn_after = self._falls_to_floor(), self.warn_after
+        in_a_row = f"{consecutive:g} steps in a row were skipped."
+        is_over = self.raise_after is not None and consecutive >= self.raise_after
+        if is_over:
+            about = f"{self._about(last)} Received: raise_after_skips={self.raise_after}"
+            raise RuntimeError(f"{in_a_row}{about}")
+        if warn_after is not None:
+            if consecutive >= warn_after:
+                self._tell("row", in_a_row, last, line)
+            elif recent >= _HALF:
+                self._tell("half", "Half of the last 100 steps were skipped.", last, line)
+            if falls == 0 and last.loss_is_finite is not False:
+                text = "The loss scale has come down to its floor, and steps are still skipped."
+                self._tell("floor", text, last, line)
+        left = [falls or _HALF, _HALF - recent]
+        left += [after - int(consecutive) for after in (warn_after, self.raise_after) if after]
+        self._quiet = max(1, min(each for each in left if each > 0))
+
+    def _falls_to_floor(self) -> int | None:
+        """Returns how many more skips take the scale to its floor, at least; None if none do."""
+        scale = self._loss_scale
+        if not isinstance(scale, DynamicLossScale):
+            return None
+        now = float(scale())
+        if now <= scale.min_loss_scale:
+            return 0 if scale.min_loss_scale < scale.initial_loss_scale else None
+        falls = math.log(now / scale.min_loss_scale) / -math.log(scale.backoff_multiplier)
+        # The 1e-3 is for a rounding error, which would count as a whole skip.
+        return math.ceil(falls - 1e-3)
+
+    def _tell(
+        self, what: str, text: str, last: overflow.Overflow, line: messages.Line | None
+    ) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            messages.warn(f"{text}{self._about(last)}", line)
+
+    def _about(self, last: overflow.Overflow) -> str:
+        text = last.of_examples
+        if not last.lacks_examples:
+            text += f" {_diagnosis(last.loss_is_finite)}"
+            # All gradients of a loss that is not finite are NaN. Of several, they tell which.
+            is_news = last.loss_is_finite is not False or len(self._notes) > 1
+            text += last.of_gradients * is_news
+        return f"{text} `last_overflow` tells more about the last step."
+
+
+class _Note:
+    """The note of the last skipped step with the gradients of a list of variables.
+
+    Attributes:
+        vector: variable of `COUNTS`. It has the header, the numbers of the last 50 skipped steps,
+            and the counts of the last one.
+
+    Args:
+        skipped: the first of these steps.
+    """
+
+    def __init__(self, skipped: SkippedStep) -> None:
+        assert skipped.counts is not None
+        self._has_total = skipped.has_total
+        self._variables = [reference(variable) for variable in skipped.variables]
+        names = _unique(skipped.names(skipped.variables))
+        sizes = [tf.TensorShape(v.shape).num_elements() for v in skipped.variables]
+        self._sizes = dict(zip(names, sizes, strict=True))
+        strategy = tf.distribute.get_strategy()
+        self._shape = strategy.num_replicas_in_sync + skipped.has_total, 1 + len(names), 2
+        self._is_on_each = _is_on_each()
+        zeros = np.zeros(_TIMES + math.prod(self._shape))
+
+        def vector() -> tf.Variable:
+            # If one replica notes for all, copies of the variable would only have to be sent
+            # around.
+            with strategy.scope() if self._is_on_each else contextlib.nullcontext():
+                return state_variable(zeros, COUNTS, "overflow")
+
+        self.vector = new_variables.outside_of_functions(vector)
+        self._places = overflow.places_of(strategy, self.vector)
+
+    def is_alive(self) -> bool:
+        """Whether there may be another step with these variables."""
+        return all(refer() is not None for refer in self._variables)
+
+    def is_of(self, skipped: SkippedStep) -> bool:
+        """Whether a step is noted here."""
+        return (
+            self._is_on_each == _is_on_each()
+            and self._has_total == skipped.has_total
+            and len(self._places) == tf.distribute.get_strategy().num_replicas_in_sync
+            and len(self._variables) == len(skipped.variables)
+            and all(refer() is v for refer, v in zip(self._variables, skipped.variables))
+        )
+
+    def parts(self) -> tuple[list[float], np.ndarray, overflow.Overflow]:
+        """Returns the header, the numbers of the last skipped steps, and the report."""
+        vector = tf.convert_to_tensor(self.vector).numpy()
+        header = total, own, made, _, loss_scale = vector[:_HEADER].tolist()
+        counts = vector[_TIMES:].reshape(self._shape)
+        report = overflow.Overflow(
+            step=None if made == _UNKNOWN else int(made + own),
+            steps_skipped=int(total),
+            loss_scale=loss_scale,
+            losses=overflow.losses(self._places, counts[:, 0]),
+            gradients=overflow.gradients(self._sizes, self._places, counts[:, 1:]),
+        )
+        return header, vector[_HEADER:_TIMES], report
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Returns names in which equal ones are numbered."""
+    counts, nth = collections.Counter(names), collections.Counter[str]()
+    unique = []
+    for name in names:
+        nth[name] += 1
+        more = f" ({nth[name]} of {counts[name]})" if counts[name] > 1 else ""
+        unique.append(name + more)
+    return unique
+
+
+def _is_on_each() -> bool:
+    """Whether each replica keeps notes.
+
+    Under other strategies, one replica keeps them for all.
+    """
+    is_alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
+    return is_alone or replicas.need_not_meet()
+
+
+def _diagnosis(loss_is_finite: bool | None) -> str:
+    """Returns what to do about a loss that is finite, not finite, or unknown (None)."""
+    forward = (
+        "look at the forward pass, where a smaller loss scale changes nothing: at the inputs and "
+        "labels, the learning rate, weights that are already not finite, and activations above "
+        "65504, the largest float16; print(keras_mp.numerics.check(model, (x, y))) names the cause "
+        "and the cure"
+    )
+    backward = (
+        "gradients overflow on their way back: find the operation whose gradient is not finite "
+        "(with keras_mp.numerics.watch(model): model.fit(x, y) names it), such as a norm at zero, "
+        "run it in float32, or clip what goes into it; with several replicas, see whether "
+        "aggregate_in_float16=False helps, since float16 sums end at 65504"
+    )
+    if loss_is_finite is None:
+        return (
+            "The loss was scaled in another function and could not be looked at. If it is Inf or "
+            f"NaN, {forward}; if it is finite, {backward}."
+        )
+    if loss_is_finite:
+        return f"The loss of the last one was finite, so {backward}."
+    return f"The loss of the last one was Inf or NaN: {forward}."
