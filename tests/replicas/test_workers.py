@@ -20,7 +20,7 @@ from keras_mp.numerics.exponents.counting import ExponentHistograms
 from keras_mp.step import workers as workers_module
 from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, once, value
 from tests.replicas import workers
-from tests.reports.test_overflows import Program, expected_of, said, spoil
+from tests.step.test_overflows import Program, expected_of, said, spoil
 
 STEPS = 6
 # What each worker's loss is multiplied by, step by step: the first worker's, then the others'.
