@@ -149,7 +149,7 @@ ATTACHED = {
     *("master_weights", "hardware_check", "plots", "extensions"),
 }
 # Lines of code.
-LARGEST_CORE = {"loss_scale_optimizer": 4160, "grad_scaler": 3480, "policy": 1165}
+LARGEST_CORE = {"loss_scale_optimizer": 4175, "grad_scaler": 3490, "policy": 1165}
 
 
 def modules():
