@@ -2,11 +2,12 @@
 
 python -m tests [--quick] [--all-cases] [--keras {2,3}] [--table] [files, folders, tests]
     [pytest's options]
+python -m tests --gpu [--quick] [--output FILE.json]
 
 Without a selection all tests run, except `tests/ci`; a parametrized test has its first and its last
 case then, unless `--all-cases` is given, or `--other-cases` for those that this leaves out.
 pytest-xdist distributes tests over one process more than there are cores, since some wait for
-processes of their own.
+processes of their own. `--gpu` checks this machine, with the current Keras (`tests/gpu`).
 """
 
 import argparse
@@ -34,6 +35,10 @@ _QUICK = [
 
 def main(arguments: list[str]) -> int:
     """Runs the tests; returns the exit status, which is 0 if they pass on both Kerases."""
+    if arguments[:1] == ["--gpu"]:
+        from tests.gpu.__main__ import main as check
+
+        return check(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m tests", allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="unit tests of the core only")
     parser.add_argument("--all-cases", action="store_true", help="of parametrized tests")

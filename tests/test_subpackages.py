@@ -51,8 +51,6 @@ SUBPACKAGES = {
         *("loss_scale_gradient_tape", "loss_scale_optimizer", "master_weight_optimizer"),
         *("optimizer_wrapper", "policy", "regularizers"),
     },
-    # It uses the package as programs do.
-    "hardware_check": {"hardware_check", "hooks", "keras_api", "hardware", "kernels", "support"},
 }
 
 # The folders of numerics, and which others each may import.
@@ -64,7 +62,7 @@ TOOLS = {
     "hazards": {"graphs"},
 }
 
-WITH_KERAS = ("keras_api", "numerics", "hardware_check", "wrappers", "layer_calls", "models")
+WITH_KERAS = ("keras_api", "numerics", "wrappers", "layer_calls", "models")
 
 
 def imported(path):
@@ -146,7 +144,7 @@ def test_nothing_but_the_package_itself_imports_its_tools():
 # What attaches to the core: speed, hardware, the graph rewrite, regions, tools.
 ATTACHED = {
     *("kernels", "hardware", "grappler", "op_autocast", "numerics", "conversion", "graph_rewrite"),
-    *("master_weights", "hardware_check", "plots", "extensions"),
+    *("master_weights", "plots", "extensions"),
 }
 # Lines of code.
 LARGEST_CORE = {"loss_scale_optimizer": 4175, "grad_scaler": 3490, "policy": 1165}

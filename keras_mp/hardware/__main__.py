@@ -1,13 +1,10 @@
 """Measures this machine's speed in each dtype, and names the policy that suits it.
 
 python -m keras_mp.hardware
-python -m keras_mp.hardware --check
 """
 
 import argparse
-import json
 import os
-import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -20,8 +17,6 @@ from keras_mp.support import cpu, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.tensorflow_api import features
 
-_OUTPUT = "keras_mp_check.json"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures this machine, and prints the result.
@@ -30,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments of the command line; None for the process's own.
 
     Returns:
-        The exit status: 0, or 1 where a check finds a promise broken.
+        The exit status, 0.
     """
     parser = argparse.ArgumentParser(
         prog="python -m keras_mp.hardware",
@@ -38,53 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "bfloat16 and float16 on the device that TensorFlow computes on, and says which policy is "
         "the fastest here, and which operations keras_mp computes in float32 inside.",
     )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="instead check on this machine what keras_mp promises, and time operations and "
-        "models; takes a few minutes",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="with --check: check the promises, time nothing"
-    )
-    parser.add_argument(
-        "--output",
-        type=pathlib.Path,
-        metavar="FILE.json",
-        help=(
-            f"with --check: the file for the full result, which you can send us; {_OUTPUT} by "
-            "default"
-        ),
-    )
-    arguments = parser.parse_args(argv)
-    if arguments.check:
-        output = arguments.output or pathlib.Path(_OUTPUT)
-        _refuse_if_not_writable(parser, output)
-        return _check(arguments.quick, output)
-    if arguments.quick or arguments.output:
-        parser.error("--quick and --output go with --check")
+    parser.parse_args(argv)
     for line in _lines(fast_dtypes.speeds(anew=True)):
         print(line)
     return 0
-
-
-def _refuse_if_not_writable(parser: argparse.ArgumentParser, path: pathlib.Path) -> None:
-    try:
-        path.open("a").close()  # before the minutes that it takes
-    except OSError as error:
-        parser.error(f"{path} cannot be written: {error.strerror}")
-
-
-def _check(quick: bool, output: pathlib.Path) -> int:
-    # The check uses all of the package; the rest of this subpackage needs TensorFlow only.
-    from keras_mp import hardware_check
-    from keras_mp.hardware_check import page
-
-    found = hardware_check.check(quick)
-    output.write_text(json.dumps(found, indent=1))
-    print(*page.lines(found), sep="\n")
-    print(f"The full result is in {output}.")
-    return 0 if all(each["kept"] for each in found["promises"]) else 1
 
 
 def _lines(speeds: stopwatch.Speeds | None) -> Iterator[str]:

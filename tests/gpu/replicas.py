@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.hardware_check.promises import Promise, judge
+from tests.gpu.promises import Promise, judge
 
 _MEGABYTES = 1024  # of each half of a GPU
 _LONGEST = 300  # seconds

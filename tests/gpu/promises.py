@@ -12,10 +12,10 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import kernels
-from keras_mp.hardware_check import models
 from keras_mp.hooks import reach
 from keras_mp.kernels import convolutions, cudnn, replaced, sums
 from keras_mp.support.dtypes import LOW_PRECISION
+from tests.gpu import models
 
 Found = tuple[bool, str]
 _WAYS: dict[str, Callable[..., Any]] = {

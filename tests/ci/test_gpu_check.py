@@ -5,12 +5,12 @@ import json
 import pytest
 
 import keras_mp
-from keras_mp import hardware_check
-from keras_mp.hardware import __main__ as program
-from keras_mp.hardware_check import page, promises, replicas, speeds, steps
-from keras_mp.hardware_check.promises import Promise, judge
 from keras_mp.support import text_tables
+from tests import gpu
 from tests.common import once
+from tests.gpu import __main__ as program
+from tests.gpu import page, promises, replicas, speeds, steps
+from tests.gpu.promises import Promise, judge
 
 MACHINE = {
     "gpus": [{"name": "NVIDIA A100-SXM4-80GB", "compute_capability": [8, 0]}],
@@ -28,7 +28,7 @@ def broken(found):
 @once
 def test_all_that_is_promised_is_kept_here(tmp_path, capsys):
     output = tmp_path / "check.json"
-    assert program.main(["--check", "--quick", "--output", str(output)]) == 0
+    assert program.main(["--quick", "--output", str(output)]) == 0
     found = json.loads(output.read_text())
     assert broken(found) == {}
     assert {each["name"] for each in found["promises"]} > set(promises.PROMISES)
@@ -45,17 +45,15 @@ def test_all_that_is_promised_is_kept_here(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--quick"], "--quick and --output go with --check"),
-        (["--output", "check.json"], "--quick and --output go with --check"),
-        (["--check", "--output", "no_folder/check.json"], "cannot be written: No such file"),
-        (["--check", "--output", "."], "cannot be written: Is a directory"),
+        (["--output", "no_folder/check.json"], "cannot be written: No such file"),
+        (["--output", "."], "cannot be written: Is a directory"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(
     arguments, message, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hardware_check, "check", pytest.fail)
+    monkeypatch.setattr(gpu, "check", pytest.fail)
     with pytest.raises(SystemExit, match="2"):
         program.main(arguments)
     assert message in capsys.readouterr().err
@@ -72,12 +70,12 @@ def nothing_is_timed(monkeypatch):
 def test_kernels_that_are_left_wrong_are_noticed(nothing_is_timed):
     keras_mp.enable_float32_sums(False)
     try:
-        found = hardware_check.check()
+        found = gpu.check()
     finally:
         keras_mp.enable_float32_sums()
     [name] = broken(found)
     assert name == "sums and convolutions in 16 bits are right"
-    assert not broken(hardware_check.check())
+    assert not broken(gpu.check())
 
 
 def test_what_raises_is_broken_and_the_rest_goes_on(
@@ -93,7 +91,7 @@ def test_what_raises_is_broken_and_the_rest_goes_on(
     }
     monkeypatch.setattr(promises, "PROMISES", judged)
     output = tmp_path / "check.json"
-    assert program.main(["--check", "--output", str(output)]) == 1
+    assert program.main(["--output", str(output)]) == 1
     found = broken(json.loads(output.read_text()))
     assert found == {"is wrong": "2, not 1", "raises": "OSError: the first line"}
     lines = capsys.readouterr().out.splitlines()

@@ -1,6 +1,6 @@
 """Checks whether keras_mp keeps its promises on this machine, and how fast it is.
 
-`python -m keras_mp.hardware --check` runs it. It is for machines on which keras_mp has not been run
+`python -m tests --gpu` runs it. It is for machines on which keras_mp has not been run
 before, GPUs above all: one page to read and one JSON to send.
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.hardware_check import machine, promises, replicas, speeds, steps
-from keras_mp.hardware_check.promises import judge
 from keras_mp.support import messages
+from tests.gpu import machine, promises, replicas, speeds, steps
+from tests.gpu.promises import judge
 
 
 def check(quick: bool = False) -> dict[str, Any]:

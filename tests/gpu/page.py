@@ -4,15 +4,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from keras_mp.hardware.stopwatch import DTYPES
-from keras_mp.hardware_check.steps import VARIANTS
 from keras_mp.support import text_tables
+from tests.gpu.steps import VARIANTS
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines of the page, none longer than `text_tables.WIDTH`.
 
     Args:
-        found: what `hardware_check.check` returned.
+        found: what `gpu.check` returned.
     """
     yield from _machine(found["machine"])
     yield ""

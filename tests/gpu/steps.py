@@ -11,7 +11,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import keras_api
 from keras_mp.hardware import devices, turns
-from keras_mp.hardware_check import models, promises
+from tests.gpu import models, promises
 
 VARIANTS = (
     *("float32", "Keras's mixed_float16", "mixed_float16"),
