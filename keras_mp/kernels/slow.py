@@ -12,6 +12,7 @@ by number: a batch of 16384 by 100 takes 33 times as long.
 This module needs TensorFlow only.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ from keras_mp.kernels.replaced import (
     usual_device,
 )
 from keras_mp.support import cpu, host
+from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
 _GRADIENTS_OF_CONVOLUTIONS = (
@@ -52,6 +54,9 @@ class _Switch:
     """Whether it is on."""
 
     is_on = True
+
+
+_switch = _Switch()
 
 
 def is_slow(op: str, dtype: tf.DType | str, arguments: Mapping[str, Any] | None = None) -> bool:
@@ -96,7 +101,7 @@ def _in_float32_if_slow(op: str, original: Callable[..., Any]) -> Callable[..., 
 
     def call(*args: Any, **kwargs: Any) -> Any:
         dtype = low_precision_dtype((*args, *kwargs.values()))
-        if dtype is None or not _Switch.is_on or device_type() != "CPU":
+        if dtype is None or not _switch.is_on or device_type() != "CPU":
             return original(*args, **kwargs)
         if not is_slow(op, dtype, {**dict(zip(parameters, args)), **kwargs}):
             return original(*args, **kwargs)
@@ -122,7 +127,7 @@ def slow_operations(dtype: str) -> list[str]:
     Args:
         dtype: str, "float16" or "bfloat16".
     """
-    if not _Switch.is_on or usual_device() != "CPU":
+    if not _switch.is_on or usual_device() != "CPU":
         return []
     return [op for op in OPS if is_slow(op, dtype)]
 
@@ -150,7 +155,15 @@ def enable_float32_where_faster(enabled: bool = True) -> None:
     >>> keras_mp.enable_float32_where_faster(False)
     >>> keras_mp.enable_float32_where_faster()
     """
-    _Switch.is_on = enabled
+    _switch.is_on = enabled
+
+
+def switched_off() -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager in which operations are made as on a GPU.
+
+    It is for tools that ask what a policy computes, and not what this CPU does instead.
+    """
+    return replaced(_switch, "is_on", False)
 
 
 def may_replace_layer(dtype: tf.DType) -> bool:
@@ -163,6 +176,6 @@ def may_replace_layer(dtype: tf.DType) -> bool:
         bool. It may in reach, in 16 bits on CPUs, where neither XLA compiles nor a session runs it,
         and only if that is switched on.
     """
-    if reach.current() is None or not (_Switch.is_on and dtype in LOW_PRECISION):
+    if reach.current() is None or not (_switch.is_on and dtype in LOW_PRECISION):
         return False
     return not host.is_compiled_by_xla() and not host.in_v1_graph() and device_type() == "CPU"

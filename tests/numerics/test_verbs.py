@@ -413,7 +413,8 @@ def test_several_optimizers_and_a_scaler_are_known_to_a_block():
 
 
 @common.once
-def test_a_model_is_profiled():
+def test_a_model_is_profiled(monkeypatch):
+    monkeypatch.setattr(slow, "is_slow", lambda *_: False)
     found = profile(small_model(lambda: L.Dense(8)), (X, Y), steps=0)
     assert "float16" in found.census.traced.work()
     assert json.loads(found.to_json())["census"]["name"].startswith("the training step")

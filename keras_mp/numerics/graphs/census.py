@@ -3,6 +3,7 @@
 Nothing runs: all of it is read from the graph.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections import defaultdict
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from keras_mp.grappler import optimize, passes
 from keras_mp.grappler import report as rewrites
+from keras_mp.kernels import slow
 from keras_mp.layer_calls import model_outputs
 from keras_mp.numerics import batches, origins, own_thread
 from keras_mp.numerics.graphs import census_text, sending, traces
@@ -234,11 +236,12 @@ def census(
     scopes: dict[str, str] = {}
     with Progress("census", parts=2) as progress:
         progress.begin("tracing")
-        if model is not None:
-            concrete, name = _step_of(model, args[0], scopes), traces.name_of_step(model)
-        else:
-            concrete = traces.function_of(function, *args, **kwargs)
-            name = getattr(function, "__name__", None) or concrete.name.decode()  # pyright: ignore
+        with slow.switched_off() if device is not None else contextlib.nullcontext():
+            if model is not None:
+                concrete, name = _step_of(model, args[0], scopes), traces.name_of_step(model)
+            else:
+                concrete = traces.function_of(function, *args, **kwargs)
+                name = getattr(function, "__name__", None) or concrete.name.decode()  # pyright: ignore
         progress.begin("reading the graph")
         meta = rewrites.of_function(concrete, shapes=True)
         reader = _Reader(concrete.graph, model, scopes)  # pyright: ignore

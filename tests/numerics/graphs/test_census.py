@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.grappler import passes
+from keras_mp.kernels import slow
 from keras_mp.numerics.graphs import work
 from keras_mp.numerics.graphs.census import Cast, Census, Graph, Operation, census
 from keras_mp.numerics.graphs.walk import Walk
@@ -462,7 +463,10 @@ def test_a_model_in_float32_has_its_policy_as_the_reason(make):
 
 @pytest.mark.parametrize("make", [_sequential, Subclassed, _with_a_model_inside])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_what_makes_the_outputs_is_in_float32_since_the_model_returns_that(make, policy):
+def test_what_makes_the_outputs_is_in_float32_since_the_model_returns_that(
+    make, policy, monkeypatch
+):
+    monkeypatch.setattr(slow, "is_slow", lambda *_: False)
     with keras_mp.policy_scope(policy):
         model = make()
         model(tf.ones([4, 8]))
