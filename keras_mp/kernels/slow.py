@@ -15,7 +15,7 @@ This module needs TensorFlow only.
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -30,7 +30,6 @@ from keras_mp.kernels.replaced import (
     usual_device,
 )
 from keras_mp.support import cpu, host
-from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
 _GRADIENTS_OF_CONVOLUTIONS = (
@@ -158,12 +157,17 @@ def enable_float32_where_faster(enabled: bool = True) -> None:
     _switch.is_on = enabled
 
 
-def switched_off() -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager in which operations are made as on a GPU.
+@contextlib.contextmanager
+def switched_off() -> Iterator[None]:
+    """Context manager in which operations are made as on a GPU.
 
     It is for tools that ask what a policy computes, and not what this CPU does instead.
     """
-    return replaced(_switch, "is_on", False)
+    before, _switch.is_on = _switch.is_on, False
+    try:
+        yield
+    finally:
+        _switch.is_on = before
 
 
 def may_replace_layer(dtype: tf.DType) -> bool:
