@@ -386,10 +386,11 @@ def check(
         """Calls a function, and notes why it cannot look at this model."""
         try:
             return see()
-        except ValueError as error:
+        except Exception as error:  # A layer of the program may raise anything in eager.
             text, _, _ = str(error).partition(" Received: ")
             # What a `train_step` does with a batch need not be what `call` does.
-            if not checked.hazards and "cannot be converted" not in text and not has_own_step:
+            is_known = checked.hazards or "cannot be converted" in text or has_own_step
+            if isinstance(error, ValueError) and not is_known:
                 raise
             # What is not finite in float32 either is compared with nothing, and the cause says so.
             if not checked.has_cause:

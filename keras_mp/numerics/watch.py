@@ -195,14 +195,15 @@ class watch(keras_api.BaseCallback, Result):
             if read.counted:
                 self.history.append(read)
 
-    def advice(self, dtype: str = "float16", tolerance: float = 0.001) -> Advice:
+    def advice(self, dtype: str | None = None, tolerance: float = 0.001) -> Advice:
         """Returns what follows from the report: a loss scale, and layers that need float32.
 
         Args:
-            dtype: "float16" (the default) or "bfloat16".
+            dtype: "float16" or "bfloat16". Defaults to the one that was computed in.
             tolerance: float. Which share of a gradient may become zero. Defaults to 0.001.
         """
-        return advise(self.report(), dtype, tolerance)
+        report = self.report()
+        return advise(report, dtype or report.dtype, tolerance)
 
     def to_text(self, rows: int | None = text_tables.MOST) -> str:
         """Returns what `print` shows: what was not finite, and the report.
@@ -218,7 +219,7 @@ class watch(keras_api.BaseCallback, Result):
 
     def plot(
         self,
-        dtype: str = "float16",
+        dtype: str | None = None,
         *,
         tolerance: float = 0.001,
         history: Any = None,
@@ -227,7 +228,7 @@ class watch(keras_api.BaseCallback, Result):
         """Draws the window of loss scales in which nothing is lost, read after read.
 
         Args:
-            dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+            dtype: "float16" or "bfloat16". Defaults to the one that was computed in.
             tolerance: float. Which share of a gradient may become zero. Defaults to 0.001.
             history: that of a `keras_mp.callbacks.LossScaleMonitor` of the same `fit`, for the
                 loss scale of each step.
@@ -240,6 +241,7 @@ class watch(keras_api.BaseCallback, Result):
         if not self.history:
             raise ValueError("Expected at least one report. Received: []")
         steps = [report.step for report in self.history]
+        dtype = dtype or self.history[-1].dtype
         windows = [report.window(dtype, tolerance) for report in self.history]
         ax = new_figure(__name__, (8, 4)).subplots() if ax is None else ax
         path: Any = getattr(history, "history", history)

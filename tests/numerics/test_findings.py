@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.__main__ import main
-from keras_mp.numerics import check, record
+from keras_mp.numerics import check, record, watch
 from keras_mp.numerics.comparison.differences import cure_in
 from keras_mp.numerics.comparison.records import LayerRecord
 from tests.common import IS_KERAS_3, once
@@ -345,3 +345,69 @@ if not IS_KERAS_3:
             model = K.Sequential([L.Lambda(lambda x: x * 2), L.Dense(8), L.Softmax()])
             model(X)
         assert [type(layer).__name__ for layer in model.layers] == ["Lambda", "Dense", "Softmax"]
+
+
+class TrueZero(L.Layer):
+    """A maximum with 0, before a division, of numbers that are all above 0."""
+
+    def call(self, x):
+        return x / tf.sqrt(tf.maximum(1.0 + tf.abs(tf.tanh(x)), 0.0))
+
+
+@once
+def test_a_constant_with_which_no_value_is_lost_is_no_finding():
+    assert check(made(relu("in"), lambda: TrueZero(name="root")), (X, Y)).findings == ()
+
+
+class OverflowsWhereItIsCast(L.Layer):
+    def call(self, x):
+        return x * 1e6
+
+
+def test_a_cast_of_a_layer_that_overflows_has_the_path_of_the_layer():
+    first = lambda: OverflowsWhereItIsCast(name="large", dtype="float32")  # noqa: E731
+    found = check(made(first, relu("second")), (X, Y)).findings
+    assert (found[0].hazard, found[0].path) == ("an overflow in the forward pass", "second")
+
+
+class RunsInAGraphOnly(L.Layer):
+    def call(self, x):
+        if tf.executing_eagerly():
+            raise RuntimeError("This layer does not run in eager.")
+        return x
+
+
+@once
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_findings_are_kept_where_a_layer_does_not_run_in_eager():
+    checked = check(made(lambda: TrueMask(), lambda: RunsInAGraphOnly(name="graph")), (X, Y))
+    assert [each.hazard for each in checked.findings] == ["a constant that is infinite in 16 bits"]
+    sound = check(made(relu("in"), lambda: RunsInAGraphOnly(name="graph")), (X, Y))
+    assert sound.findings == ()
+    assert "does not run in eager" in str(sound.notes)
+
+
+class TrueMask(L.Layer):
+    def call(self, x):
+        return tf.nn.softmax(x + x.dtype.as_numpy_dtype(-1e9) * tf.cast(x < 0, x.dtype))
+
+
+class OffOnOddFeatures(L.Layer):
+    def call(self, x):
+        off = (x + tf.cast(3000.0, x.dtype)) - tf.cast(3000.0, x.dtype)
+        return tf.where(tf.range(1024) % 2 == 1, off, x)
+
+
+@once
+def test_every_feature_of_a_large_output_counts():
+    layers = [lambda: L.Dense(1024, name="wide"), lambda: OffOnOddFeatures(name="odd")]
+    checked = check(made(*layers), (np.repeat(X, 8, 0), np.repeat(Y, 8, 0)))
+    assert [each.path for each in checked.findings] == ["odd"]
+
+
+@once
+def test_what_is_watched_in_bfloat16_is_told_of_bfloat16():
+    model, watching = made(relu("in"), policy="mixed_bfloat16"), watch(every=1)
+    model.fit(X, Y, 32, verbose=0, callbacks=[watching])
+    assert "bfloat16 at a loss scale" in str(watching)
+    assert watching.advice().sentences == []

@@ -102,6 +102,12 @@ class Report(Result):
         return [row for row in rows if row.dtype in LOW_PRECISION_NAMES] or rows
 
     @property
+    def dtype(self) -> str:
+        """The dtype of 16 bits that most of it was computed in; float16 if none was."""
+        dtypes = [row.dtype for row in self.rows_in_16_bits if row.dtype in LOW_PRECISION_NAMES]
+        return max(dtypes, key=dtypes.count, default="float16")
+
+    @property
     def noise(self) -> set[RowKey]:
         """Kinds and paths of gradients of variables that are nothing but rounding noise.
 
@@ -143,7 +149,7 @@ class Report(Result):
 
     def table(
         self,
-        dtype: str = "float16",
+        dtype: str | None = None,
         loss_scale: float | None = None,
         rows: int | None = None,
     ) -> str:
@@ -159,7 +165,8 @@ class Report(Result):
         deviation and the norms of weights.
 
         Args:
-            dtype: "float16" (the default), "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+            dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2". Defaults to the dtype
+                that it was computed in.
             loss_scale: float, a power of two. Defaults to the one that was measured with, rounded
                 down to a power of two.
             rows: int. How many rows are shown at most: first those that lose most, then those that
@@ -169,6 +176,7 @@ class Report(Result):
         Returns:
             str of several lines.
         """
+        dtype = self.dtype if dtype is None else dtype
         if loss_scale is None:
             loss_scale = round_down(self.loss_scale)
         header = (
@@ -218,7 +226,7 @@ class Report(Result):
         return lines
 
     def to_text(self, rows: int | None = text_tables.MOST) -> str:
-        """Returns what `print` shows, for float16: a headline, and the worst rows.
+        """Returns what `print` shows: a headline, and the worst rows.
 
         Args:
             rows: int. How many rows are shown at most; None for all of them, with all columns.

@@ -184,7 +184,7 @@ def judge_epsilon(
 ) -> Said | None:
     """In float32 it does no harm where every weight has a gradient."""
     in_16_bits = not set(dtypes).isdisjoint(LOW_PRECISION_NAMES)
-    if not (bad or in_16_bits):
+    if not bad:
         return None
     return Said(
         "an epsilon that is 0 in 16 bits" if in_16_bits else "an epsilon that is 0",

@@ -73,8 +73,18 @@ class TracedStep:
         self.forward = list(_forward(self.operations))
 
     def where(self, operation: tf.Operation) -> str:
-        """Returns the path of an operation's layer, or words for what is outside of layers."""
-        return self.layers.name(operation.name) or "the training step, outside of layers"
+        """Returns the path of an operation's layer, or words for what is outside of layers.
+
+        A model casts what a layer takes, and that is the layer's: it has asked for the dtype.
+        """
+        takers = [operation]
+        for _ in range(4):
+            for each in takers:
+                if path := self.layers.name(each.name):
+                    return path
+            moved = (each for each in takers if each.type in ("Cast", *origins.MOVES))
+            takers = [to for each in moved for out in each.outputs for to in out.consumers()]
+        return "the training step, outside of layers"
 
     def line(self, operation: tf.Operation) -> Line | None:
         """Returns the program's line that made an operation, or that of which it is a gradient."""

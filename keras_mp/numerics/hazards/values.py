@@ -78,8 +78,10 @@ def epsilons(step: TracedStep) -> Iterator[Observed]:
 
 def judge_epsilon(
     op: str, divides: str, dtype: str, size: int | str, zeros: int, least: float
-) -> Said:
-    """The division is in danger on any batch: what this one shows is said."""
+) -> Said | None:
+    """A constant that is 0 does harm where what it is added to is 0 as well."""
+    if not zeros:
+        return None
     return Said(
         "an epsilon that is 0 in 16 bits",
         f"The constant of {op}, before {divides}, is 0 in {dtype}, whose smallest number is "
@@ -202,7 +204,7 @@ def inputs(step: TracedStep) -> Iterator[Observed]:
         ids = whole.outputs[0].dtype if whole is not None and is_of_ids else tf.int64
         are_others = (tf.cast(wide, ids) != tf.cast(near, ids)) & tf.math.is_finite(near)
         yield Observed(
-            _in_a_layer(step, takers),
+            operation,
             dtype=rounded.dtype.name,
             is_of_ids=is_of_ids,
             lost=tf.reduce_max(share_of_variance(wide, near, list(range(rank - 1)))),
@@ -231,17 +233,6 @@ def judge_input(
         "Standardize them before the model, start it with a layer that reads raw numbers "
         '(Normalization, Rescaling, Embedding), or give this layer dtype="float32".',
     )
-
-
-def _in_a_layer(step: TracedStep, takers: list[tf.Operation]) -> tf.Operation:
-    """Returns the first operation in a layer among those that a tensor goes to, or the first."""
-    first = takers[0]
-    for _ in range(3):  # Models cast and reshape inputs before a layer gets them.
-        for taker in takers:
-            if step.layers.name(taker.name):
-                return taker
-        takers = [after for each in takers for out in each.outputs for after in out.consumers()]
-    return first
 
 
 def dropouts(step: TracedStep) -> Iterator[Observed]:

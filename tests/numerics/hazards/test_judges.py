@@ -16,11 +16,17 @@ from keras_mp.numerics.hazards import (
 )
 from keras_mp.numerics.hazards.not_finite import Result
 
+EPSILON = {"op": "AddV2", "divides": "Rsqrt", "dtype": "float16", "size": 8, "least": 1e-9}
 SUM = {"op": "Sum", "dtype": "bfloat16", "length": 4096, "is_loss": False}
 CAST = {"moved": 64, "error": 0.1, "largest": 2.0, "back": "float16"}
 LOST = {"dtype": "float16", "sentences": ["Of `dense/kernel` 20.0 % become zero."], "cure": "..."}
 # By judge: numbers that are no finding, and those that are one; the hazard, and what is said of it.
 JUDGED = {
+    values.judge_epsilon: (
+        {**EPSILON, "zeros": 0},
+        {**EPSILON, "zeros": 3},
+        *("an epsilon that is 0 in 16 bits", "Of 8 values of this batch 3 are 0"),
+    ),
     values.judge_batch: (
         {"bad": 0},
         {"bad": 3},
@@ -122,11 +128,6 @@ JUDGED = {
 
 # Of judges that speak whatever the numbers are, since what they are about is wrong anyway.
 SAID = {
-    values.judge_epsilon: (
-        {"op": "AddV2", "divides": "Rsqrt", "dtype": "float16", "size": 8, "zeros": 3}
-        | {"least": 1e-9},
-        *("an epsilon that is 0 in 16 bits", "Of 8 values of this batch 3 are 0"),
-    ),
     judge_far: (
         {"side": "forward", "what": "overflow: Square", "units": 20.0, "in_float32": "cast"},
         *("a difference in the forward pass", "Overflow: Square: 20 times as far off as rounding"),
