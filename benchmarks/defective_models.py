@@ -240,21 +240,6 @@ class FarPositions(L.Layer):
         return tf.nn.relu(x) + tf.sin(far)
 
 
-class CastThereAndBack(L.Layer):
-    """Two casts for nothing."""
-
-    def call(self, x):
-        x = tf.nn.relu(x)
-        return tf.cast(tf.cast(x, tf.float32), tf.float16)
-
-
-class InFloat64(L.Layer):
-    """A smooth activation in float64."""
-
-    def call(self, x):
-        return tf.cast(tf.nn.softplus(tf.cast(x, tf.float64)), x.dtype)
-
-
 class IgnoresItsPolicy(L.Layer):
     """A projection that casts to float32."""
 
@@ -360,18 +345,6 @@ class ClipsScaled(OwnStep):
     def change(self, gradients):
         gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
         return self.optimizer.get_unscaled_gradients(gradients)
-
-
-class AddsScaled(OwnStep):
-    """Adds up gradients before it unscales them."""
-
-    def change(self, gradients):
-        if not hasattr(self, "sums"):
-            with tf.init_scope():
-                self.sums = [tf.Variable(tf.zeros(g.shape)) for g in gradients]
-        for total, gradient in zip(self.sums, gradients):
-            total.assign_add(gradient)
-        return self.optimizer.get_unscaled_gradients([tf.identity(s) for s in self.sums])
 
 
 class LossIn16Bits(OwnStep):

@@ -159,7 +159,7 @@ def _histograms_step(optimizer: Any, watches: bool) -> Any:
     optimizer.build(model.trainable_variables)
     step = contextlib.nullcontext
     if watches:
-        histograms = keras_mp.numerics.exponents.counting.ExponentHistograms(
+        histograms = keras_mp.numerics.counting.ExponentHistograms(
             model, optimizer=optimizer, output_gradients=True
         )
         step = histograms.step

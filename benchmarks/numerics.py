@@ -18,7 +18,7 @@ def measure(name: str) -> dict[str, list[float]]:
     import tensorflow as tf
 
     import keras_mp
-    from keras_mp.numerics.exponents.counting import ExponentHistograms
+    from keras_mp.numerics.counting import ExponentHistograms
 
     keras_mp.set_global_policy("mixed_bfloat16")
     model, inputs, labels = models.make(name)

@@ -38,7 +38,7 @@ def make_step(
     import tensorflow as tf
 
     import keras_mp
-    from keras_mp.numerics.graphs import op_times
+    from keras_mp.numerics.profile import UPDATE
 
     own = tf.keras.mixed_precision
     own.set_global_policy(keras)
@@ -60,7 +60,7 @@ def make_step(
         with region, tf.GradientTape() as tape:
             value = loss(y, model(x, training=True))
         gradients = tape.gradient(value, model.trainable_variables)
-        with tf.name_scope(op_times.UPDATE):
+        with tf.name_scope(UPDATE):
             optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return value
 
@@ -69,7 +69,7 @@ def make_step(
 
 def measure(name: str, size: str) -> dict[str, Any]:
     """Seconds a step of each variant, and where those of TensorFlow's go."""
-    from keras_mp.numerics.graphs import op_times
+    from keras_mp.numerics.profile import profiled
 
     sizes = step_models.SIZES[size][name]
     steps = {variant: make_step(name, sizes, **how) for variant, how in VARIANTS.items()}
@@ -83,7 +83,7 @@ def measure(name: str, size: str) -> dict[str, Any]:
     seconds = common.interleaved(steps, REPEATS)
     classes = {}
     for variant in VARIANTS:
-        with op_times.profiled() as found:
+        with profiled() as found:
             for _ in range(PROFILED):
                 steps[variant]()
         classes[variant] = {each: total / PROFILED for each, total in found.items()}

@@ -100,8 +100,7 @@ def _with_model(make: Callable[[], Example], dtype: str, tool: Callable[[Example
 def _compare(example: Example) -> dict:
     import tensorflow as tf
 
-    from keras_mp.numerics import batches, own_thread, run
-    from keras_mp.numerics.comparison import compare
+    from keras_mp.numerics import batches, compare, own_thread, run
 
     def loss_of_its_own(model: Any, x: Any, y: Any) -> Any:
         del y
@@ -112,7 +111,7 @@ def _compare(example: Example) -> dict:
     if step is None:
         batches.build(example.model, batch)
     with own_thread.random_numbers():
-        comparison = compare.compare(*run.runners(example.model, batch, step=step))
+        comparison, _ = compare.compare(*run.runners(example.model, batch, step=step))
     result = {"layers": len(comparison.layers), "findings": list(map(str, comparison.findings))}
     for name in ("own_output", "own_gradient", "output", "gradient"):
         distances = [getattr(layer, name) for layer in comparison.layers]

@@ -154,17 +154,14 @@ def optimized(
     return optimize.graph(passes.config_for_sessions(None, dtype), graph, device)
 
 
-def of_function(
-    function: tf.types.experimental.ConcreteFunction, shapes: bool = False
-) -> tf.compat.v1.MetaGraphDef:
+def of_function(function: tf.types.experimental.ConcreteFunction) -> tf.compat.v1.MetaGraphDef:
     """Returns the graph of a concrete function as grappler takes it.
 
     Args:
         function: `tf.types.experimental.ConcreteFunction`.
-        shapes: bool. Whether nodes have the shapes of their outputs. Defaults to False.
     """
     graph = function.graph  # pyright: ignore[reportAttributeAccessIssue]
-    definition = graph.as_graph_def(add_shapes=shapes)
+    definition = graph.as_graph_def()
     # As TensorFlow has the graph of a function when it rewrites it.
     inputs = {tensor.op.name: i for i, tensor in enumerate(graph.inputs)}
     for node in definition.node:

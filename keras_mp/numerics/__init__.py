@@ -5,14 +5,11 @@ which policy for each layer, and which loss scale? `profile`: why is it not fast
 """
 
 from keras_mp.numerics.check import Check, check
-from keras_mp.numerics.comparison.compare import record
-from keras_mp.numerics.comparison.records import Record
-from keras_mp.numerics.exponents.reports import Report
-from keras_mp.numerics.operations.not_finite import NotFiniteError
+from keras_mp.numerics.operation_rows import NotFiniteError
 from keras_mp.numerics.profile import Profile, profile
+from keras_mp.numerics.report import Report
 from keras_mp.numerics.results import Finding
-from keras_mp.numerics.tune import tune
-from keras_mp.numerics.tuned import Tuned
+from keras_mp.numerics.tune import Tuned, tune
 from keras_mp.numerics.watch import watch
 
 __all__ = [
@@ -20,12 +17,10 @@ __all__ = [
     "Finding",
     "NotFiniteError",
     "Profile",
-    "Record",
     "Report",
     "Tuned",
     "check",
     "profile",
-    "record",
     "tune",
     "watch",
 ]

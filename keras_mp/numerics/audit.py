@@ -1,7 +1,12 @@
-"""An audit of a model before it is trained: known hazards of 16 bits, found on one batch."""
+"""An audit of a model before it is trained: known hazards of 16 bits, found on one batch.
+
+Each hazard has two functions. The one measures: it goes through a `TracedStep` and yields what is
+`Observed`, with names for the numbers that tell whether it matters. The other judges these numbers,
+and returns what is `Said`, or None. To add a hazard, write both, put them into `HAZARDS`, causes
+before their consequences, test the judge with numbers, and plant the defect in a model.
+"""
 
 import itertools
-import os
 import traceback
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -13,17 +18,42 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.kernels import slow
 from keras_mp.models.layer_paths import layers_by_path
-from keras_mp.numerics import batches, hazards, own_thread, watching
+from keras_mp.numerics import (
+    batches,
+    not_finite,
+    origins,
+    own_thread,
+    step_hazards,
+    value_hazards,
+    watching,
+)
 from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.causes import CURES, Hazard, Observed
-from keras_mp.numerics.graphs import traces
-from keras_mp.numerics.hazards.traced_step import TracedStep
-from keras_mp.numerics.results import Finding
+from keras_mp.numerics.results import CURES, Finding, Hazard, Observed
+from keras_mp.numerics.traced_step import TracedStep
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
 from keras_mp.variables import type_errors
+
+HAZARDS = (
+    Hazard(value_hazards.batches, value_hazards.judge_batch),
+    Hazard(value_hazards.epsilons, value_hazards.judge_epsilon),
+    Hazard(value_hazards.inputs, value_hazards.judge_input),
+    Hazard(not_finite.numbers, not_finite.judge),
+    Hazard(value_hazards.sums, value_hazards.judge_sum),
+    Hazard(value_hazards.labels, value_hazards.judge_labels),
+    Hazard(value_hazards.before_a_logarithm, value_hazards.judge_before_a_logarithm),
+    Hazard(value_hazards.softmaxes, value_hazards.judge_softmax),
+    Hazard(value_hazards.cross_entropies, value_hazards.judge_cross_entropy),
+    Hazard(step_hazards.layers_in_float32, step_hazards.judge_layer_in_float32),
+    Hazard(step_hazards.small_gradients, step_hazards.judge_small_gradients),
+    Hazard(step_hazards.factors, step_hazards.judge_factor),
+    Hazard(step_hazards.clipping, step_hazards.judge_clipping),
+    Hazard(step_hazards.epsilon, step_hazards.judge_epsilon),
+    Hazard(step_hazards.weights, step_hazards.judge_weights),
+    Hazard(step_hazards.updates, step_hazards.judge_updates),
+)
 
 # Nothing else can be looked at.
 UNTRACEABLE = ("a custom gradient without dtypes", "dtypes that do not fit")
@@ -31,7 +61,7 @@ UNTRACEABLE = ("a custom gradient without dtypes", "dtypes that do not fit")
 _DTYPES = (*LOW_PRECISION_NAMES, "half")
 _AS_IT_IS = tf.compat.v1.ConfigProto()
 _AS_IT_IS.graph_options.rewrite_options.disable_meta_optimizer = True
-_OURS = os.path.dirname(hazards.__file__)
+_OURS = tuple(each.__file__ for each in (value_hazards, step_hazards, not_finite))
 
 
 class _Traced(NamedTuple):
@@ -50,9 +80,7 @@ class _Traced(NamedTuple):
     run: tf.types.experimental.ConcreteFunction
 
 
-def audit(
-    model: tf.keras.Model, given: Sequence[Batch], device: str | None = None
-) -> tuple[Finding, ...]:
+def audit(model: tf.keras.Model, given: Sequence[Batch]) -> tuple[Finding, ...]:
     """Looks for known hazards of training in 16 bits, in a model and on some batches.
 
     The training step of a compiled model is traced, and run once with each batch, under the model's
@@ -65,8 +93,6 @@ def audit(
     Args:
         model: a model of `tf.keras`, best compiled.
         given: batches.
-        device: str. A GPU and its compute capability, such as "GPU 7.0", for whose tensor cores
-            dtypes and sizes are judged. None is needed. Defaults to this machine.
 
     Returns:
         Each hazard of a place once: that of the first batch, and on how many it was found.
@@ -82,7 +108,7 @@ def audit(
                 progress.begin("tracing the step")
                 specs = tf.nest.map_structure(_spec, batch.data)
                 if traced is None or traced.specs != specs:
-                    traced = _traced(model, batch, specs, device)
+                    traced = _traced(model, batch, specs)
                 progress.begin("running it")
                 found.append(list(_judged(model, batch, traced)))
         except (TypeError, ValueError, AttributeError, tf.errors.InvalidArgumentError) as error:
@@ -90,7 +116,7 @@ def audit(
             if finding is None:
                 if not batches.is_misfit(batch, error) or _is_made_here(error):
                     raise
-                raise batches.misfit(traces.name_of_step(model), batch, error) from error
+                raise batches.misfit(origins.name_of_step(model), batch, error) from error
             found.append([finding])
     firsts: dict[Hashable, Finding] = {}
     for each in itertools.chain.from_iterable(found):
@@ -118,7 +144,7 @@ def _spec(value: Any) -> Any:
     return None if value is None else tf.type_spec_from_value(value)
 
 
-def _traced(model: tf.keras.Model, batch: Batch, specs: Any, device: str | None) -> _Traced:
+def _traced(model: tf.keras.Model, batch: Batch, specs: Any) -> _Traced:
     scopes: dict[str, str] = {}
     seen: list[tuple[Hazard, Observed]] = []
     steps: list[TracedStep] = []
@@ -126,15 +152,15 @@ def _traced(model: tf.keras.Model, batch: Batch, specs: Any, device: str | None)
     @do_not_convert
     def inspect(result: object, batch: Batch) -> list[dict[str, tf.Tensor]]:
         # A function that makes variables is traced twice. The last trace is the one that runs.
-        steps[:] = [TracedStep(model, batch, result, scopes, device)]
-        seen[:] = [(each, found) for each in hazards.HAZARDS for found in each.measure(steps[0])]
+        steps[:] = [TracedStep(model, batch, result, scopes)]
+        seen[:] = [(each, found) for each in HAZARDS for found in each.measure(steps[0])]
         return [
             {name: each for name, each in found.numbers.items() if isinstance(each, tf.Tensor)}
             for _, found in seen
         ]
 
     with slow.switched_off():
-        run = traces.step_of(model, batch, scopes, inspect)
+        run = origins.step_of(model, batch, scopes, inspect)
     return _Traced(specs, steps[0], seen, run)
 
 
@@ -217,7 +243,7 @@ def _custom_gradients(model: tf.keras.Model, batch: Batch) -> dict[str, Line]:
         return result
 
     try:
-        traces.step_of(model, batch, scopes, inspect, forward_only=True)
+        origins.step_of(model, batch, scopes, inspect, forward_only=True)
     except (TypeError, ValueError, tf.errors.InvalidArgumentError):
         return {}
     return found

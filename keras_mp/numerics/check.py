@@ -1,42 +1,29 @@
 """Is a model safe and right in 16 bits? One list of findings, the cause first."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.conversion import compute_dtypes
-from keras_mp.grappler import optimize
+from keras_mp.conversion import compute_dtypes, policy_path
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
+from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.models.model_steps import has_own_train_step
 from keras_mp.numerics import audit, own_thread
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch, Batches, Structure
-from keras_mp.numerics.causes import Hazard, Observed, Said
-from keras_mp.numerics.comparison.compare import (
-    IGNORES_THE_SCALE,
-    UNSCALED,
-    compare,
-    compare_records,
-    record,
-)
-from keras_mp.numerics.comparison.compare_function import compare_function
-from keras_mp.numerics.comparison.compared import Comparison
-from keras_mp.numerics.comparison.differences import FAR, MANY_ZEROS
-from keras_mp.numerics.comparison.records import Record
-from keras_mp.numerics.exponents.advise import Advice, advise
-from keras_mp.numerics.exponents.histogram import exponent_of, round_down
-from keras_mp.numerics.exponents.what_if import WhatIf, what_if
-from keras_mp.numerics.hazards import HAZARDS
-from keras_mp.numerics.results import Finding, Result
-from keras_mp.numerics.run import LOSS, GivenLoss, compiled, first_scale, runners
-from keras_mp.op_autocast.context_manager import autocast
+from keras_mp.numerics.compare import FAR, compare
+from keras_mp.numerics.histogram import exponent_of
+from keras_mp.numerics.records import Comparison
+from keras_mp.numerics.report import MANY_ZEROS, TOLERANCE, Advice, Report, advise
+from keras_mp.numerics.results import Finding, Hazard, Observed, Result, Said
+from keras_mp.numerics.run import LOSS, GivenLoss, compiled, runners
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
@@ -66,15 +53,21 @@ class Check(Result):
         policy: str. The name of the policy that most of its layers have.
         hazards: tuple of `Finding`s, the hazards of a step.
         comparison: `Comparison` with the reference; None if there is none.
-        what_if: `WhatIf`, the runs at loss scales; None if there are none.
+        report: `Report` of the exponents in float32, which tell what each loss scale would lose;
+            None if there is none.
         notes: tuple of str. What could not be looked at, and why.
+        model: the model that was looked at.
         scale_moves: bool. Whether the loss scale is dynamic, and so finds its way down by itself.
 
     Example:
 
-    >>> checked = keras_mp.numerics.check(tf.matmul, (tf.ones([2, 4]), tf.ones([4, 2])))
+    >>> layers = [tf.keras.Input([4]), tf.keras.layers.Dense(1, name="dense")]
+    >>> model = tf.keras.Sequential(layers, name="model")
+    >>> model.compile("sgd", "mse")
+    >>> batch = tf.ones([2, 4]), tf.ones([2, 1])
+    >>> checked = keras_mp.numerics.check(model, batch, policy="mixed_bfloat16")
     >>> print(checked)
-    Check of 'matmul', policy float16: nothing found.
+    Check of 'model', policy mixed_bfloat16: nothing found.
     >>> checked.findings
     ()
     """
@@ -83,8 +76,9 @@ class Check(Result):
     policy: str
     hazards: tuple[Finding, ...]
     comparison: Comparison | None = None
-    what_if: WhatIf | None = None
+    report: Report | None = None
     notes: tuple[str, ...] = ()
+    model: Any = dataclasses.field(default=None, compare=False)
     scale_moves: bool = True
 
     @property
@@ -105,7 +99,7 @@ class Check(Result):
         """Whether one of the hazards is the cause of whatever else could be found."""
         return any(each.hazard in _CAUSES for each in self.hazards)
 
-    def advice(self, tolerance: float = 0.001) -> Advice:
+    def advice(self, tolerance: float = TOLERANCE) -> Advice:
         """Returns a loss scale, and policies of layers for `keras_mp.convert`, from the runs.
 
         Each sentence has the numbers that it is based on. After a layer has moved to float32, the
@@ -115,12 +109,23 @@ class Check(Result):
             tolerance: float. Which share of a gradient may become zero. Defaults to 0.001.
 
         Raises:
-            ValueError: the model was not run at loss scales.
+            ValueError: nothing is known of the gradients.
         """
-        if self.what_if is None:
-            why = " ".join(self.notes) or "Only a model of `tf.keras` with a loss is."
-            raise ValueError(f"The model was not run at loss scales. {why}")
-        return advise(self.what_if, self.what_if.dtype, tolerance)
+        if self.report is None:
+            why = " ".join(self.notes) or "The step has to be mended first."
+            raise ValueError(f"The model was not run at its loss scale. {why}")
+        compared = self.comparison.findings if self.comparison else ()
+        layers, culprits = layers_by_path(self.model), {}
+        for each in compared:
+            if each.hazard != "a difference in the forward pass" or each.path == LOSS:
+                continue
+            why, takers = each.why.removesuffix("."), self.report.takers
+            # In float32 a layer is off since those before it have rounded what it takes.
+            is_low = getattr(layers.get(each.path), "compute_dtype", None) in LOW_PRECISION_NAMES
+            makers = [path for path, of in takers.items() if each.path in of and not is_low]
+            culprits.update(dict.fromkeys(makers, f"of `{each.path}`, {why}") or {each.path: why})
+        owner = functools.partial(policy_path, self.model)
+        return advise(self.report, self.report.dtype, tolerance, culprits, owner)
 
     def to_text(self, rows: int | None = text_tables.MOST) -> str:
         """Returns what `print` shows: a headline, the findings, and what could not be looked at.
@@ -153,55 +158,28 @@ class Check(Result):
         return f"<Check of {self.name!r}: {len(self.findings)} findings>"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the findings, the comparison, loss scales and advice, as JSON has them."""
+        """Returns the findings, the comparison, the exponents and advice, as JSON has them."""
         return {
             "name": self.name,
             "policy": self.policy,
             "findings": self.findings,
             "comparison": self.comparison and self.comparison.to_dict(),
-            "what_if": self.what_if and self.what_if.to_dict(),
-            "advice": self.what_if and self.advice(),
+            "report": self.report and self.report.to_dict(),
+            "advice": self.report and self.advice(),
             "notes": self.notes,
         }
-
-    def rows_of_csv(self) -> Iterable[Sequence[Any]]:
-        """Yields a line for each layer, with its distances from the reference.
-
-        Raises:
-            ValueError: nothing was compared.
-        """
-        return self._comparison().rows_of_csv()
-
-    def plot(self, axes: Any = None) -> Any:
-        """Draws how far the model is from the reference, layer by layer.
-
-        Args:
-            axes: Matplotlib's two `Axes`. Defaults to those of a new figure.
-
-        Returns:
-            The two `Axes`.
-
-        Raises:
-            ValueError: nothing was compared.
-        """
-        return self._comparison().plot(axes)
-
-    def _comparison(self) -> Comparison:
-        if self.comparison is None:
-            raise ValueError(f"Nothing was compared. {' '.join(self.notes)}")
-        return self.comparison
 
 
 def lost(checked: Check) -> Iterator[Observed]:
     """Gradients or outputs lose numbers at the loss scale that the model is trained with."""
-    if checked.what_if is None:
+    if checked.report is None:
         return
     advice = checked.advice(MANY_ZEROS)
-    falls = 0 < (advice.loss_scale or 0.0) < checked.what_if.loss_scale
+    falls = 0 < (advice.loss_scale or 0.0) < checked.report.loss_scale
     falls = falls and checked.scale_moves and not advice.policies
     if advice.sentences:
         shown = advice if advice.policies else checked.advice()  # the figure that users get
-        numbers = {"dtype": checked.what_if.dtype, "sentences": shown.sentences}
+        numbers = {"dtype": checked.report.dtype, "sentences": shown.sentences}
         where = next(iter(shown.policies), _SCALE)
         yield Observed(where, **numbers, falls_by_itself=falls, cure=_cure(shown))
 
@@ -218,20 +196,17 @@ def judge_lost(
 LOST = Hazard(lost, judge_lost)
 
 # All that `check` measures and judges, causes before what follows from them.
-FINDINGS = (*HAZARDS, FAR, UNSCALED, LOST)
+FINDINGS = (*audit.HAZARDS, FAR, LOST)
 
 
 def _explains(cause: Finding, other: Finding) -> bool:
     """Whether a finding follows from another one."""
     if cause.hazard in _OF_THE_LOSS:
         return other.path == LOSS
-    if cause.hazard == IGNORES_THE_SCALE:
-        return other.where == _SCALE
     if other.hazard.startswith("numbers that ") and cause.path.startswith(f"{other.path}/"):
         return True  # It names the layer around.
-    # What a loss scale that is too small makes of gradients.
-    is_backward = other.hazard == "a difference in the backward pass"
-    return cause.where == _SCALE and is_backward and other.why.startswith("Underflow")
+    # What a loss scale that is wrong makes of gradients.
+    return cause.where == _SCALE and other.hazard == "a difference in the backward pass"
 
 
 def _first_of(group: Sequence[Finding], where: str) -> Finding:
@@ -260,10 +235,9 @@ def _missing(
     batch: Batch,
     loss: GivenLoss | None,
     step: Callable[..., tf.Tensor] | None,
-    dtypes: Sequence[str],
 ) -> dict[str, str]:
     """Returns what cannot be looked at, and why: an argument is missing."""
-    if not dtypes:
+    if compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES):
         return {_SCALES: "The model does not compute in 16 bits."}
     if step is not None:
         return {_SCALES: "It is not known what `step` multiplies: pass `loss` in its place."}
@@ -278,57 +252,43 @@ def _missing(
 
 
 def check(
-    model: tf.keras.Model | Callable[..., Any] | Record,
-    batches: Structure | Batches | tuple[Structure, ...] = None,
+    model: tf.keras.Model,
+    batches: Structure | Batches | tuple[Structure, ...],
     *,
     policy: Any = None,
     reference: Any = "float32",
     loss: GivenLoss | None = None,
     step: Callable[..., tf.Tensor] | None = None,
-    scales: Sequence[float] = (),
-    device: str | None = None,
     training: bool = True,
-    context: Callable[[str], contextlib.AbstractContextManager] | None = autocast,
-    variables: tf.Module | Iterable[tf.Variable] | None = None,
 ) -> Check:
     """Looks whether a model is safe and right in 16 bits, before it is trained.
 
-    The training step is traced and run once, and known hazards of 16 bits are looked for in it; the
-    model is run beside the reference, layer by layer, and the distances are compared with what
-    rounding explains; and it is run at the loss scale that it is trained with, and at others where
-    asked. What is found is one list, the cause first, each with place, number and cure. A sound
-    model has none. The model, its random numbers and other threads are left as they were.
+    The training step is traced and run once, and known hazards of 16 bits are looked for in it; and
+    the model is run beside the reference, layer by layer, at the loss scale that it is trained
+    with. The distances are compared with what rounding explains, and the exponents in float32 tell
+    what a loss scale would lose. What is found is one list, the cause first, each with place,
+    number and cure. A sound model has none. The model, its random numbers and other threads are
+    left as they were.
 
     Args:
-        model: a model of `tf.keras`, best compiled. Or a function of tensors, which may read
-            variables, in code without Keras: its operations are compared. Or a `Record`.
+        model: a model of `tf.keras`, best compiled.
         batches: a batch as `fit` takes it: a tuple `(x, y)` or `(x, y, sample_weight)`, or x alone;
-            or several: a `tf.data.Dataset`, a generator, or a list of tuples. Of a function, a
-            tuple of its arguments; of a record, nothing.
+            or several: a `tf.data.Dataset`, a generator, or a list of tuples.
         policy: what `keras_mp.set_global_policy` takes, for a model that is not in 16 bits. A copy
-            is looked at. Of a function, "mixed_float16" (the default) or "mixed_bfloat16".
-        reference: what to compare with: a policy, a model with the same layers, another function,
-            or a `Record`, for which the first batch counts. Defaults to "float32".
+            is looked at.
+        reference: what to compare with: a policy, or a model with the same layers. Defaults to
+            "float32".
         loss: a loss of `tf.keras`, by name or not, or a function. Defaults to what the model was
             compiled with.
         step: for training loops of your own. Called with a model, `x` and `y`; calls the model and
             returns the loss, a scalar. Then `loss` is not used.
-        scales: sequence of float, powers of two: more loss scales to run the model at.
-        device: str. A GPU and its compute capability, such as "GPU 7.0", for whose tensor cores
-            dtypes and sizes are judged. Defaults to this machine.
         training: bool. Whether layers are called with `training=True` where they are compared.
-        context: of a function: called with the dtype, returns the context manager in which it
-            computes in 16 bits. Defaults to `keras_mp.autocast`; `keras_mp.autocast_scope` for
-            variables of `keras_mp.autocast_variable`; None for a function that casts by itself,
-            together with a reference.
-        variables: of a function: those that it uses, or a `tf.Module`, to be put back afterwards.
-            Defaults to the trainable ones that it reads.
 
     Returns:
         A `Check`: `findings`, and `str` of it is a text.
 
     Raises:
-        TypeError: `model` is neither a model of `tf.keras` nor a function, or x is None.
+        TypeError: `model` is no model of `tf.keras`, or x is None.
         ValueError: nothing computes in 16 bits, or the batches do not suit the model.
 
     Example:
@@ -346,85 +306,52 @@ def check(
     >>> [(each.hazard, each.where) for each in found]
     [('an underflow in the forward pass', 'norm')]
     """
-    if isinstance(model, Record):
-        comparison = compare_records(model, reference)
-        return Check(model.name, "that of the record", (), comparison)
-    if callable(model) and not hasattr(model, "compile"):
-        # It has neither layers nor a training step.
-        dtype = getattr(policy, "compute_dtype", policy or "float16").removeprefix("mixed_")
-        comparison = compare_function(
-            model,
-            *(batches if isinstance(batches, tuple) else (batches,)),
-            dtype=dtype,
-            context=context,
-            reference=reference if callable(reference) else None,
-            variables=variables,
-        )
-        return Check(comparison.name.removesuffix(f" in {dtype}"), dtype, (), comparison)
     keras_api.check_model(model)
-    if device is not None:
-        optimize.compute_capability(device)
-    narrow = cast(tf.keras.Model, model)
-    made = batches_of.listed(narrow, batches)
-    if policy is not None:
-        narrow = compiled(narrow, policy)
-    dtypes = [name for name in LOW_PRECISION_NAMES if name in compute_dtypes(narrow)]
-    if not dtypes and not isinstance(reference, tf.keras.Model | Record):
+    made = batches_of.listed(model, batches)
+    narrow = model if policy is None else compiled(model, policy)
+    is_given = isinstance(reference, tf.keras.Model)
+    if compute_dtypes(narrow).isdisjoint(LOW_PRECISION_NAMES) and not is_given:
         raise ValueError(
             f"The model {model.name!r} does not compute in 16 bits. Say which policy to try: pass "
             f'policy="mixed_float16", or "mixed_bfloat16". Received: policy={policy!r}'
         )
-    found = audit.audit(narrow, made, device)
-    checked = Check(narrow.name, audit.policy_of(narrow), found)
+    checked = Check(narrow.name, audit.policy_of(narrow), audit.audit(narrow, made), model=narrow)
     if any(each.hazard in audit.UNTRACEABLE for each in checked.hazards):
         note = f"{_DISTANCES}, and {_SCALES}. The step has to be mended first."
         return dataclasses.replace(checked, notes=(note,))
-    has_own_step = has_own_train_step(narrow)
     notes: dict[str, list[str]] = {}  # What could not be looked at, by the reason.
 
-    def look(what: str, see: Callable[[], Any]) -> Any:
-        """Calls a function, and notes why it cannot look at this model."""
+    def look(what: str, batch: Batch, reference: Any) -> tuple[Comparison, Report] | None:
+        """Compares with a reference, or notes why this model cannot be looked at so."""
         try:
-            return see()
+            if step is None:
+                batches_of.build(narrow, batch)
+            with own_thread.random_numbers():
+                how: dict[str, Any] = {"loss": loss, "step": step, "training": training}
+                return compare(*runners(narrow, batch, reference, **how))
         except Exception as error:  # A layer of the program may raise anything in eager.
             text, _, _ = str(error).partition(" Received: ")
             # What a `train_step` does with a batch need not be what `call` does.
-            is_known = checked.hazards or "cannot be converted" in text or has_own_step
-            if isinstance(error, ValueError) and not is_known:
+            is_known = checked.hazards or "cannot be converted" in text
+            if isinstance(error, ValueError) and not (is_known or has_own_train_step(narrow)):
                 raise
             # What is not finite in float32 either is compared with nothing, and the cause says so.
             if not checked.has_cause:
                 notes.setdefault(batches_of.reason(ValueError(text)), []).append(what)
             return None
 
-    how: dict[str, Any] = {"loss": loss, "step": step, "training": training}
-    wanted = sorted({*map(float, scales), round_down(first_scale(narrow))})
-
-    def look_at(batch: Batch) -> tuple[Comparison | None, WhatIf | None]:
-        pair = functools.cache(
-            lambda in_float32: runners(narrow, batch, "float32" if in_float32 else reference, **how)
-        )
-
-        def compared() -> Comparison:
-            if isinstance(reference, Record):
-                return compare_records(record(narrow, *batch, **how), reference)
-            if step is None:
-                batches_of.build(narrow, batch)
-            with own_thread.random_numbers():
-                return compare(*pair(reference == "float32"))
-
-        def run_at_scales() -> WhatIf:
-            with own_thread.random_numbers():
-                return what_if(*pair(True), dtypes[0], wanted)
-
-        missing = _missing(narrow, batch, loss, step, dtypes)
-        for what in missing:
-            notes.setdefault(missing[what], []).append(what)
-        return look(_DISTANCES, compared), None if missing else look(_SCALES, run_at_scales)
-
-    # A record is one of a single batch.
-    looked_at = map(look_at, made[:1] if isinstance(reference, Record) else made)
-    comparisons, at_scales = ([each for each in of if each] for of in zip(*looked_at))
+    comparisons, reports = [], []
+    for batch in made:
+        missing = _missing(narrow, batch, loss, step)
+        for what, why in missing.items():
+            notes.setdefault(why, []).append(what)
+        is_float32 = not is_given and reference == "float32"
+        both = f"{_DISTANCES}, and {_SCALES}" if is_float32 and not missing else _DISTANCES
+        found = look(both, batch, reference)
+        comparisons += [found[0]] if found else []
+        if found and not is_float32 and not missing:
+            found = look(_SCALES, batch, "float32")
+        reports += [found[1]] if found and not missing else []
     comparison = Comparison.of_batches(comparisons) if comparisons else None
     if comparison is not None and not comparison.is_judged and not checked.has_cause:
         notes["The loss of the reference is not finite either."] = ["the distances"]
@@ -432,7 +359,7 @@ def check(
     return dataclasses.replace(
         checked,
         comparison=comparison,
-        what_if=WhatIf.of_batches(at_scales) if at_scales else None,
+        report=functools.reduce(operator.add, reports) if reports else None,
         notes=tuple(f"{', and '.join(dict.fromkeys(of))}. {why}" for why, of in notes.items()),
         scale_moves=all(isinstance(each, DynamicLossScale) for each in scales_of),
     )

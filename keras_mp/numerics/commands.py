@@ -5,20 +5,16 @@ python -m keras_mp profile MODEL.keras BATCH.npz [--policy NAME] [--device "GPU 
 python -m keras_mp tune MODEL.keras BATCHES.npz [--tolerance 0.05] [--output MIXED.keras]
 python -m keras_mp watch MODEL.keras BATCHES.npz [--policy NAME] [--epochs 1]
 
-Each takes the arguments of its tool that a text can express, such as `--leave-out` for `leave_out`,
-and --import MODULE, for a model with layers of your own.
+Each takes arguments of its tool, such as `--leave-out` for `leave_out`, and --import MODULE, for a
+model with layers of your own.
 """
 
 import argparse
 import importlib
-import inspect
 import os
-import re
 import sys
-import types
-import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -26,7 +22,6 @@ import tensorflow as tf
 
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.check import check
-from keras_mp.numerics.comparison.records import Record
 from keras_mp.numerics.profile import profile
 from keras_mp.numerics.results import Result
 from keras_mp.numerics.run import compiled
@@ -36,7 +31,6 @@ from keras_mp.support import messages, text_tables
 
 # The exit status, for CI: nothing found, something found, or a file that cannot be used.
 SOUND, FOUND, FAILED = 0, 1, 2
-
 
 _IMPORT = "\nIf it has layers of your own: --import MODULE, with the module that defines them."
 
@@ -61,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
                 model = compiled(model, options.policy)
             result, status = options.command.run(model, batch, options)
         except (TypeError, ValueError, ImportError, tf.errors.OpError) as error:
-            # For example, labels of another shape, or matplotlib is missing.
+            # For example, labels of another shape.
             _fail(f"{options.model} cannot be {options.command.looked_at}: {error}")
         print(result.to_text(options.rows))
         if options.json:
@@ -135,16 +129,10 @@ def _check(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> 
     part of this cannot be done.
     """
     arguments = _arguments(options)
-    reference = options.reference
-    if reference.endswith(".npz"):
-        arguments["reference"] = Record.load(reference)
-    elif reference.endswith((".keras", ".h5")) or os.path.exists(reference):
+    reference = arguments.get("reference", "")
+    if reference.endswith((".keras", ".h5")) or os.path.exists(reference):
         arguments["reference"] = _load_model(reference)
     found = check(model, tuple(batch), **arguments)
-    if options.csv:
-        found.to_csv(options.csv)
-    if options.picture:
-        found.plot()[0].figure.savefig(options.picture, dpi=120)
     if found.findings:
         return found, FOUND
     return found, FAILED if found.notes else SOUND
@@ -164,7 +152,7 @@ def _watch(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> 
     """
     if getattr(model, "optimizer", None) is None:
         raise ValueError("it is not compiled, so it cannot be trained")
-    watching = watch(model, **_arguments(options))
+    watching = watch(model, raises=False, **{"every": 1, "weights": True, **_arguments(options)})
     how = {"batch_size": options.batch_size, "epochs": options.epochs, "verbose": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", messages.MixedPrecisionWarning)  # `found` has them.
@@ -189,79 +177,57 @@ def _tune(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> t
 
 
 class _Command(NamedTuple):
-    """A tool as a command. The docstrings of its module and of `run` say what it does.
+    """A tool as a command.
 
     Attributes:
-        tool: what has the arguments.
         run: runs it with a model, a batch and the options; returns the result and the exit status.
         looked_at: what the model has then been.
-        more: options that are no arguments of the tool.
-        defaults: of arguments, where others suit a command.
+        arguments: flags that are arguments of the tool.
+        more: flags that are not.
     """
 
-    tool: Callable[..., Any]
     run: Callable[..., tuple[Result, int]]
     looked_at: str
+    arguments: tuple[str, ...]
     more: tuple[str, ...] = ()
-    defaults: dict[str, Any] = {}  # noqa: RUF012
 
 
-_FOR_WATCH = {"every": 1, "weights": True, "raises": False}
 _COMMANDS = {
-    "check": _Command(check, _check, "checked", ("--inference", "--csv", "--picture")),
-    "profile": _Command(profile, _profile, "profiled"),
-    "watch": _Command(watch, _watch, "watched", ("--epochs", "--batch-size"), _FOR_WATCH),
-    "tune": _Command(tune, _tune, "tuned", ("--batch-size", "--output")),
+    "check": _Command(_check, "checked", ("--reference", "--loss", "--no-training")),
+    "profile": _Command(_profile, "profiled", ("--device", "--steps")),
+    "watch": _Command(
+        _watch,
+        "watched",
+        (
+            *("--every", "--no-gradients", "--no-outputs", "--output-gradients", "--no-weights"),
+            *("--read-freq", "--include", "--exclude"),
+        ),
+        ("--epochs", "--batch-size"),
+    ),
+    "tune": _Command(
+        _tune,
+        "tuned",
+        ("--dtype", "--tolerance", "--loss", "--include", "--leave-out", "--seed"),
+        ("--batch-size", "--output"),
+    ),
 }
 
 
-def _parameters(tool: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the parameters of a tool that a text can express, and how argparse takes each."""
-    text = (inspect.getdoc(tool) or "").partition("Args:\n")[2].replace("%", "%%")
-    text = re.sub(r" Defaults\s+to\s.*?\.(?=\s)", "", text, flags=re.S)  # A command has its own.
-    of_parameters = dict(re.findall(r"^ {4}(\w+): (.*?)(?=^ {,4}\w|\Z)", text, re.M | re.S))
-    for name, parameter in inspect.signature(tool).parameters.items():
-        kind, default = parameter.annotation, parameter.default
-        kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-        how: dict[str, Any] = {"help": of_parameters.get(name, "")}
-        if isinstance(default, bool):
-            how |= {"default": default, "action": argparse.BooleanOptionalAction}
-        elif Iterable[str] in kinds:
-            how |= {"action": "append"}
-        elif Sequence[float] in kinds:
-            how |= {"action": "extend", "nargs": "+", "type": float}
-        elif isinstance(default, int | float | str):
-            how = {"help": f"{how['help']} (default: %(default)s)", "default": default}
-            how["type"] = _number_or_name if {int, str} <= {*kinds} else type(default)
-        elif int in kinds or str in kinds:
-            how |= {"type": int if int in kinds else str}
-        else:
-            continue
-        if name != "policy":
-            yield name, how
-
-
-def _number_or_name(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
-
-
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the keyword arguments of a tool, those that were given or have a default."""
-    found = {name: getattr(options, name) for name, _ in _parameters(options.command.tool)}
-    return {name: value for name, value in found.items() if value is not None}
+    """Returns the keyword arguments of a tool that were given."""
+    names = [_OPTIONS[flag].get("dest", flag[2:].replace("-", "_")) for flag in options.command[2]]
+    given = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m keras_mp")
     commands = parser.add_subparsers(required=True)
     for name, command in _COMMANDS.items():
-        question, *_ = f"{sys.modules[command.tool.__module__].__doc__}".splitlines()
-        made = commands.add_parser(name, description=f"{question} {command.run.__doc__}")
-        for argument, how in _parameters(command.tool):
-            made.add_argument(f"--{argument.replace('_', '-')}", **how)
-        for flag in ("model", "batch", *_COMMON, *command.more):
+        made = commands.add_parser(name, description=command.run.__doc__)
+        for flag in ("model", "batch", *command.arguments, *command.more, *_COMMON):
             made.add_argument(flag, **_OPTIONS[flag])
-        made.set_defaults(command=command, **command.defaults)
+        made.set_defaults(command=command)
     return parser.parse_args(argv)
 
 
@@ -292,8 +258,24 @@ def _positive(text: str) -> int:
     return value
 
 
-# What a command takes beside the arguments of its tool.
+def _number_or_name(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _on(what: str) -> dict[str, Any]:
+    return {"action": "store_const", "const": True, "help": what}
+
+
+def _off(name: str, what: str) -> dict[str, Any]:
+    return {"action": "store_const", "const": False, "dest": name, "help": what}
+
+
+def _patterns(what: str) -> dict[str, Any]:
+    return {"action": "append", "metavar": "PATTERN", "help": f"{what}; may be repeated"}
+
+
 _COMMON = ("--policy", "--all-rows", "--json", "--import")
+# All flags, for argparse.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"metavar": "MODEL.keras", "help": "a model that tf.keras has saved"},
     "batch": {
@@ -321,14 +303,24 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "for a model that was saved in float32: for example mixed_float16, or a .json file "
         "of tune",
     },
-    "--csv": {"type": _path(".csv"), "metavar": "PATH"},
-    "--picture": {"type": _path(".png", ".svg", ".pdf"), "metavar": "PATH"},
+    "--reference": {"help": "a policy, or another saved model with the same layers (float32)"},
+    "--loss": {"metavar": "NAME", "help": "a loss of tf.keras (that of the model)"},
+    "--no-training": _off("training", "call layers with training=False (no dropout)"),
+    "--device": {"help": 'a GPU and its compute capability, such as "GPU 8.0" (this machine)'},
+    "--steps": {"type": int, "help": "how many steps are timed; 0 for none (9)"},
+    "--every": {"type": _positive, "metavar": "N", "help": "one step in so many is counted (1)"},
+    "--no-gradients": _off("gradients", "count no gradients of variables"),
+    "--no-outputs": _off("outputs", "count no outputs of layers"),
+    "--output-gradients": _on("count gradients of outputs, too"),
+    "--no-weights": _off("weights", "count no trainable variables"),
+    "--read-freq": {"type": _number_or_name, "help": "epoch, or a number of batches (epoch)"},
+    "--include": _patterns("operations or layers that are looked at, or may be in 16 bits (all)"),
+    "--exclude": _patterns("operations or layers that are not looked at"),
+    "--leave-out": _patterns("layers that stay in float32"),
+    "--dtype": {"help": "float16 or bfloat16 (float16)"},
+    "--tolerance": {"type": float, "help": "the largest distance from float32 (0.05)"},
+    "--seed": {"type": int, "help": "of the random numbers of all runs (0)"},
     "--epochs": {"type": _positive, "metavar": "N", "default": 1},
     "--batch-size": {"type": _positive, "metavar": "N", "default": 32},
     "--output": {"type": _path(".keras"), "metavar": "MIXED.keras", "help": "the mixed model"},
-    "--inference": {
-        "action": "store_false",
-        "dest": "training",
-        "help": "call layers with training=False (no dropout)",
-    },
 }

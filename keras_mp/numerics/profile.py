@@ -1,7 +1,11 @@
 """Why is a model not faster? Its dtypes, the time of a step by class, and changes, tried."""
 
+import contextlib
 import dataclasses
 import functools
+import pathlib
+import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,18 +14,53 @@ import tensorflow as tf
 from keras_mp import hardware, keras_api
 from keras_mp.hardware import turns
 from keras_mp.models import layer_paths
-from keras_mp.numerics import batches, own_thread, run
-from keras_mp.numerics.graphs import op_times, traces
-from keras_mp.numerics.graphs.census import Census, census
+from keras_mp.numerics import batches, origins, own_thread, run
+from keras_mp.numerics.census import Census, census
 from keras_mp.numerics.results import Result
 from keras_mp.policy import Policy
-from keras_mp.support import messages, text_tables
+from keras_mp.support import messages, op_table, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
 
 _WARM_UP, _PROFILED = 2, 3
 # A smaller share cannot be told from noise.
 _LEAST = 0.03
+
+CLASSES = ("products", "elementwise", "reductions", "casts", "update", "loops", "compiled", "rest")
+
+# The name scope of what belongs to the class "update".
+UPDATE = "update_of_weights"
+
+# The profiler's name for a run of code that XLA has compiled.
+XLA = "ExecuteAsyncOnStream"
+
+_KINDS = {
+    "products": (
+        *("matrix products", "matrix products into another dtype", "convolutions"),
+        *("padded convolutions", "transposed convolutions", "gradients of kernels"),
+        *("transposed convolutions to the shape of a tensor", "sparse matrix products"),
+    ),
+    "casts": ("casts",),
+    "reductions": (
+        *("sums over axes", "running sums", "sums of tensors", "gradients of biases", "norms"),
+        *("products over axes", "maxima over axes", "softmax", "log softmax", "cross entropies"),
+        "batch normalization",
+    ),
+    "loops": (
+        *("loops", "lists of a loop", "entries of frames", "exits of frames", "frames"),
+        "empty tensors",
+    ),
+    "elementwise": (
+        *("additions", "multiplications", "squared differences", "squares", "powers", "divisions"),
+        *("divisions without NaN", "reciprocals", "roots", "exponentials", "logarithms"),
+        *("maxima of two", "selections", "signs", "roundings", "comparisons", "relu"),
+        *("leaky relu", "softsign", "sigmoids", "exponential units", "softplus"),
+    ),
+}
+
+_CLASS_OF = {
+    op: name for name, kinds in _KINDS.items() for kind in kinds for op in op_table.BY_KIND[kind]
+}
 
 
 class Change(NamedTuple):
@@ -150,8 +189,8 @@ def profile(
         function: a model of `tf.keras`; or a `tf.function`, a concrete function or another
             callable, which is not timed.
         *args: of a model, a batch as `fit` takes it. Of a function, its arguments.
-        device: str. A GPU and its compute capability, such as "GPU 7.0": what would TensorFlow make
-            of the graph there? Nothing is timed then. Defaults to this machine.
+        device: str. A GPU and its compute capability, such as "GPU 7.0": how much of it would its
+            tensor cores take? Nothing is timed then. Defaults to this machine.
         steps: int. How many steps of each copy of a compiled model are timed; 0 for none, so that
             nothing runs. Defaults to 9.
         **kwargs: more arguments of a function.
@@ -174,7 +213,7 @@ def profile(
     """
     counted = census(function, *args, device=device, **kwargs)
     model: Any = function if isinstance(function, tf.keras.Model) else None
-    if device is not None or model is None or not steps or not traces.trains(model):
+    if device is not None or model is None or not steps or not origins.trains(model):
         return Profile(counted, None)
     return Profile(counted, step_times(model, args[0], steps))
 
@@ -228,7 +267,7 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
                 tried[what] = batches.reason(error)
         progress.begin("taking turns")
         seconds = turns.medians(turns.take(variants, steps))
-        with op_times.profiled() as classes:
+        with profiled() as classes:
             for _ in range(_PROFILED):
                 variants[""]()
     now = seconds.pop("")
@@ -293,7 +332,7 @@ def _name_update(optimizer: tf.keras.optimizers.Optimizer) -> None:
     update = getattr(optimizer, name)
 
     def in_scope(*args: Any, **kwargs: Any) -> Any:
-        with tf.name_scope(op_times.UPDATE):
+        with tf.name_scope(UPDATE):
             return update(*args, **kwargs)
 
     vars(optimizer).update({name: in_scope})
@@ -302,3 +341,46 @@ def _name_update(optimizer: tf.keras.optimizers.Optimizer) -> None:
 def _milliseconds(seconds: float) -> str:
     """Returns a time in words, such as "2.5 ms"."""
     return f"{seconds * 1000:.3g} ms"
+
+
+def class_of(event: str) -> str | None:
+    """Returns the class of an event of the profiler, one of `CLASSES`; None if it has none.
+
+    Args:
+        event: str. TensorFlow calls that of an operation "name of the node:type of the operation".
+    """
+    if event.endswith(f"::{XLA}"):
+        return "compiled"
+    node, _, op = event.rpartition(":")
+    if not node or node.endswith(":") or not re.fullmatch(r"\w+", op):
+        return None
+    if UPDATE in node:
+        return "update"
+    op = re.sub("^_(Mkl(Native)?)?", "", op)  # those of oneDNN and of grappler
+    for each in (op, op.removeprefix("Fused"), re.sub("Grad(?=(V[23])?$)", "", op)):
+        if each in _CLASS_OF:
+            return _CLASS_OF[each]
+    return "rest"
+
+
+@contextlib.contextmanager
+def profiled() -> Iterator[dict[str, float]]:
+    """Returns a context manager that fills a dict of seconds by class of operation at its end."""
+    from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace  # pyright: ignore
+
+    seconds: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        tf.profiler.experimental.start(folder)
+        try:
+            yield seconds
+        finally:
+            tf.profiler.experimental.stop()
+        space = XSpace()
+        [file] = pathlib.Path(folder).rglob("*.xplane.pb")
+        space.ParseFromString(file.read_bytes())
+    for plane in space.planes:
+        for line in plane.lines:
+            for event in line.events:
+                found = class_of(plane.event_metadata[event.metadata_id].name)
+                if found is not None:
+                    seconds[found] += event.duration_ps / 1e12

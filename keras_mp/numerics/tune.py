@@ -1,4 +1,4 @@
-"""Finds a policy for each layer: as much in 16 bits as a tolerance allows, measured.
+"""Which policy for each layer? As much in 16 bits as a tolerance allows, measured.
 
 A model in which some layers compute in 16 bits is run beside the same model in float32, on the same
 batches, with the same random numbers. Layers are tried together, those first that bring many
@@ -6,28 +6,213 @@ multiplications for little error. Where they are too far off together, each half
 and so on down to the layers that have to stay in float32.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.conversion import convert, paths_in_config, units_by_path
 from keras_mp.numerics import batches as batches_of
-from keras_mp.numerics import own_thread, patterns
+from keras_mp.numerics import own_thread, watching
 from keras_mp.numerics.batches import Batch, Batches, Structure
-from keras_mp.numerics.graphs.census import census
-from keras_mp.numerics.run import GivenLoss, compiled
-from keras_mp.numerics.tune_search import Search
-from keras_mp.numerics.tuned import Tuned, TunedLayer
+from keras_mp.numerics.census import census
+from keras_mp.numerics.records import array, is_noise, jitter, relative
+from keras_mp.numerics.results import Result
+from keras_mp.numerics.run import (
+    GivenLoss,
+    Loss,
+    RandomNumbers,
+    Run,
+    Runner,
+    check_finite,
+    check_same_calls,
+    compiled,
+    loss_of,
+    of_model,
+    replay,
+    signed_mean,
+)
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE
+from keras_mp.support import text_tables
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
 
-_FLOATING_NAMES = tuple(dtype.name for dtype in FLOATING)
-
 # One of so many batches is held out.
 _HELD_OUT = 4
+# After so many models have been made and run, groups of layers are not divided any more.
+_MOST_MODELS = 100
+
+
+class Errors(NamedTuple):
+    """How far a model is from float32 on a batch: relative, infinite where it is not finite.
+
+    Attributes:
+        outputs: float. Of the model's outputs, the one that is furthest off.
+        loss: float.
+        gradients: float. Of the gradients of layers' weights, the one that is furthest off.
+        layer: str. The path of that layer.
+
+    Example:
+
+    >>> from keras_mp.numerics.tune import Errors
+    >>> print(Errors(0.001, 0.0, 0.04, "dense"))
+    gradients of dense 4.0e-02 off
+    """
+
+    outputs: float
+    loss: float
+    gradients: float
+    layer: str = ""
+
+    @property
+    def largest(self) -> float:
+        """The largest of the three."""
+        return max(self[:3])
+
+    def __str__(self) -> str:
+        if self.outputs == self.largest:
+            what = "outputs"
+        elif self.loss == self.largest:
+            what = "loss"
+        else:
+            what = f"gradients of {self.layer}"
+        return f"{what} {_number(self.largest)}{' off' * math.isfinite(self.largest)}"
+
+
+class TunedLayer(NamedTuple):
+    """The policy of a layer.
+
+    Attributes:
+        path: str.
+        kind: str. Its class.
+        policy: str.
+        multiplications: int. How many it makes in the forward pass of a batch, in matrix products
+            and convolutions.
+        error: float. How far it is off in 16 bits by itself, given the inputs and the upstream
+            gradient that it has in float32; None if it was left out.
+        reason: str. Of a layer in float32, how far off the model would be with it in 16 bits.
+
+    Example:
+
+    >>> from keras_mp.numerics.tune import TunedLayer
+    >>> TunedLayer("dense", "Dense", "mixed_float16", 64, 0.0003, "").is_in_16_bits
+    True
+    """
+
+    path: str
+    kind: str
+    policy: str
+    multiplications: int
+    error: float | None
+    reason: str
+
+    @property
+    def is_in_16_bits(self) -> bool:
+        """Whether it computes in 16 bits."""
+        return self.policy != "float32"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Tuned(Result):
+    """The results of `tune`. `str` is a table; `keras_mp.convert` takes it, or its JSON.
+
+    Attributes:
+        name: str. The model's.
+        dtype: str. "float16" or "bfloat16".
+        tolerance: float.
+        layers: tuple of `TunedLayer`s, in the order of the model.
+        errors: tuple of `Errors`, of each batch that the policies were looked for with.
+        held_out: tuple of `Errors`, of each batch that was held out.
+        model: the model with these policies, not compiled.
+        loss_scale: float or None. The scale to begin with, at which no gradient of these batches
+            overflows; None where none is needed.
+
+    Example:
+
+    >>> from keras_mp.numerics.tune import TunedLayer
+    >>> layer = TunedLayer("dense", "Dense", "mixed_float16", 8, 0.0, "")
+    >>> tuned = keras_mp.numerics.Tuned("model", "float16", 0.05, (layer,), (), (), None)
+    >>> tuned
+    <Tuned 'model': 1 of 1 layers in mixed_float16>
+    >>> tuned.share
+    1.0
+    """
+
+    name: str
+    dtype: str
+    tolerance: float
+    layers: tuple[TunedLayer, ...]
+    errors: tuple[Errors, ...]
+    held_out: tuple[Errors, ...]
+    model: Any = dataclasses.field(compare=False)
+    loss_scale: float | None = None
+
+    @property
+    def policies(self) -> dict[str, str]:
+        """The policies by paths of layers, for `keras_mp.convert`; that of the model is at ""."""
+        of_model = f"mixed_{self.dtype}" if self._in_16_bits else "float32"
+        return {"": of_model} | {layer.path: layer.policy for layer in self.layers}
+
+    @property
+    def share(self) -> float:
+        """The share of the multiplications that is in 16 bits, from 0 to 1; 0 if there are none."""
+        total = sum(layer.multiplications for layer in self.layers)
+        return sum(layer.multiplications for layer in self._in_16_bits) / total if total else 0.0
+
+    @property
+    def _in_16_bits(self) -> list[TunedLayer]:
+        return [layer for layer in self.layers if layer.is_in_16_bits]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the policies, which `convert` takes, and all that was measured."""
+        described = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del described["model"]
+        return {**described, "policies": self.policies}
+
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows: how far the model is off, where layers went, and why.
+
+        Args:
+            rows: int. How many layers are shown at most: those in float32 first, then those of most
+                multiplications; None for all, in their order. Defaults to 10.
+
+        Returns:
+            str of several lines, of at most 100 characters each unless `rows` is None.
+        """
+        return "\n".join(self._lines(rows))
+
+    def __repr__(self) -> str:
+        return (
+            f"<Tuned {self.name!r}: {len(self._in_16_bits)} of {len(self.layers)} layers in "
+            f"mixed_{self.dtype}>"
+        )
+
+    def _lines(self, rows: int | None) -> Iterator[str]:
+        yield (
+            f"{text_tables.fitted(self.name, 30)}: {len(self._in_16_bits)} of {len(self.layers)} "
+            f"layers in mixed_{self.dtype}, {self.share:.1%} of the multiplications"
+        )
+        yield ""
+        distances: list[tuple[str, ...]] = [
+            ("Off by, relative to float32", "Outputs", "Loss", "Gradients")
+        ]
+        for name, found in (("tuned on", self.errors), ("held out", self.held_out)):
+            columns = list(zip(*(each[:3] for each in found)))
+            of = f"{len(found)} batch{'es' * (len(found) != 1)} {name}"
+            distances.append((f"{of}, worst", *(_number(max(each)) for each in columns)))
+            means = (sum(each) / len(each) for each in columns)
+            distances.append((f"{of}, mean", *map(_number, means)))
+        yield from text_tables.aligned(distances)
+        scale = f"; initial loss scale: {self.loss_scale:g}" if self.loss_scale else ""
+        yield f"Tolerance: {self.tolerance:g}{scale}"
+        yield ""
+        header = ("Layer", "Policy", "Multiplications", "Error alone", "Reason")
+        layers = list(map(_row, self.layers))
+        yield from text_tables.shortened(header, layers, rows, left=(0, 1, 4))
 
 
 def tune(
@@ -121,8 +306,8 @@ def tune(
     with own_thread.random_numbers(seed):
         reference = compiled(model, "float32", "sgd")
         units = _units(reference)
-        left_out = patterns.chosen("leave_out", leave_out, units)
-        included = patterns.chosen("include", include, units)
+        left_out = watching.chosen("leave_out", leave_out, units)
+        included = watching.chosen("include", include, units)
         candidates = [path for path in included if path not in left_out]
         if not candidates:
             raise ValueError(
@@ -139,7 +324,7 @@ def tune(
 
         with Progress("tune", parts=None) as progress:
             policy = f"mixed_{dtype}"
-            search = Search(model, reference, units, policy, loss, tolerance, made, progress)
+            search = _Search(model, reference, units, policy, loss, tolerance, made, progress)
             own = search.prepare(candidates)
             chosen = search.add(sorted(candidates, key=cost), [], range(len(given)))
             reasons = dict(search.refused)
@@ -205,7 +390,8 @@ def _units(model: tf.keras.Model) -> dict[str, Any]:
                 "out the name. Expected a Sequential or functional model, in which all layers have "
                 f"policies of their own; or convert it as a whole. Received: {type(model).__name__}"
             )
-    return {path: layer for path, layer in units.items() if layer.compute_dtype in _FLOATING_NAMES}
+    floating = [dtype.name for dtype in FLOATING]
+    return {path: layer for path, layer in units.items() if layer.compute_dtype in floating}
 
 
 def _multiplications(model: tf.keras.Model, units: Iterable[str], batch: Batch) -> dict[str, int]:
@@ -216,3 +402,243 @@ def _multiplications(model: tf.keras.Model, units: Iterable[str], batch: Batch) 
             if f"{operation.layer}/".startswith(f"{path}/"):
                 found[path] += operation.work // 2  # a multiplication and an addition are two
     return found
+
+
+class _Reference(NamedTuple):
+    """The results of the model in float32 on a batch.
+
+    Attributes:
+        batch: Batch.
+        numbers: RandomNumbers that were drawn, in the dtypes of a model in 16 bits.
+        outputs: list of arrays.
+        loss: float.
+        gradients: of each layer with trained weights, by its path, one array.
+        noise: set of the layers whose gradients are rounding noise.
+        loss_scale: float. The largest at which no gradient of float32 overflows in float16, or that
+            with which training begins if that is smaller.
+    """
+
+    batch: Batch
+    numbers: RandomNumbers
+    outputs: list[np.ndarray]
+    loss: float
+    gradients: dict[str, np.ndarray]
+    noise: set[str]
+    loss_scale: float
+
+
+@dataclasses.dataclass
+class _Search:
+    """Models with some layers in 16 bits, and how far they are from float32.
+
+    Args:
+        model: of the user.
+        reference: the same in float32.
+        units: layers of that by their paths.
+        policy: str, of layers in 16 bits.
+        loss: of the user, or None.
+        tolerance: float.
+        batches: list of Batch.
+        progress: Progress, which is told what is run.
+
+    Attributes:
+        refused: dict of the paths of layers that were too far off, with how far they were.
+    """
+
+    model: tf.keras.Model
+    reference: tf.keras.Model
+    units: dict[str, tf.keras.layers.Layer]
+    policy: str
+    loss: GivenLoss | None
+    tolerance: float
+    batches: Sequence[Batch]
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.refused: dict[str, str] = {}
+        self._references: list[_Reference] = []
+        self._errors: dict[tuple[frozenset[str], int], Errors] = {}
+        self._made: tuple[frozenset[str], tf.keras.Model, Loss] | None = None
+        self._models = 0
+
+    def prepare(self, candidates: Sequence[str]) -> dict[str, float]:
+        """Runs each batch in float32, and returns the errors of the candidates by themselves."""
+        own = dict.fromkeys(candidates, 0.0)
+        loss = self._loss(self.reference)
+        for i, batch in enumerate(self.batches):
+            self.progress.begin(f"batch {i + 1} of {len(self.batches)} in both dtypes")
+            numbers = RandomNumbers()
+            # This run draws the random numbers, and all dtypes hold those of the narrowest one.
+            narrow = self._run(candidates, batch, numbers)
+            runner = Runner(self.reference, batch, of_model(loss), numbers=numbers)
+            wide = runner.run()
+            check_finite(wide, batch)
+            check_same_calls(narrow, wide)
+            gradients = self._gradients(wide)
+            moved = self._gradients(runner.run(noise=jitter(i)))
+            noise = {
+                path
+                for path, value in gradients.items()
+                if is_noise(value, moved[path]) or not value.any()
+            }
+            scale = max(1.0, _scale_for(wide.all_gradients()))
+            reference = _Reference(
+                batch, numbers, _outputs(wide), wide.loss, gradients, noise, scale
+            )
+            self._references.append(reference)
+            self._errors[frozenset(candidates), i] = self._apart(narrow, reference)
+            for path, error in self._own_errors(candidates, narrow, wide).items():
+                own[path] = max(own[path], error)
+        return own
+
+    def add(self, group: list[str], chosen: list[str], where: Sequence[int]) -> list[str]:
+        """Adds layers to those that compute in 16 bits, as many as the tolerance allows.
+
+        Args:
+            group: the layers, the best first.
+            chosen: those that already do.
+            where: numbers of the batches to look at.
+
+        Returns:
+            `chosen` and those of `group` that went in.
+        """
+        if not group:
+            return chosen
+        both = [*chosen, *group]
+        errors = (self.errors(both, i) for i in where)
+        failure = next((str(each) for each in errors if not each.largest <= self.tolerance), None)
+        if failure is None:
+            return both
+        if len(group) == 1 or self._models >= _MOST_MODELS:
+            others = f", with {len(group) - 1} others" if len(group) > 1 else ""
+            self.refused |= dict.fromkeys(group, failure + others)
+            return chosen
+        middle = len(group) // 2
+        first, second = group[:middle], group[middle:]
+        return self.add(second, self.add(first, chosen, where), where)
+
+    def errors(self, chosen: Sequence[str], i: int) -> Errors:
+        """Returns how far a model is from float32 on a batch."""
+        key, reference = (frozenset(chosen), i), self._references[i]
+        if key not in self._errors:
+            self.progress.begin(f"{len(chosen)} layers in {self.policy}")
+            run = self._run(chosen, reference.batch, reference.numbers, reference.loss_scale)
+            self._errors[key] = self._apart(run, reference)
+        return self._errors[key]
+
+    @property
+    def loss_scale(self) -> float:
+        """The largest loss scale at which no gradient of a batch overflows."""
+        return min(reference.loss_scale for reference in self._references)
+
+    def policies(self, chosen: Sequence[str]) -> dict[str, str]:
+        """Returns the policies of a model with these layers in 16 bits."""
+        policies = dict.fromkeys(self.units, "float32") | dict.fromkeys(chosen, self.policy)
+        return {"": self.policy if chosen else "float32"} | policies
+
+    def _run(
+        self,
+        chosen: Sequence[str],
+        batch: Batch,
+        numbers: RandomNumbers,
+        loss_scale: float | None = None,
+    ) -> Run:
+        key = frozenset(chosen)
+        try:
+            if self._made is None or self._made[0] != key:
+                model = compiled(self.model, self.policies(chosen), "sgd")
+                self._models += 1
+                self._made = key, model, self._loss(model)
+            _, model, loss = self._made
+            runner = Runner(model, batch, of_model(loss), numbers=numbers)
+            return runner.run_as_trained(loss_scale)
+        except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+            raise ValueError(
+                f"The model {self.model.name!r} does not run in {self.policy}. Name the "
+                "layers that do not in `leave_out`, or give batches that suit it. The error is: "
+                f"{batches_of.reason(error)}"
+            ) from error
+
+    def _loss(self, model: tf.keras.Model) -> Loss:
+        batch = self.batches[0]
+        loss = loss_of(model, self.model, batch, self.loss)
+        if loss is signed_mean:
+            raise ValueError(
+                "Expected batches (x, y) with labels, and a loss: pass `loss`, or compile the "
+                f"model {self.model.name!r}. Received: loss={self.loss!r}"
+            )
+        return loss
+
+    def _gradients(self, run: Run) -> dict[str, np.ndarray]:
+        found: dict[str, list[tf.Tensor]] = {}
+        for path, gradient in run.gradients_by_path().items():
+            if gradient is not None:
+                found.setdefault(path.rpartition("/")[0], []).append(gradient)
+        return {path: _joined(values) / run.loss_scale for path, values in found.items()}
+
+    def _apart(self, run: Run, reference: _Reference) -> Errors:
+        outputs = map(relative, _outputs(run), reference.outputs)
+        gradients = []
+        for path, value in self._gradients(run).items():
+            if path in reference.noise:
+                gradients.append((0.0 if np.isfinite(value).all() else math.inf, path))
+            else:
+                gradients.append((relative(value, reference.gradients[path]), path))
+        error, path = max(gradients, default=(0.0, ""))
+        loss = relative(np.array([run.loss]), np.array([reference.loss]))
+        return Errors(max(outputs, default=0.0), loss, error, path)
+
+    def _own_errors(self, candidates: Sequence[str], narrow: Run, wide: Run) -> dict[str, float]:
+        """Runs each layer in both dtypes, on the inputs that it had in float32."""
+        paths = {id(self.units[path]): path for path in candidates}
+        errors: dict[str, float] = {}
+        for call, exact_call in zip(narrow.calls, wide.calls, strict=True):
+            path = paths.get(id(exact_call.layer))
+            if path is None:
+                continue
+            upstream = exact_call.gradients
+            exact = replay(exact_call, exact_call.layer, upstream)
+            # The scale that suits this layer alone.
+            scale = _scale_for([*upstream, *exact.gradients.values()])
+            scaled = [None if each is None else each * scale for each in upstream]
+            one = replay(exact_call, call.layer, scaled)
+            both = [each for each in exact.gradients if each in one.gradients]
+            gradients = [one.gradients[each] for each in both]
+            forward = relative(_joined(one.outputs), _joined(exact.outputs))
+            backward = relative(_joined(gradients) / scale, _joined(exact.gradients.values()))
+            errors[path] = max(errors.get(path, 0.0), forward, backward)
+        return errors
+
+
+def _scale_for(gradients: Iterable[tf.Tensor | None]) -> float:
+    """Returns the largest usual loss scale at which gradients do not overflow in float16."""
+    sizes = (float(tf.reduce_max(tf.abs(g))) for g in gradients if g is not None)
+    largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
+    if not largest:
+        return INITIAL_LOSS_SCALE
+    return min(INITIAL_LOSS_SCALE, 2.0 ** math.floor(math.log2(float(tf.float16.max) / largest)))
+
+
+def _outputs(run: Run) -> list[np.ndarray]:
+    """Returns the floating-point outputs of the model, which are the inputs of the loss."""
+    return [array(output) for output in run.calls[-1].inputs]
+
+
+def _joined(tensors: Iterable[tf.Tensor]) -> np.ndarray:
+    return np.concatenate([np.empty(0), *(array(each).ravel() for each in tensors)])
+
+
+def _row(layer: TunedLayer) -> text_tables.RankedRow:
+    error = "-" if layer.error is None else _number(layer.error)
+    name, products = f"{layer.path} ({layer.kind})", f"{layer.multiplications:,}"
+    return text_tables.RankedRow(
+        (name, layer.policy, products, error, layer.reason),
+        (float(not layer.is_in_16_bits), float(layer.multiplications)),
+        (layer.kind, layer.policy),
+    )
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "not finite"
+    return f"{value:.1e}" if value else "0"

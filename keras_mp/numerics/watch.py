@@ -9,12 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.numerics.exponents.advise import Advice, advise
-from keras_mp.numerics.exponents.counting import ExponentHistograms
-from keras_mp.numerics.exponents.histogram import EVERYWHERE
-from keras_mp.numerics.exponents.reports import Report
-from keras_mp.numerics.operations.first_bad_operation import FirstBadOperation
-from keras_mp.numerics.operations.not_finite import NotFiniteError
+from keras_mp.numerics.counting import ExponentHistograms
+from keras_mp.numerics.first_bad import FirstBadOperation
+from keras_mp.numerics.histogram import EVERYWHERE
+from keras_mp.numerics.operation_rows import NotFiniteError
+from keras_mp.numerics.report import Advice, Report, advise
 from keras_mp.numerics.results import Result
 from keras_mp.support import attributes, text_tables, validation
 from keras_mp.support.figures import new_figure
@@ -43,9 +42,9 @@ class watch(keras_api.BaseCallback, Result):
     """Watches a model while it trains: in `fit`, or in a loop of your own.
 
     As a callback of `fit`, or by `step` in a loop of your own, it counts the exponents of
-    gradients, outputs, weights and updates, on the device, in some of the steps. As a context
-    manager it looks at each operation, and raises at the step where the first one is not finite,
-    with its layer and line; that takes several times as long. The two go together:
+    gradients, outputs and weights, on the device, in some of the steps. As a context manager it
+    looks at each operation, and raises at the step where the first one is not finite, with its
+    layer and line; that takes several times as long. The two go together:
 
         with keras_mp.numerics.watch(model) as watching:
             model.fit(x, y, callbacks=[watching])
@@ -60,13 +59,8 @@ class watch(keras_api.BaseCallback, Result):
             with these paths, which may be patterns such as `"decoder/*"`. Defaults to True.
         outputs: the same for the outputs of layers. Defaults to True.
         output_gradients: the same for the gradients of outputs. Defaults to False.
-        inputs: the same for what layers are called with. Defaults to False.
         weights: the same for trainable variables. Defaults to False.
-        updates: the same for what a step adds to them. Defaults to False.
-        first_step: int. The first step that is counted, from 0. Defaults to 0.
-        last_step: int or None. The last step that may be counted. Defaults to None: no limit.
         read_freq: `"epoch"` (the default), or an int, the number of batches between reads in `fit`.
-        all_workers: bool. Whether to read what the replicas of all workers have counted.
         include: patterns of operations and layers that the context manager looks at. Defaults to
             all.
         exclude: patterns of those that it does not look at.
@@ -103,13 +97,8 @@ class watch(keras_api.BaseCallback, Result):
         gradients: bool | Iterable[str] = True,
         outputs: bool | Iterable[str] = True,
         output_gradients: bool | Iterable[str] = False,
-        inputs: bool | Iterable[str] = False,
         weights: bool | Iterable[str] = False,
-        updates: bool | Iterable[str] = False,
-        first_step: int = 0,
-        last_step: int | None = None,
         read_freq: str | int = "epoch",
-        all_workers: bool = False,
         include: Iterable[str] | None = None,
         exclude: Iterable[str] = (),
         raises: bool = True,
@@ -118,14 +107,15 @@ class watch(keras_api.BaseCallback, Result):
         if model is not None:
             keras_api.check_model(model)
         self.read_freq = validation.epoch_or_integer("read_freq", read_freq)
-        self.all_workers = validation.boolean("all_workers", all_workers)
         self.history: list[Report] = []
         self._watched, self._optimizer = model, optimizer
-        variables = {"gradients": gradients, "weights": weights, "updates": updates}
-        layers = {"inputs": inputs, "outputs": outputs, "output_gradients": output_gradients}
-        steps = {"every": every, "first_step": first_step, "last_step": last_step}
         validation.integer("every", every)
-        self._counting: dict[str, Any] = {**variables, **layers, **steps}
+        self._counting: dict[str, Any] = {
+            "every": every,
+            "gradients": gradients,
+            "weights": weights,
+        }
+        self._counting |= {"outputs": outputs, "output_gradients": output_gradients}
         # Made now, in the scope of a strategy, and not in a replica.
         self._histograms = None if model is None or optimizer is None else self._made_histograms()
         scaled = [each for each in (model, *tf.nest.flatten(optimizer)) if each is not None]
@@ -191,7 +181,7 @@ class watch(keras_api.BaseCallback, Result):
     def _read_own_steps(self) -> None:
         """Keeps what was counted in a loop of the program's since the last time."""
         if self._histograms is not None:
-            read = self._histograms.read(self.all_workers)
+            read = self._histograms.read()
             if read.counted:
                 self.history.append(read)
 
@@ -387,7 +377,7 @@ class watch(keras_api.BaseCallback, Result):
 
     def _read(self) -> None:
         if self._attached is not None:
-            report = self._attached.histograms.read(self.all_workers)
+            report = self._attached.histograms.read()
             report.step = self._before_fit + self._made
             if report.counted:
                 self.history.append(report)

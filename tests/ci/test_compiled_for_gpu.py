@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from benchmarks import gpu_compiled
 from keras_mp.master_weights import methods, rounding
-from keras_mp.numerics.exponents import histogram
+from keras_mp.numerics import histogram
 from keras_mp.step import finiteness, not_finite, replicas
 from keras_mp.support import kept_casts
 from tests.ci import gpu_compiler

@@ -246,8 +246,8 @@ def calls() -> dict[str, Callable[[], object]]:
         "autocast": in_a_region,
         "autocast_scope": in_a_scope,
         "summary": ours(lambda keras_mp: keras_mp.summary(model_of_ours("float16"), len)),
-        "numerics.record": ours(
-            lambda keras_mp: keras_mp.numerics.record(
+        "numerics.check": ours(
+            lambda keras_mp: keras_mp.numerics.check(
                 model_of_ours("bfloat16"), noise(4, 12, 12, 2).numpy()
             )
         ),
@@ -261,7 +261,7 @@ TOGETHER = (
     ("a layer",),
     ("another dtype", "fit"),
     ("autocast", "autocast_scope"),
-    ("summary", "numerics.record", "enable_float32_sums"),
+    ("summary", "numerics.check", "enable_float32_sums"),
 )
 
 

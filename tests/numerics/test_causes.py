@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_mp.numerics.causes import begun
+from keras_mp.numerics.results import begun
 
 # 0 -> 1 -> 2 -> 4, and 3 -> 4.
 TAKES = [(), (0,), (1,), (), (2, 3)]

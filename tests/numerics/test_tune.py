@@ -12,7 +12,7 @@ import keras_mp
 from keras_mp.__main__ import main
 from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.numerics import commands, tune
-from keras_mp.numerics.tuned import Errors
+from keras_mp.numerics.tune import Errors
 from tests.common import Times, once
 
 K = tf.keras

@@ -1,25 +1,19 @@
 """The tools behind `check`, each by itself, on a model and a batch."""
 
-from keras_mp.conversion import compute_dtypes
 from keras_mp.numerics import audit as auditing
-from keras_mp.numerics import batches, own_thread
+from keras_mp.numerics import batches, origins, own_thread
+from keras_mp.numerics import compare as comparing
 from keras_mp.numerics.check import Check
-from keras_mp.numerics.comparison import compare as comparing
-from keras_mp.numerics.exponents import what_if as running
-from keras_mp.numerics.graphs import traces
-from keras_mp.numerics.hazards.traced_step import TracedStep
 from keras_mp.numerics.run import compiled
 from keras_mp.numerics.run import runners as made
+from keras_mp.numerics.traced_step import TracedStep
 from keras_mp.support.autograph import do_not_convert
-from keras_mp.support.dtypes import LOW_PRECISION_NAMES
-
-SCALES = tuple(2.0**exponent for exponent in range(0, 25, 3))
 
 
-def audit(model, batch, device=None):
+def audit(model, batch):
     """Returns a `Check` with the hazards of the step alone."""
     made = batches.listed(model, batch)
-    return Check(model.name, auditing.policy_of(model), auditing.audit(model, made, device))
+    return Check(model.name, auditing.policy_of(model), auditing.audit(model, made), model=model)
 
 
 def operations(model, batch, layer=""):
@@ -38,7 +32,7 @@ def operations(model, batch, layer=""):
                 lines.append(f"{step.where(each)}: {each.type}({takes}) -> {gives}")
         return result
 
-    traces.step_of(model, made, scopes, inspect)
+    origins.step_of(model, made, scopes, inspect)
     return "\n".join(lines)
 
 
@@ -51,16 +45,12 @@ def runners(model, x, y=None, sample_weight=None, reference="float32", **how):
 
 
 @own_thread.random_numbers()
-def compare(model, *batch, policy=None, **how):
-    """Returns a `Comparison`, on a copy of the model if there is a policy."""
+def both(model, *batch, policy=None, **how):
+    """Returns a `Comparison` and a `Report`, on a copy of the model if there is a policy."""
     narrow = model if policy is None else compiled(model, policy)
     return comparing.compare(*runners(narrow, *batch, **how))
 
 
-@own_thread.random_numbers()
-def what_if(model, *batch, dtype="float16", scales=SCALES, **how):
-    """Returns a `WhatIf` of the model in a dtype."""
-    is_kept = compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES)
-    is_kept = is_kept and model.compute_dtype in LOW_PRECISION_NAMES
-    narrow = compiled(model, {} if is_kept else f"mixed_{dtype}")
-    return running.what_if(*runners(narrow, *batch, **how), dtype, scales)
+def compare(model, *batch, **how):
+    """Returns a `Comparison`, on a copy of the model if there is a policy."""
+    return both(model, *batch, **how)[0]

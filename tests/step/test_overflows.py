@@ -10,7 +10,7 @@ from tensorflow.python.framework import op_callbacks
 
 import keras_mp
 from benchmarks import overhead, tracing
-from keras_mp.numerics.exponents.counting import ExponentHistograms
+from keras_mp.numerics.counting import ExponentHistograms
 from keras_mp.step.skip_report import SkipReport
 from keras_mp.step.state_rollback import name_of
 from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, value

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics.operations.first_bad_operation import FirstBadOperation
+from keras_mp.numerics.first_bad import FirstBadOperation
 from keras_mp.support import host
 from tests.common import once
 

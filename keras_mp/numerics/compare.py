@@ -1,0 +1,577 @@
+"""Compares a model in two dtypes on the same batch, and tells defects from rounding.
+
+Both runs have the same weights, the same batch and the same random numbers. A layer that is off
+runs again in both dtypes, on what it got in 16 bits, so that what it does itself is told from what
+it was given. More than 16 units of what rounding explains are a finding.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.conversion import policy_path
+from keras_mp.models.layer_paths import layers_by_path, variables_by_path
+from keras_mp.numerics.histogram import Histogram
+from keras_mp.numerics.records import (
+    LIMIT,
+    NOISE,
+    NOISY_RUNS,
+    SIDES,
+    SMALLEST,
+    UNIT_ROUNDOFF,
+    ComparedLayer,
+    Comparison,
+    Distance,
+    LayerRecord,
+    Noise,
+    Quantity,
+    are_finite,
+    array,
+    largest_gradients,
+    relative,
+    rms,
+    sample,
+    underflow,
+)
+from keras_mp.numerics.report import MANY_ZEROS, Report, Row
+from keras_mp.numerics.results import CURES, IN_FLOAT32, Hazard, Observed, Said
+from keras_mp.numerics.run import (
+    LOSS,
+    Call,
+    KeptOperations,
+    Run,
+    Runner,
+    check_finite,
+    check_same_calls,
+    first_scale,
+    is_floating,
+    named_weights,
+    replay,
+    shape_of,
+)
+from keras_mp.support import op_table
+from keras_mp.support.messages import Line
+from keras_mp.support.progress import Progress
+
+# A layer amplifies rounding if its outputs move so many times as far as its inputs, and if on this
+# batch the outputs of the two runs are so many times further apart than the inputs.
+_AMPLIFIES, _RISES = 64.0, 16.0
+# A layer that is less far off in the whole run is not run by itself.
+_LOOKED_AT = 2.0
+# If outputs rise so and are off by a larger share of their size than `tune` tolerates, that is a
+# finding even where noise does the same, as where a rounded number is no longer that of a mask.
+_OFF = 0.05
+
+_REDUCTIONS = op_table.ops("sums over axes", "sums of tensors", "gradients of biases")
+
+_PRODUCTS = op_table.ops("matrix products", "matrix products into another dtype") | {"Conv2D"}
+
+_POLES = op_table.ops("divisions", "reciprocals", "powers") | {"Log"}
+
+_DIFFERENCES = op_table.ops("additions", "squared differences")
+
+# A difference that is so many times smaller than its inputs is called a cancellation.
+_CANCELS = 32
+
+# A smaller share of zeros is not mentioned.
+_FEW_ZEROS = 0.01
+
+
+class TooFar(NamedTuple):
+    """A call of a layer that is further from the reference than rounding explains.
+
+    Attributes:
+        call: Call.
+        wide: the same of the reference.
+        side: "forward" or "backward".
+        distance: Distance, of what is furthest.
+        what: str. What it does; "" if its operations have to tell.
+    """
+
+    call: Call
+    wide: Call
+    side: str
+    distance: Distance
+    what: str = ""
+
+
+def far(found: tuple[Run, Iterable[TooFar]]) -> Iterator[Observed]:
+    """A layer is further from the reference than rounding explains."""
+    run, culprits = found
+    for culprit in culprits:
+        call, line = culprit.call, None
+        what = culprit.what or _of_other_weights(culprit)
+        if not what:
+            what, line = _explanation(culprit)
+        at = f"{call.path} ({call.kind})" + (f" ({line.short})" if line else "")
+        numbers = {"what": what, "units": culprit.distance.units}
+        cure = cure_in(run.model, call.path, call.kind)
+        yield Observed(at, line, side=culprit.side, **numbers, in_float32=cure)
+
+
+def judge_far(side: str, what: str, units: float, in_float32: str) -> Said:
+    """What it does is known by now; how far it is off is told where that is a number."""
+    why = what[0].upper() + what[1:]
+    if 1 <= units < math.inf:
+        why += f": {units:,.0f} times as far off as rounding explains"
+    hazard, cure = f"a difference in the {side} pass", CURES["off"].format(in_float32=in_float32)
+    return Said(hazard, f"{why}.", cure, units)
+
+
+FAR = Hazard(far, judge_far)
+
+
+def cure_in(model: tf.keras.Model, path: str, kind: str) -> str:
+    """Returns what lets a layer compute in float32, as words that follow "or".
+
+    Args:
+        model: whose layer it is.
+        path: str. Of the layer.
+        kind: str. Its class.
+    """
+    if path == LOSS:
+        return IN_FLOAT32["a loss"]
+    own = policy_path(model, path)
+    if own is None or kind == "Sequential":
+        return IN_FLOAT32["no layer of its own"]
+    return IN_FLOAT32["a layer"].format(path=own)
+
+
+def compare(narrow: Runner, wide: Runner) -> tuple[Comparison, Report]:
+    """Runs a model in 16 bits and in float32, and says where the two part, and what is lost.
+
+    Both go forwards and backwards in eager, functions that `tf.function` made included; the float32
+    model also with noise, which tells what rounding explains. The loss is multiplied by the loss
+    scale that the model is trained with; if gradients overflow, it is halved until they do not, as
+    training would do. Weights and states are put back.
+
+    Args:
+        narrow: Runner of the model.
+        wide: Runner of the reference, with the same random numbers.
+
+    Returns:
+        A `Comparison`: `findings` is empty if rounding explains everything. And a `Report` of the
+        exponents in the reference, which tells what any loss scale would lose.
+
+    Raises:
+        ValueError: the two do not call the same layers, or numbers of the batch are not finite and
+            so the loss is not either.
+    """
+    with Progress("compare", parts=4) as progress:
+        progress.begin("in 16 bits")
+        run = narrow.run_as_trained()
+        progress.begin("the reference")
+        other = wide.run()
+        check_finite(other, wide.batch, needs_loss=False)
+        check_same_calls(run, other)
+        progress.begin("the reference, with noise")
+        unit, references = UNIT_ROUNDOFF[run.dtype], layers_of(other)
+        for seed in range(NOISY_RUNS):
+            moved = layers_of(wide.run(other.loss_scale, Noise(unit, seed)))
+            if [each.path for each in references] == [each.path for each in moved]:
+                for layer, again in zip(references, moved):
+                    layer.explain(again)
+        progress.begin("layers that are off, by themselves")
+        pairs = list(zip(layers_of(run), references))
+        rows, culprits = _compare_calls(pairs, run, other)
+    findings = [*FAR.findings((run, culprits))]
+    losses = run.loss, other.loss
+    found = Comparison(narrow.name, wide.name, rows, findings, losses, run.loss_scale)
+    return found, _report(run, other, pairs, first_scale(narrow.model))
+
+
+def layers_of(run: Run) -> list[LayerRecord]:
+    """Returns a record for each call of a run, and one for each weight that belongs to no call."""
+    left = dict(run.gradients)
+    names = {id(weight): name for name, weight in named_weights(run.model).items()}
+    layers = []
+    for call in run.calls:
+        found = enumerate(call.gradients)
+        gradients = {f"output {i}": each for i, each in found if each is not None}
+        for weight in getattr(call.layer, "trainable_weights", ()):
+            # A layer inside of another one comes first, so its weights are counted there.
+            name = names.pop(id(weight), None)
+            if name in left:
+                gradients[name] = left.pop(name)
+        layers.append(LayerRecord.of(call, gradients, run.loss_scale))
+    for name, gradient in left.items():
+        of = {name: Quantity.of(gradient, run.loss_scale)}
+        layers.append(LayerRecord(name, "variable", gradient.dtype.name, backward=of))
+    return layers
+
+
+def _compare_calls(
+    pairs: Sequence[tuple[LayerRecord, LayerRecord]], run: Run, other: Run
+) -> tuple[list[ComparedLayer], list[TooFar]]:
+    """Measures how far each call is off, and names those that are so by themselves.
+
+    Of nested layers, the innermost is named. A layer whose inputs are not finite is not blamed. If
+    none is off by itself, it is the first one that is.
+    """
+    largest = largest_gradients(other for _, other in pairs)
+    rows: list[ComparedLayer] = []
+    first: dict[str, list[TooFar]] = {side: [] for side in SIDES}
+    calls, least = [*zip(run.calls, other.calls)], UNIT_ROUNDOFF[run.dtype]
+    vanishes = False
+    for i, (layer, reference) in enumerate(pairs):
+        worst = []
+        for side in SIDES:
+            found = layer.distances(reference, side, largest)
+            distance = Distance.worst(list(found.values()))
+            worst.append(distance)
+            if distance is not None and distance.units > LIMIT and i < len(calls):
+                name = next(name for name in found if found[name] is distance)
+                what = _what(layer, reference, side, name)
+                first[side].append(TooFar(*calls[i], side, distance, what))
+        rows.append(ComparedLayer(layer.path, layer.kind, layer.dtype, *worst))
+        # Noise may explain as much, where nothing is left of a gradient.
+        vanishes |= any(
+            underflow(value.values, reference.backward[name].values) > MANY_ZEROS
+            for name, value in layer.backward.items()
+            if name in reference.backward and value.shape == reference.backward[name].shape
+        )
+    own: dict[str, list[TooFar]] = {side: [] for side in SIDES}
+    for i, (call, wide) in enumerate(calls):
+        row = rows[i]
+        if any(call.contains(culprit.call) for culprit in own["forward"]):
+            continue
+        before = (each.output for each in rows[:i] if each.output is not None)
+        is_off = row.output is not None and row.output.units > LIMIT
+        if is_off and not are_finite(call.inputs) and are_finite(wide.inputs):
+            if all(math.isfinite(each.units) for each in before):
+                what = f"what it takes is beyond {call.dtype}"
+                own["forward"].append(TooFar(call, wide, "forward", row.output, what))
+            continue
+        # The gradient that a layer is to blame for is that of what it takes.
+        always = vanishes or bool(first["backward"])
+        rows[i], amplifies = _alone(row, call, wide, run, least, always)
+        output, gradient = rows[i].own_output, rows[i].own_gradient
+        if output is not None and output.units > LIMIT:
+            # Max pooling turns NaN into finite numbers, which are no evidence either.
+            if not own["forward"] or _off_before(call, wide) <= 1:
+                own["forward"].append(TooFar(call, wide, "forward", output))
+        elif row.output is not None and amplifies:
+            own["forward"].append(TooFar(call, wide, "forward", row.output, amplifies))
+        elif (
+            gradient is not None
+            and gradient.units > LIMIT
+            and not any(call.contains(culprit.call) for culprit in own["backward"])
+        ):
+            own["backward"].append(TooFar(call, wide, "backward", gradient))
+    if not any(own.values()):
+        return rows, [*first["forward"], *reversed(first["backward"])][:1]
+    # Gradients come in reverse order. A cell that is called for each time step is named once.
+    culprits: dict[tuple[str, str], TooFar] = {}
+    for culprit in (*own["forward"], *reversed(own["backward"])):
+        culprits.setdefault((culprit.call.path, culprit.side), culprit)
+    return rows, list(culprits.values())
+
+
+def _alone(
+    row: ComparedLayer, call: Call, wide: Call, run: Run, least: float, always: bool
+) -> tuple[ComparedLayer, str]:
+    """Makes a call that is off again in both dtypes, on the same inputs.
+
+    Args:
+        row: what is known of it so far.
+        call: in 16 bits.
+        wide: in float32.
+        run: Run of the former.
+        least: float. The unit roundoff of the run. A distance of few roundings does no harm.
+        always: bool. Whether to do so in any case.
+
+    Returns:
+        The row, with the call's own distances; and words for how far it amplifies the distance of
+        its inputs, "" if it does not.
+    """
+    upstream, taken, made = call.gradients, 0.0, 0.0
+    if row.output is not None and not any(map(call.contains, run.calls)):
+        taken, made = _off_before(call, wide), row.output.relative
+    rises = made > _RISES * max(taken, least)
+    is_off = row.output is not None and row.output.units > _LOOKED_AT
+    if not (always or rises or is_off):
+        return row, ""
+    narrow = replay(call, call.layer, upstream)
+    before, again = ([each.numpy().tobytes() for each in of.outputs] for of in (call, narrow))
+    if before != again or not are_finite(call.inputs):
+        # The layer draws random numbers in a way of its own or has a state, or its inputs are
+        # spoilt already.
+        return row, ""
+
+    def recorded(replayed: Run) -> LayerRecord:
+        return LayerRecord.of(replayed.calls[-1], replayed.gradients)
+
+    layer, exact = recorded(narrow), recorded(replay(call, wide.layer, upstream, "float32"))
+    for seed in range(NOISY_RUNS):
+        noise = Noise(call.unit, seed)
+        exact.explain(recorded(replay(call, wide.layer, upstream, "float32", noise)))
+    largest = largest_gradients([exact])
+    own = [Distance.worst(list(layer.distances(exact, side, largest).values())) for side in SIDES]
+    moved = [each.explained / each.size for each in exact.forward.values() if each.size]
+    times, amplifies = max(moved, default=0.0) / (NOISE * call.unit), ""
+    if rises and times > _AMPLIFIES:
+        amplifies = (
+            f"cancellation: it amplifies rounding by {times:,.0f}; its inputs are off by "
+            f"{taken:.2%}, its outputs by {made:.1%}"
+        )
+    elif rises and made > _OFF:
+        amplifies = f"its outputs are off by {made:.1%} of their size, its inputs by {taken:.2%}"
+    of_gradients = own[1] if are_finite(upstream) else None
+    return dataclasses.replace(row, own_output=own[0], own_gradient=of_gradients), amplifies
+
+
+def _off_before(call: Call, wide: Call) -> float:
+    """Returns how far the inputs of a call are apart in the two runs."""
+    pairs = list(zip(call.inputs, wide.inputs))
+    if any(narrow.shape != exact.shape for narrow, exact in pairs):
+        return math.inf
+    return max((relative(sample(narrow), sample(exact)) for narrow, exact in pairs), default=0.0)
+
+
+def _what(layer: LayerRecord, other: LayerRecord, side: str, name: str) -> str:
+    """Returns what is wrong with a tensor of a layer, as far as its numbers tell."""
+    if layer.path == LOSS and layer.kind != other.kind:
+        return f"different losses: a {layer.kind}, and a {other.kind} in the reference"
+    value, reference = getattr(layer, side)[name], getattr(other, side)[name]
+    title = "the output" if side == "forward" else "the gradient of the output"
+    if not name.startswith("output"):
+        title = f"the gradient of {name}"
+    if value.shape != reference.shape:
+        return f"{title} has another shape"
+    if value.not_finite and not reference.not_finite:
+        return f"{title} has {value.not_finite:,} numbers that are not finite"
+    zeros = underflow(value.values, reference.values)
+    if zeros > MANY_ZEROS:
+        return f"underflow: {zeros:.0%} of {title} is 0 in {layer.dtype} and not in the reference"
+    return f"{title} drifts further than rounding explains"
+
+
+def _of_other_weights(culprit: TooFar) -> str:
+    both = (getattr(each.layer, "weights", ()) for each in (culprit.call, culprit.wide))
+    found = [relative(array(narrow), array(other)) for narrow, other in zip(*both)]
+    if not any(found):
+        return ""
+    return f"its weights differ from those of the reference by up to {max(found):.2%}"
+
+
+def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
+    call, upstream = culprit.call, culprit.call.gradients
+    narrow = replay(call, call.layer, upstream, keeps=True)
+    exact = replay(call, culprit.wide.layer, upstream, "float32", keeps=True)
+    unknown = f"its output in {call.dtype} is further off than rounding explains", None
+    return _first_wrong(narrow.kept, exact.kept, culprit.side, call.dtype) or unknown
+
+
+def _first_wrong(
+    narrow: KeptOperations, wide: KeptOperations, side: str, dtype: str
+) -> tuple[str, Line | None] | None:
+    """Finds the first operation that does not do in 16 bits what it does in float32.
+
+    Args:
+        narrow: what ran in 16 bits.
+        wide: what ran in float32, of the same call on the same inputs.
+        side: "forward" or "backward".
+        dtype: the one of 16 bits.
+
+    Returns:
+        What it does, and its line; None where all operations agree.
+    """
+    worst, most = None, 0.0
+    ops, wide_ops = (
+        [op for op in each.operations if op.is_gradient == (side == "backward")]
+        for each in (narrow, wide)
+    )
+    for i, j in _matches(ops, wide_ops):
+        op, exact = ops[i], wide_ops[j]
+        before, after = _apart(op.args, exact.args), _apart(op.outputs, exact.outputs)
+        lost = _lost_inputs(op, exact, dtype, narrow)
+        if lost is not None:
+            return lost, op.line
+        if math.isinf(after) and not math.isinf(before):
+            return _not_finite(op, exact, dtype), op.line
+        rise = after / max(before, UNIT_ROUNDOFF[dtype])
+        if rise > most:
+            worst, most = (op, exact), rise
+    if worst is None or most <= 2:
+        return None
+    return _inexact(*worst, dtype), worst[0].line
+
+
+def _matches(narrow: Sequence[Call], wide: Sequence[Call]) -> Iterator[tuple[int, int]]:
+    """Yields the indices of the operations that two runs have in common."""
+    kinds = [[(op.kind, op.is_gradient) for op in ops] for ops in (narrow, wide)]
+    matcher = difflib.SequenceMatcher(None, *kinds, autojunk=False)
+    for start, other, count in matcher.get_matching_blocks():
+        yield from zip(range(start, start + count), range(other, other + count))
+
+
+def _arrays(tensors: Iterable[tf.Tensor]) -> list[np.ndarray]:
+    return [array(value) for value in tensors if is_floating(value)]
+
+
+def _both(
+    narrow: Iterable[tf.Tensor], wide: Iterable[tf.Tensor]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the floating-point tensors with the same shape in both, as arrays."""
+    for n, w in zip(narrow, wide):
+        if is_floating(n) and is_floating(w) and n.shape == w.shape:
+            yield array(n), array(w)
+
+
+def _apart(narrow: Iterable[tf.Tensor], wide: Iterable[tf.Tensor]) -> float:
+    return max((relative(n, w) for n, w in _both(narrow, wide)), default=0.0)
+
+
+def _lost_inputs(op: Call, exact: Call, dtype: str, operations: KeptOperations) -> str | None:
+    """Describes an input that 16 bits do not hold, unless an operation has computed it."""
+    pairs = [(n, w) for n, w in zip(op.args, exact.args) if not operations.is_computed(n)]
+    for n, w in _both(*zip(*pairs)) if pairs else ():
+        largest = np.abs(w).max(initial=0)
+        takes, are = "takes numbers", "which are"
+        if w.size == 1:
+            takes, are = "takes a constant", "which is"
+        what = f"{op.kind} {takes} of {largest:.1g}, {are}"
+        if 0 < largest < SMALLEST[dtype] and not n.any():
+            return f"{what} 0 in {dtype}: its smallest number is {SMALLEST[dtype]:.1g}"
+        if np.isfinite(largest) and not np.isfinite(n).all():
+            return f"{what} infinite in {dtype}: its largest number is {_largest(dtype)}"
+    return None
+
+
+def _largest(dtype: str) -> str:
+    return f"{float(tf.as_dtype(dtype).max):,.0f}" if dtype == "float16" else "3.4e38"
+
+
+def _not_finite(op: Call, exact: Call, dtype: str) -> str:
+    kind, terms = op.kind, _terms(op)
+    wide = np.concatenate([values.ravel() for values in _arrays(exact.outputs)])
+    narrow = np.concatenate([values.ravel() for values in _arrays(op.outputs)])
+    reached = np.abs(wide[np.isfinite(wide)]).max(initial=0)
+    bad = f"{np.count_nonzero(~np.isfinite(narrow)):,} of {narrow.size:,} results are not finite"
+    of_terms = f", a sum over {terms:,} values," if terms > 1 else ""
+    if reached > float(tf.as_dtype(dtype).max):
+        return (
+            f"overflow: {kind}{of_terms} reaches {reached:.3g}; the largest {dtype} is "
+            f"{_largest(dtype)}"
+        )
+    if kind in _POLES and any((values == 0).any() for values in _arrays(op.args)):
+        return f"{kind} of zero: {bad} in {dtype}"
+    if terms > 1:
+        only = f"though the result is only {reached:.3g}"
+        return f"overflow inside of {kind}{of_terms} {only}: {bad} in {dtype}"
+    return f"{kind}: {bad} in {dtype}; in float32 they reach {reached:.3g}"
+
+
+def _inexact(op: Call, exact: Call, dtype: str) -> str:
+    kind, terms = op.kind, _terms(op)
+    outputs = list(_both(op.outputs, exact.outputs))
+    narrow, wide = max(outputs, key=lambda values: relative(*values))
+    off, size = relative(narrow, wide), rms(wide)
+    inputs = _arrays(exact.args)
+    largest = max((rms(values[np.isfinite(values)]) for values in inputs), default=0.0)
+    of_numbers = (
+        f"{kind} of numbers of about {largest:.3g}, which are multiples of "
+        f"{_spacing(largest, dtype):.1g} in {dtype}"
+    )
+    if kind in _DIFFERENCES and len(inputs) == 2 and largest > _CANCELS * size:
+        return f"cancellation: {of_numbers}, leaves {size:.1g}, off by {off:.1%}"
+    zeros = underflow(narrow, wide)
+    if zeros > _FEW_ZEROS:
+        return (
+            f"underflow: {zeros:.0%} of the results of {kind} are 0 in {dtype} and not in "
+            f"float32, where they are about {size:.1g}"
+        )
+    if terms > 1:
+        return f"{kind}, a sum over {terms:,} values in {dtype}, is off by {off:.2%}"
+    return f"{of_numbers}, is off by {off:.2%}"
+
+
+def _spacing(size: float, dtype: str) -> float:
+    """Returns the distance between neighbouring numbers of a dtype that are about so large."""
+    if not 0 < size < math.inf:
+        return 0.0
+    return 2.0 ** math.floor(math.log2(size)) * 2 * UNIT_ROUNDOFF[dtype]
+
+
+def _terms(operation: Call) -> int:
+    """Returns how many terms are summed for each result."""
+    sizes = [math.prod(shape_of(v)) for v in operation.args if is_floating(v)]
+    result = max(math.prod(shape_of(v)) for v in operation.outputs)
+    if not sizes or not result:
+        return 1
+    if operation.kind == "Cumsum":
+        return max(operation.args[0].shape)
+    if operation.kind in _REDUCTIONS:
+        return sum(sizes) // result
+    if operation.kind in _PRODUCTS and len(sizes) == 2:
+        return max(1, round(math.sqrt(sizes[0] * sizes[1] / result)))
+    return 1
+
+
+def _report(
+    run: Run, other: Run, pairs: Sequence[tuple[LayerRecord, LayerRecord]], scale: float
+) -> Report:
+    """Returns the exponents of the reference, each with the dtype that it has in 16 bits.
+
+    Args:
+        run: Run in 16 bits.
+        other: Run in float32.
+        pairs: the records of both.
+        scale: float. The loss scale that training begins with.
+    """
+    layers, rows = layers_by_path(run.model), {}
+    # If the run had to lower the loss scale, gradients overflow at the one before.
+    at = 2 * run.loss_scale if run.loss_scale < scale else math.inf
+    at = at if are_finite(run.all_gradients()) else run.loss_scale
+
+    def add(kind: str, path: str, dtype: str, tensor: tf.Tensor, *both: Quantity) -> None:
+        row = Row(kind, path, dtype, Histogram.count(tensor))
+        if both:
+            value, exact = both
+            is_same = value.shape == exact.shape
+            lost = underflow(value.values, exact.values) if is_same else 1.0
+            row = row._replace(overflowed_at=at, is_noise=exact.is_noise, lost=lost)
+        rows[row.key] = rows[row.key] + row if row.key in rows else row
+
+    names = {name: id(weight) for name, weight in named_weights(run.model).items()}
+    of_weights = {
+        id(weight): (path, layer.compute_dtype)
+        for path, (weight, layer) in variables_by_path(run.model).items()
+    }
+    for value, exact in pairs:
+        for name in value.backward.keys() & exact.backward.keys() & names.keys():
+            both = value.backward[name], exact.backward[name]
+            add("gradient", *of_weights[names[name]], other.gradients[name], *both)
+    for call, wide, (value, exact) in zip(run.calls, other.calls, pairs):
+        if call.path not in layers or isinstance(call.layer, tf.keras.Model):
+            continue
+        for i, (output, tensor) in enumerate(zip(call.outputs, wide.outputs)):
+            name, dtype = f"output {i}", output.dtype.name
+            add("output", call.path, dtype, tensor)
+            if name in value.backward and name in exact.backward:
+                both = value.backward[name], exact.backward[name]
+                add("output gradient", call.path, dtype, wide.gradients[i], *both)
+    return Report(rows.values(), step=0, counted=1, loss_scale=scale, takers=_takers(other.calls))
+
+
+def _takers(calls: Iterable[Call]) -> dict[str, set[str]]:
+    """Returns the paths of the layers that take the outputs of each layer."""
+    # Where nothing is cast, a layer gets the very tensor that another layer returned, or that an
+    # operation of a functional model of Keras 3 has computed from it.
+    made_by: dict[int, set[str]] = {}
+    takers: dict[str, set[str]] = {}
+    for call in calls:
+        if isinstance(call.layer, tf.keras.Model):
+            continue
+        makers = set().union(*(made_by.get(id(each), ()) for each in call.inputs))
+        if isinstance(call.layer, tf.keras.layers.Layer):
+            for maker in makers:
+                takers.setdefault(maker, set()).add(call.path)
+            makers = {call.path}
+        made_by |= {id(output): makers for output in call.outputs}
+    return takers

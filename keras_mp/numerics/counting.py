@@ -1,0 +1,359 @@
+"""Histograms of exponents, gathered where the model trains.
+
+Each has a row in a variable on the device: that of a variable's gradient, a layer's output, or the
+gradient of that output. Every N steps the values of all of them are
+counted, in one branch at the end of the step. The steps between make one comparison. Nothing waits
+for the device until it is read.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp import keras_api
+from keras_mp.hooks import observers
+from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
+from keras_mp.models import low_precision_weights
+from keras_mp.models.layer_paths import layers_by_path, paths_of_weights, variables_by_path
+from keras_mp.numerics.histogram import COLUMNS, ROWS, Histogram, count_exponents
+from keras_mp.numerics.report import KINDS, Report, Row, RowKey
+from keras_mp.numerics.watching import chosen, watching_gradients, watching_outputs
+from keras_mp.step.gradients import Gradient
+from keras_mp.support import host, messages, validation
+from keras_mp.support.autograph import do_not_convert
+
+_OF_LAYERS = ("output", "output gradient")
+
+
+class _Seen(NamedTuple):
+    """A tensor that a step has shown.
+
+    Attributes:
+        row: tuple of str, the kind and the path.
+        tensor: tensor.
+        divisor: float32 scalar tensor by which the values are still to be divided, or None.
+        scale: float32 scalar tensor, what the loss was multiplied by, or None.
+    """
+
+    row: RowKey
+    tensor: tf.Tensor
+    divisor: tf.Tensor | None = None
+    scale: tf.Tensor | None = None
+
+
+class ExponentHistograms:
+    """Gathers histograms of exponents of a model, in a training loop of your own.
+
+    Make it once, in the scope of the strategy if there is one, and put `with histograms.step():`
+    around each step, in the function that `strategy.run` runs. Gradients are counted as a
+    `keras_mp.LossScaleOptimizer` or a `keras_mp.GradScaler` takes them, before they are tested and
+    summed over replicas, and as if they had never been scaled. Those that another optimizer applies
+    are counted when its `apply_gradients` is called. `watch` does all this in `fit`.
+
+    Values of a sparse gradient are counted before those of equal indices are added up. Values of
+    float64 are counted as the float32 values next to them. Complex values are not counted, nor are
+    gradients of outputs inside of a loop or a branch.
+
+    Args:
+        model: A model of `tf.keras`, built.
+        every: int. The first step is counted, and then one in so many. Defaults to 100.
+        optimizer: The optimizer. Defaults to the one that the model is compiled with, if any.
+        **choices: what is counted, each a bool or paths, which may be patterns: gradients, outputs,
+            output_gradients and weights, as for `watch`. Weights are those when `read` is called,
+            with all digits that a `MasterWeightOptimizer` keeps.
+
+    Raises:
+        TypeError: `model` is not a model of `tf.keras`.
+        ValueError: `model` is not built, there is no layer with one of the paths, or the optimizer
+            is `tf.keras`'s own LossScaleOptimizer.
+
+    Example:
+
+    >>> model = tf.keras.Sequential(
+    ...     [tf.keras.Input([2]), tf.keras.layers.Dense(1, name="dense", use_bias=False)]
+    ... )
+    >>> optimizer = keras_mp.LossScaleOptimizer("sgd")
+    >>> from keras_mp.numerics.counting import ExponentHistograms
+    >>> histograms = ExponentHistograms(model, every=1, optimizer=optimizer)
+    >>> with histograms.step():
+    ...     loss = lambda: tf.reduce_mean(model(tf.ones([4, 2]))) * 2.0**-30
+    ...     _ = optimizer.minimize(loss, model.trainable_variables)
+    >>> row = histograms.read()["gradient", "dense/kernel"]
+    >>> row.histogram.exponents, str(row.histogram.window("float16"))
+    ({-30: 2}, '2^6..2^45')
+    """
+
+    def __init__(
+        self,
+        model: tf.keras.Model,
+        *,
+        every: int = 100,
+        optimizer: tf.keras.optimizers.Optimizer | None = None,
+        **choices: bool | Iterable[str],
+    ) -> None:
+        keras_api.check_model(model)
+        if not model.built:
+            raise ValueError(
+                f"The model {model.name!r} is not built, so its layers and variables are not known "
+                "yet. Call it on a batch first."
+            )
+        self._every = validation.integer("every", every)
+        self.model = model
+        self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        # Those that scale a loss show their gradients themselves.
+        self._plain_optimizers = list(filter(_scales_no_loss, tf.nest.flatten(self.optimizer)))
+        layers, variables = layers_by_path(model), variables_by_path(model)
+        # But for models, which return what their layers do, and cells, which are in loops.
+        shown = [
+            path
+            for path, layer in layers.items()
+            if not isinstance(layer, tf.keras.Model) and not hasattr(layer, "state_size")
+        ]
+        self.chosen: dict[str, list[str]] = {}
+        for kind in KINDS:
+            name = f"{kind}s".replace(" ", "_")
+            choice, paths = choices.get(name, kind in ("gradient", "output")), list(variables)
+            if kind in _OF_LAYERS:
+                paths = shown if choice is True else list(layers)
+            if not isinstance(choice, bool):
+                paths = chosen(name, choice, paths)
+            self.chosen[kind] = paths if choice is not False else []
+        of_layers = {path for kind in _OF_LAYERS for path in self.chosen[kind]}
+        self._layers = {path: layer for path, layer in layers.items() if path in of_layers}
+        self._variables = {path: variable for path, (variable, _) in variables.items()}
+        self.paths = paths_of_weights(model)
+        # What each row was computed in.
+        self.dtypes = {
+            ("gradient", path): layer.compute_dtype for path, (_, layer) in variables.items()
+        }
+        self.misses_gradients = bool(self.chosen["gradient"])
+        # Weights are looked at when it is read.
+        rows = [(kind, path) for kind in KINDS if kind != "weight" for path in self.chosen[kind]]
+        self.places = {row: place for place, row in enumerate(rows)}
+        self._strategy = model.distribute_strategy
+        with self._strategy.scope():
+            self._steps = host.local_variable("steps", 0)
+            self._counted = host.local_variable("counted", 0)
+            self._bins = host.local_variable("bins", np.zeros([len(rows), ROWS * COLUMNS], int))
+            # The smallest loss scale at which a value of each row was not finite.
+            nowhere = np.full(len(rows), np.inf)
+            self._overflowed_at = host.local_variable("overflowed_at", nowhere, tf.float32)
+            self._loss_scale = host.local_variable("loss_scale", 1.0, tf.float32)
+
+    @do_not_convert
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """A context manager for one step, in a replica context, in a `tf.function` or in eager.
+
+        Raises:
+            ValueError: it is entered around `strategy.run`, and not in the function that this runs.
+        """
+        if tf.distribute.in_cross_replica_context():
+            raise ValueError(
+                "`step` goes into the function that is passed to `strategy.run`, where each "
+                "replica counts its own values."
+            )
+        number = self._steps.assign_add(1) - 1
+        due = tf.equal(number % self._every, 0)
+        if tf.executing_eagerly() and not due:
+            yield
+            return
+        step = _Step(self, due)
+        with (
+            watching_outputs(self._layers, step.observe_output),
+            observers.attached(step),
+            contextlib.ExitStack() as stack,
+        ):
+            for optimizer in self._plain_optimizers:
+                stack.enter_context(watching_gradients(optimizer))
+            yield
+        step.count()
+
+    def is_due(self, step: int, steps: int = 1) -> bool:
+        """Whether anything is counted in one of several steps.
+
+        Args:
+            step: int. The number of the first of them, from 0.
+            steps: int. How many there are. Defaults to 1.
+        """
+        return step + -step % self._every < step + steps
+
+    def go_on_from(self, step: int) -> None:
+        """Sets the number of steps that were made before the next one.
+
+        For programs that enter `step` in some of them only.
+
+        Args:
+            step: int.
+        """
+        for each in self._strategy.experimental_local_results(self._steps):
+            each.assign(step)
+
+    def read(self) -> Report:
+        """Reads from the device what was counted since the last time, and begins anew.
+
+        It is what the replicas of this worker have counted.
+
+        Returns:
+            A `Report`, with a row for each tensor of which a value was counted.
+        """
+        local = self._strategy.experimental_local_results
+        bins = np.sum([each.numpy() for each in local(self._bins)], axis=0)
+        scales = [each.numpy() for each in local(self._overflowed_at)]
+        step, counted, loss_scale = (
+            local(each)[0].numpy().item() for each in (self._steps, self._counted, self._loss_scale)
+        )
+        for variable, value in ((self._bins, 0), (self._counted, 0), (self._overflowed_at, np.inf)):
+            for each in local(variable):
+                each.assign(tf.fill(each.shape, tf.constant(value, each.dtype)))
+        overflowed_at = np.min(scales, axis=0).astype(float)
+        found = {
+            row: Histogram(bins[place].reshape(ROWS, COLUMNS))
+            for row, place in self.places.items()
+            if bins[place].any()
+        }
+        rows = [
+            Row(*row, self.dtypes.get(row, ""), histogram, overflowed_at[self.places[row]].item())
+            for row, histogram in found.items()
+        ]
+        for path in self.chosen["weight"] if counted else ():
+            [weight] = low_precision_weights.as_seen(self.optimizer, [self._variables[path]])
+            value = tf.convert_to_tensor(weight)
+            rows.append(Row("weight", path, value.dtype.name, Histogram.count(value)))
+        return Report(rows, step=step, counted=counted, loss_scale=loss_scale)
+
+    def add(self, seen: Sequence[_Seen]) -> None:
+        """Counts the values of tensors, on this replica."""
+        if not self.places:
+            return
+        bins = [tf.zeros([ROWS * COLUMNS], tf.int64)] * len(self.places)
+        overflowed_at = [tf.constant(np.inf)] * len(self.places)
+        for row, tensor, divisor, scale in seen:
+            if row[0] != "gradient":
+                self.dtypes[row] = tensor.dtype.name
+            place, of_tensor = self.places[row], count_exponents(tensor, divisor)
+            bins[place] = bins[place] + of_tensor
+            if scale is not None:
+                is_bad = tf.reduce_any(of_tensor[-COLUMNS:] > 0)
+                at = tf.where(is_bad, tf.cast(scale, tf.float32), np.inf)
+                overflowed_at[place] = tf.minimum(overflowed_at[place], at)
+        self._bins.assign_add(tf.stack(bins))
+        self._overflowed_at.assign(tf.minimum(self._overflowed_at, tf.stack(overflowed_at)))
+
+    def end_step(self, scale: tf.Tensor | None) -> None:
+        """Counts a step.
+
+        Args:
+            scale: float32 scalar tensor, what the loss was multiplied by; None if by nothing.
+        """
+        self._counted.assign_add(1)
+        if scale is not None:
+            self._loss_scale.assign(scale)
+
+
+class _Step(observers.Observer):
+    """The values that one step, or its trace, has shown so far on one replica.
+
+    Args:
+        owner: the histograms, whose variables count.
+        due: bool scalar tensor. Whether anything is counted in this step.
+    """
+
+    def __init__(self, owner: ExponentHistograms, due: tf.Tensor) -> None:
+        self._owner, self._due = owner, due
+        self._graph = host.current_graph()
+        self._observations: list[_Seen] = []
+        # Gradients of outputs come before it is known what the loss was multiplied by.
+        self._still_scaled: list[tuple[RowKey, tf.Tensor]] = []
+        self._scale: tf.Tensor | None = None
+        # What was shown before an optimizer got it, which may be one that is watched as well.
+        self._shown_early: set[str] = set()
+
+    def observe_output(self, path: str, tensor: tf.Tensor, arguments: list[Any]) -> tf.Tensor:
+        """Notes a call of a layer, and has the gradient of its output noted."""
+        rows = self._owner.places
+        self._note(_Seen(("output", path), tensor))
+        # TensorFlow cannot differentiate a loop whose backward pass assigns to variables.
+        is_outside = host.current_graph() is self._graph
+        if ("output gradient", path) not in rows or not is_outside:
+            return tensor
+
+        @tf.custom_gradient
+        def tapped(x: tf.Tensor) -> Any:
+            @do_not_convert
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                self._still_scaled.append((("output gradient", path), upstream))
+                return upstream
+
+            return tf.identity(x), gradient
+
+        return tapped(tensor)
+
+    def gradients(
+        self,
+        pairs: Sequence[tuple[Gradient, tf.Variable]],
+        divisor: tf.Tensor | None,
+        scaled_by: tf.Tensor | None,
+    ) -> None:
+        """Notes the gradients of variables."""
+        if host.current_graph() is self._graph and scaled_by is not None:
+            self._scale = scaled_by
+        for gradient, variable in pairs:
+            path = self._owner.paths.get(id(variable), "")
+            if gradient is None or ("gradient", path) not in self._owner.places:
+                continue
+            self._owner.misses_gradients = False
+            if scaled_by is not None:
+                self._shown_early.add(path)
+            elif path in self._shown_early:
+                continue
+            values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+            seen = ("gradient", path), tf.convert_to_tensor(values), divisor, scaled_by
+            self._note(_Seen(*seen))
+
+    def _note(self, observation: _Seen) -> None:
+        if observation.row not in self._owner.places or not observation.tensor.dtype.is_floating:
+            return
+        if host.current_graph() is self._graph:
+            self._observations.append(observation)
+        else:
+            self._if_due(lambda: self._owner.add([observation]))
+
+    def count(self) -> None:
+        """Counts what was observed, if that is due. Called at the end of the step."""
+        if self._owner.misses_gradients:
+            self._owner.misses_gradients = False
+            messages.warn(
+                "No gradient of a variable was seen in a step with histograms, so only outputs are "
+                "counted. Pass `optimizer`, whose `apply_gradients` is to be called in the step, "
+                f"or `gradients=False`. Received: optimizer={self._owner.optimizer!r}"
+            )
+        scale = self._scale
+        of_outputs = [_Seen(*each, scale, scale) for each in self._still_scaled]
+
+        def count() -> None:
+            self._owner.add([*self._observations, *of_outputs])
+            self._owner.end_step(scale)
+
+        self._if_due(count)
+
+    def _if_due(self, count: Callable[[], None]) -> None:
+        if tf.executing_eagerly():
+            count()  # A step that is not due is not observed.
+        else:
+            tf.cond(self._due, host.as_one_operation(count), lambda: None)
+
+
+def _scales_no_loss(optimizer: tf.keras.optimizers.Optimizer | None) -> bool:
+    """Whether an optimizer scales no loss; raises a ValueError for `tf.keras`'s own wrapper."""
+    is_of_keras = isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
+    if is_of_keras and not isinstance(optimizer, LossScaleOptimizer):
+        raise ValueError(
+            "Expected a keras_mp.LossScaleOptimizer, or an optimizer that scales no loss: "
+            "tf.keras's own wrapper does not show by which number a gradient was scaled. "
+            f"Received: optimizer={optimizer!r}"
+        )
+    return isinstance(optimizer, keras_api.OPTIMIZER_BASES) and not wrappers_among(optimizer)

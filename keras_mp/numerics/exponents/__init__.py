@@ -1,1 +1,0 @@
-"""Histograms of exponents: what they count, what a dtype makes of it, and what follows."""

@@ -1,0 +1,312 @@
+"""Finds the first operation whose result is not finite, its layer and its line.
+
+While it is looked for, TensorFlow calls back for each operation that runs in eager or becomes a
+part of a graph, and `rows` and `graph_recorder` measure what each returned. When a function returns
+to eager, the measurements are read, and it is decided whether to stop.
+"""
+
+import contextlib
+import math
+import operator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.loss_scale import DynamicLossScale
+from keras_mp.loss_scale_optimizer import wrappers_among
+from keras_mp.numerics import graph_recorder, watching
+from keras_mp.numerics import results as causes
+from keras_mp.numerics.operation_rows import (
+    PASSED_IN,
+    READS,
+    ByTensor,
+    EagerRecorder,
+    NotFiniteError,
+    OperationRow,
+    Range,
+    first_bad,
+)
+from keras_mp.support import (
+    attributes,
+    function_graphs,
+    kept_casts,
+    messages,
+    op_callbacks,
+    op_table,
+    validation,
+)
+
+# How many of the layers before the first bad operation a message shows.
+_HISTORY = 12
+
+# Which operation of the program an error is about.
+_place = operator.attrgetter("operation.operation", "operation.layer", "operation.line")
+# It has the attribute `is_in_block` in a thread that is in a block.
+_thread = threading.local()
+
+
+class FirstBadOperation:
+    """Stops at the first operation whose result is Inf or NaN, and says what led to it.
+
+    It is a context manager around `fit` or a training loop of your own.
+    `tf.debugging.enable_check_numerics` stops at everything that is not finite. This one goes on if
+
+    - gradients overflow and a dynamic loss scale is going to fall for it. Pass the model, the
+      optimizer or the `GradScaler`, so that it is known. At the smallest loss scale it stops;
+    - what is not finite has no effect: a softmax makes zeros of the -inf of a mask, or `tf.where`
+      does not take the logarithm of zero.
+
+    It stops when the function that was called from eager code has returned, at the end of a batch
+    of `fit` for example, and raises a `NotFiniteError`. In eager code it stops at the end of the
+    block, when `check` is called, or after some thousand operations.
+
+    Functions are watched if they are traced inside of the block; those of the model are traced
+    anew, and once more after it. Other functions keep their checks: make them anew when you have
+    found what you looked for. Outside of the block nothing is changed, and nothing costs time.
+    Inside, each operation takes several times as long. Replicas are watched one by one.
+
+    Functions with `jit_compile=True` are watched too: the checks are compiled with them. XLA then
+    has to keep each result, which it would otherwise have fused with the next one, and which it may
+    have kept in float32 meanwhile. So an overflow may be found that does not happen without the
+    checks.
+
+    Args:
+        *scaled: models, optimizers or `GradScaler`s whose loss scale may have to fall.
+        include: iterable of str. Which operations may be the first: patterns of their types, such
+            as `"Log"`, and of paths of layers, such as `"decoder/*"`. Defaults to None: all.
+        exclude: iterable of str. Which operations may not, by the same patterns; those that use
+            their results may. Defaults to none.
+        raises: bool. Whether to stop. Defaults to True. If False, the program goes on: a warning
+            says what was found, once for each operation, and `found` keeps it.
+
+    Attributes:
+        planned: int. How many steps had gradients that overflowed as the loss scale expects. With
+            several steps per execution, how many executions.
+        found: list of NotFiniteError, the first of each step, each operation once.
+
+    Raises:
+        NotFiniteError: an operation was found, see above.
+        TypeError: something else was passed, or patterns that are no str.
+        RuntimeError: the block is inside of another one.
+
+    Example:
+
+    >>> @tf.function
+    ... def step(x):
+    ...     masked = tf.where(x > 0, tf.math.log(x), 0.0)
+    ...     return tf.reduce_sum(tf.exp(masked * 100))
+    >>> try:
+    ...     with keras_mp.numerics.first_bad.FirstBadOperation():
+    ...         print(step(tf.constant([0.0, 1.0])).numpy())
+    ...         step(tf.constant([0.0, 3.0]))
+    ... except keras_mp.numerics.NotFiniteError as error:
+    ...     print(error.operation.operation, error.inputs[0].operation, error.inputs[0].high > 100)
+    2.0
+    Exp Mul True
+    """
+
+    def __init__(
+        self,
+        *scaled: Any,
+        include: Iterable[str] | None = None,
+        exclude: Iterable[str] = (),
+        raises: bool = True,
+    ) -> None:
+        for each in scaled:
+            optimizer = getattr(each, "optimizer", each)
+            is_one = hasattr(optimizer, "apply_gradients") or hasattr(each, "loss_scale")
+            if not (is_one or isinstance(each, tf.keras.Model)):
+                raise TypeError(
+                    "Expected models, optimizers or `GradScaler`s, whose loss scale may fall. "
+                    f"Received: {each!r} (of type {type(each)})"
+                )
+        self.planned = 0
+        self.found: list[NotFiniteError] = []
+        self._include = None if include is None else watching.listed("include", include)
+        self._exclude = watching.listed("exclude", exclude)
+        self._raises = validation.boolean("raises", raises)
+        self._has_seen_any = False
+        self._models = [each for each in scaled if isinstance(each, tf.keras.Model)]
+        self._scaled = scaled
+        self._scales: list[tuple[DynamicLossScale, float]] = []
+        self._graphs = graph_recorder.GraphRecorder()
+        self._eager = EagerRecorder()
+        # What is not finite for a reason that is known: functions in which something was found have
+        # returned it, or it comes of that.
+        self._spoilt = ByTensor()
+        self._lock = threading.RLock()
+        self._block = contextlib.ExitStack()
+
+    def __enter__(self) -> "FirstBadOperation":
+        if hasattr(_thread, "is_in_block"):
+            raise RuntimeError(
+                "Expected one `watch` block at a time, since each would also check the "
+                "operations of the other. Pass all models and optimizers to one of them."
+            )
+        self._scales = [(scale, float(scale())) for scale in _dynamic_scales(self._scaled)]
+        self._forget_traces()
+        self._block.callback(self._forget_traces)
+        self._block.enter_context(watching.naming(self._models))
+        self._block.enter_context(op_callbacks.observed(self._observe))
+        self._block.enter_context(attributes.replaced(_thread, "is_in_block", True))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._block.close()
+        if kind is None:
+            self.check()
+            if not self._has_seen_any:
+                messages.warn(
+                    "`watch` has seen no operation. It watches only functions that are "
+                    "traced inside of its block: create or trace the tf.function there."
+                )
+            if self._graphs.not_watched:
+                messages.warn(
+                    f"`watch` looks at {graph_recorder.CAPACITY:,} operations of "
+                    f"functions, and has found nothing in them. {self._graphs.not_watched:,} that "
+                    "were traced later were not watched: use it around a part of the program, or "
+                    "a smaller model."
+                )
+
+    def check(self) -> None:
+        """Looks at the operations that have run since the last time; functions do when they return.
+
+        Raises:
+            NotFiniteError: one of them is the first whose result is not finite.
+        """
+        with op_callbacks.unobserved():
+            self._look()
+
+    def _look(self) -> bool:
+        """Reads what was measured, and returns whether something was not finite."""
+        scales = self._scales
+        self._scales = [(scale, float(scale())) for scale, _ in scales]
+        may_fall = any(before > max(1, scale.min_loss_scale) for scale, before in scales)
+        with self._lock:
+            read = [*self._graphs.read(), *self._eager.read()]
+        found = [
+            (first, device, rows, measured)
+            for device, rows, measured in read
+            if (first := first_bad(rows, measured, self._is_checked)) is not None
+        ]
+        if not found:
+            return False
+        # What replicas do together comes after what each of them has done.
+        first, device, rows, measured = min(found, key=lambda each: each[0])
+        if rows[first].is_gradient and may_fall:
+            self.planned += 1
+            return True
+        error = self._error(device, rows, measured, first)
+        if _place(error) not in map(_place, self.found):
+            self.found.append(error)
+            if not self._raises:
+                messages.warn(str(error))
+        if self._raises:
+            raise error
+        return True
+
+    def _is_checked(self, row: OperationRow) -> bool:
+        def is_among(chosen: list[str]) -> bool:
+            return any(watching.matches(each, chosen) for each in (row.operation, row.layer))
+
+        is_included = self._include is None or is_among(self._include)
+        return is_included and not is_among(self._exclude)
+
+    def _error(
+        self, device: str, rows: list[OperationRow], measured: np.ndarray, first: int
+    ) -> NotFiniteError:
+        ranges = [row.range(numbers) for row, numbers in zip(rows[: first + 1], measured)]
+        found, inputs = ranges[first], [ranges[i] for i in rows[first].inputs]
+        layers: dict[str, Range] = {}
+        for row, seen in zip(rows[:first], ranges):
+            has_not_run = not (seen.low or seen.high)
+            if seen.layer == found.layer or has_not_run or seen.bad or row.is_given:
+                continue
+            before = layers.pop(seen.layer, seen)
+            layers[seen.layer] = max(before, seen, key=lambda each: max(-each.low, each.high))
+        history = list(layers.values())[-_HISTORY:]
+        return NotFiniteError(found, inputs, history, device, self._advice(rows, ranges))
+
+    def _advice(self, rows: list[OperationRow], ranges: list[Range]) -> str:
+        """Returns what the numbers up to those of the first one say about the cause."""
+        first = len(ranges) - 1
+        row, inputs = rows[first], rows[first].inputs
+        behind = {first, *inputs, *(j for i in inputs for j in rows[i].inputs)}
+        weights = [ranges[i] for i in behind if rows[i].operation in READS]
+        size = max((math.inf if each.bad else each.size for each in weights), default=0.0)
+        is_input = row.operation == "Cast" and any(rows[i].operation in PASSED_IN for i in inputs)
+        cause = "unknown"
+        if row.operation in PASSED_IN:
+            cause = "passed in"
+        elif row.is_gradient and not self._scales:
+            cause = "unscaled"
+        elif size >= causes.LARGE_WEIGHTS:
+            return causes.of_weights(size)
+        elif is_input:
+            cause = "an input"
+        elif row.operation in op_table.ops("constants"):
+            cause = "a constant"
+        elif not self._models:
+            return ""
+        return causes.SAID[cause].format(dtype=row.dtype)
+
+    def _spoil(self, values: Sequence[tf.Tensor]) -> None:
+        """Notes those that are not finite, and those that may hold such, such as an `Optional`."""
+        bad = [
+            each
+            for each in values
+            if each.dtype == tf.variant
+            or (each.dtype.is_floating and not tf.reduce_all(kept_casts.is_finite(each)))
+        ]
+        self._spoilt.note(bad, True)
+
+    def _forget_traces(self) -> None:
+        for model in self._models:
+            model.train_function = model.test_function = model.predict_function = None
+
+    def _observe(
+        self,
+        kind: str | bytes,
+        inputs: Sequence[tf.Tensor],
+        attrs: Sequence[Any] | None,
+        outputs: Sequence[tf.Tensor],
+        op_name: str | None = None,
+        graph: tf.Graph | None = None,
+    ) -> None:
+        """The callback for TensorFlow."""
+        del attrs
+        kind = kind.decode() if isinstance(kind, bytes) else kind
+        if graph is None and kind.startswith(("__inference_", "__forward_", "__backward_")):
+            self._eager.pass_on(inputs)
+            if self._graphs.rows:
+                with op_callbacks.unobserved():
+                    if self._look():
+                        self._spoil(outputs)
+            return
+        with self._lock:
+            if graph is None:
+                self._has_seen_any = True
+                if self._eager.is_full():
+                    self.check()
+                # Metrics, say, keep what a function has made.
+                is_read = bool(self.found) and kind in READS
+                if is_read or self._spoilt.of(inputs):
+                    with op_callbacks.unobserved():
+                        self._spoil(outputs)
+                else:
+                    self._eager.record(kind, inputs, outputs)
+            elif function_graphs.is_of_function(graph):
+                self._has_seen_any = True
+                self._graphs.record(graph, kind, inputs, outputs, op_name)
+
+
+def _dynamic_scales(scaled: Iterable[Any]) -> Iterator[DynamicLossScale]:
+    """Yields the dynamic loss scales of models, optimizers and `GradScaler`s."""
+    for each in scaled:
+        for owner in wrappers_among(getattr(each, "optimizer", each)) or [each]:
+            scale = getattr(owner, "loss_scale", None)
+            if isinstance(scale, DynamicLossScale):
+                yield scale

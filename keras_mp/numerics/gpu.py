@@ -1,0 +1,203 @@
+"""What a GPU takes of a step: products on tensor cores, and operations that the host sends it.
+
+TensorFlow sends the operations of a graph to a GPU one by one. Their number is read from the graph,
+and so is what the GPU has to compute and to move. How long either takes is an estimate, from steps
+on one H200 (docs/speed.md); it tells orders of magnitude apart. Code that XLA compiles is sent by
+XLA, which takes a tenth of the time.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeGuard
+
+import tensorflow as tf
+
+from keras_mp import hardware
+from keras_mp.grappler import optimize
+from keras_mp.hardware import devices
+from keras_mp.numerics.graph import Node, Shape, multiplied_sizes
+from keras_mp.support import op_table
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+
+# Other sizes are filled up to a multiple. (Nvidia, "Matrix Multiplication Background",
+# "Requirements to Use Tensor Cores": 16 bytes; with the A100, 128 are best.)
+_MULTIPLE = 8
+
+# The first GPUs whose tensor cores take float32, of which they drop digits.
+_TENSOR_FLOAT_32 = 8, 0
+
+_has_tensor_float_32 = tf.config.experimental.tensor_float_32_execution_enabled
+
+# The models that were run took 15 to 33 microseconds an operation, where the host is slow.
+_SECONDS_OF_AN_OPERATION = 15e-6
+
+# By the least compute capability: floating-point operations of products in 16 bits, and bytes, in a
+# second: half of what is written on an H100, A10, A100, T4 and V100, and most of its bandwidth.
+_GPUS = {
+    (9, 0): (500e12, 3.5e12),
+    (8, 6): (60e12, 0.5e12),
+    (8, 0): (150e12, 1.5e12),
+    (7, 5): (30e12, 0.25e12),
+    (7, 0): (60e12, 0.8e12),
+}
+
+_OLDEST = (8e12, 0.3e12)
+
+# Products that tensor cores do not take.
+_WITHOUT_TENSOR_CORES = 1 / 4
+
+# An estimate that says less is not told.
+_LEAST_OPERATIONS = 100
+
+# They start nothing on a GPU.
+_NOT_SENT = op_table.ops(
+    *("arguments", "constants", "results", "variables", "reads of variables", "shapes", "calls"),
+    *("conditions", "loops", "entries of frames", "exits of frames", "frames", "no numbers"),
+    *("identities", "identities of lists", "identities without a gradient", "reshapes"),
+)
+
+
+def take(dtype: str, device: str | None) -> bool:
+    """Whether tensor cores multiply a dtype.
+
+    Args:
+        dtype: str.
+        device: str. A GPU, such as "GPU 7.0"; None for those of this machine.
+    """
+    if dtype not in LOW_PRECISION_NAMES:
+        return False
+    if device is None:
+        return hardware.has_tensor_cores(dtype)
+    return capability(device) >= devices.COMPUTE_CAPABILITY[dtype]
+
+
+def capability(device: str) -> tuple[int, int]:
+    """Returns the compute capability of a GPU, such as "GPU 7.0", as two numbers."""
+    major, minor = optimize.compute_capability(device).split(".")
+    return int(major), int(minor)
+
+
+def on_tensor_cores(nodes: Sequence[Node], device: str | None) -> Iterator[str]:
+    """Says how much of a graph's products tensor cores take, if there are any.
+
+    Args:
+        nodes: of the graph.
+        device: str. A GPU, such as "GPU 7.0"; None for those of this machine.
+    """
+    works = {i: each.turns * (each.work.count if each.work else 0) for i, each in enumerate(nodes)}
+    total = sum(works.values())
+    if not total or (device is None and not devices.gpus()):
+        return
+    dtypes = {i: next(iter(each.dtypes.values()), "") for i, each in enumerate(nodes)}
+    taken = [i for i in works if works[i] and take(dtypes[i], device)]
+    share = sum(works[i] for i in taken) / total
+    if device is not None:
+        yield f"The tensor cores of a {device} take {share:.0%} of the multiplications."
+    in_float32 = sum(works[i] for i in works if dtypes[i] == "float32") / total
+    is_newer = device is not None and capability(device) >= _TENSOR_FLOAT_32
+    if in_float32 and is_newer and _has_tensor_float_32():
+        yield (
+            f"They also take the {in_float32:.0%} in float32, as TensorFloat-32, with as many "
+            "digits as float16 (tf.config.experimental.enable_tensor_float_32_execution(False) "
+            "ends that)."
+        )
+    sizes = {i: multiplied_sizes(nodes[i].proto, nodes[i].inputs, nodes[i].outputs) for i in taken}
+    odd = [i for i in taken if any(each is not None and each % _MULTIPLE for each in sizes[i])]
+    if odd:
+        found = dict.fromkeys(" x ".join(map(str, sizes[i])) for i in odd)
+        yield (
+            f"{sum(works[i] for i in odd) / total:.0%} of the multiplications have sizes that are "
+            f"no multiples of {_MULTIPLE}: {', '.join(list(found)[:3])}. Round units, filters, or "
+            "the size of the batch up."
+        )
+
+
+class Sending(NamedTuple):
+    """What the host sends to a GPU for one call of a function. The seconds are estimates.
+
+    Attributes:
+        operations: int. How many operations are sent one by one. Those that XLA compiles are not
+            among them.
+        host_seconds: float. How long the host takes for them.
+        gpu_seconds: float. How long a GPU takes to compute them, with what XLA compiles.
+        helps: tuple of str. The code with which XLA compiles it, that which takes in most first.
+
+    Example:
+
+    >>> from keras_mp.numerics.gpu import Sending
+    >>> Sending(5000, 0.05, 0.03, ()).is_bound
+    True
+    """
+
+    operations: int
+    host_seconds: float
+    gpu_seconds: float
+    helps: tuple[str, ...]
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the GPU waits for the host."""
+        return self.operations >= _LEAST_OPERATIONS and self.host_seconds > self.gpu_seconds
+
+
+def sending(
+    nodes: Sequence[Node], device: str | None, model: tf.keras.Model | None
+) -> Sending | None:
+    """Returns what a host sends for a graph; None if no GPU computes.
+
+    Args:
+        nodes: of the graph, as it runs.
+        device: str. A GPU, such as "GPU 7.0"; None for those of this machine.
+        model: the model whose step it is, or None.
+    """
+    found = [each.capability or (0, 0) for each in devices.gpus()]
+    least = min(found, default=None) if device is None else capability(device)
+    if least is None:
+        return None
+    products, moved = next((of for at, of in _GPUS.items() if least >= at), _OLDEST)
+    sent, seconds = 0, 0.0
+    for node in nodes:
+        if not node.dtypes or node.proto.op in _NOT_SENT:
+            continue
+        sent += 0 if node.is_compiled else node.turns
+        dtype = next(iter(node.dtypes.values()))
+        speed = products * (1 if take(dtype, device) else _WITHOUT_TENSOR_CORES)
+        computing = 0.0 if node.work is None else node.work.count / speed
+        numbers = sum(math.prod(shape) for shape in (*node.inputs, *node.outputs) if _known(shape))
+        seconds += node.turns * max(computing, numbers * tf.as_dtype(dtype).size / moved)
+    helps = tuple(_what_helps(nodes, model))
+    return Sending(sent, sent * _SECONDS_OF_AN_OPERATION, seconds, helps)
+
+
+def sentences(found: Sending) -> Iterator[str]:
+    """Says that the host is what a step waits for, and what would help.
+
+    Args:
+        found: `Sending`.
+    """
+    if not found.is_bound:
+        return
+    yield (
+        f"It is bound by what the host sends: {found.operations:,} operations one by one, about "
+        f"{_milliseconds(found.host_seconds)} on a slow host, for about "
+        f"{_milliseconds(found.gpu_seconds)} of the GPU (estimates)."
+    )
+    if found.helps:
+        yield f"XLA sends what it compiles in a few calls: {', or '.join(found.helps)}."
+
+
+def _what_helps(nodes: Sequence[Node], model: tf.keras.Model | None) -> Iterator[str]:
+    """Yields the code with which XLA compiles all of it, or the update of the weights."""
+    # XLA has no kernel for the recurrent layers of cuDNN.
+    if not any(node.proto.op.startswith("Cudnn") for node in nodes):
+        if model is not None:
+            yield "model.compile(..., jit_compile=True)"
+        yield "tf.function(step, jit_compile=True)"
+
+
+def _known(shape: Shape) -> TypeGuard[tuple[int, ...]]:
+    return shape is not None and None not in shape
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.2g} ms"

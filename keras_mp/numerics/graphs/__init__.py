@@ -1,1 +1,0 @@
-"""Traced functions: their operations, dtypes, work, and whose they are."""

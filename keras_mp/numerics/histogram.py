@@ -1,0 +1,374 @@
+"""Histograms of exponents, and what 16 bits would make of the values in them.
+
+A value that is multiplied by a power of two moves by whole exponents. So a histogram of a float32
+tensor tells what a dtype makes of it at any such scale; no second measurement is needed. To be
+exact, that takes more than the exponent: where a dtype rounds to zero, to its smallest normal
+number or to infinity is decided inside of an exponent. These borders, relative to the exponent, are
+the same at each scale, and there are five of them for the dtypes in `FORMATS`. So each exponent has
+six bins.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.support import kept_casts
+from keras_mp.support.autograph import do_not_convert
+
+# The exponents of float32's values, subnormal ones included.
+LOWEST, HIGHEST = -149, 127
+
+# Where the bins inside of an exponent begin: at 1, above 1, and at 2 - 2**-7, 2 - 2**-8, 2 - 2**-10
+# and 2 - 2**-11. As the 23 bits that follow the leading 1.
+EDGES = (0, 1, 0x7F0000, 0x7F8000, 0x7FE000, 0x7FF000)
+
+# One row for zeros, one for each exponent, one for infinities (its first bin) and NaN.
+ROWS, COLUMNS = HIGHEST - LOWEST + 3, len(EDGES)
+
+_LARGEST_SHIFT = 300
+
+# How many values 16 bits can have.
+_PATTERNS = 2**16
+
+
+class Format(NamedTuple):
+    """The borders of a dtype, which rounds to nearest and ties to even.
+
+    A border is an exponent and the first of its bins whose values are beyond.
+
+    Attributes:
+        zero: up to this power of two, itself included, everything becomes zero.
+        normal: border of the values that become normal numbers.
+        infinite: border of those that become infinite.
+    """
+
+    zero: int
+    normal: tuple[int, int]
+    infinite: tuple[int, int]
+
+
+FORMATS = {
+    "float16": Format(zero=-25, normal=(-15, 4), infinite=(15, 5)),
+    "bfloat16": Format(zero=-134, normal=(-127, 2), infinite=(127, 3)),
+}
+
+
+class Fate(NamedTuple):
+    """How a dtype changes the values of a histogram that are finite and not zero.
+
+    Attributes:
+        values: int. How many there are.
+        zero: int. How many become zero.
+        subnormal: int. How many keep fewer digits than the dtype has.
+        infinite: int. How many become infinite.
+
+    Example:
+
+    >>> from keras_mp.numerics.histogram import Fate
+    >>> Fate(values=8, zero=2, subnormal=1, infinite=0).share("zero")
+    0.25
+    """
+
+    values: int
+    zero: int
+    subnormal: int
+    infinite: int
+
+    def share(self, name: str) -> float:
+        """Returns a share of the values, from 0 to 1.
+
+        Args:
+            name: "zero", "subnormal" or "infinite".
+        """
+        return getattr(self, name) / self.values if self.values else 0.0
+
+
+class Window(NamedTuple):
+    """The scales at which nothing is lost, as exponents of 2; there are none if `low > high`.
+
+    Attributes:
+        low: int. The smallest at which no more than the tolerance becomes zero.
+        high: int. The largest at which nothing becomes infinite.
+
+    Example:
+
+    >>> window = keras_mp.numerics.histogram.Window(low=6, high=13)
+    >>> print(window, window.margins(2.0**10))
+    2^6..2^13 (4.0, 3.0)
+    """
+
+    low: int
+    high: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no scale at which nothing is lost."""
+        return self.low > self.high
+
+    def __and__(self, other: "Window") -> "Window":
+        return Window(max(self.low, other.low), min(self.high, other.high))
+
+    def margins(self, scale: float) -> tuple[float, float]:
+        """Returns how far a scale is from either end, in factors of 2; negative if it is outside.
+
+        Args:
+            scale: float. A loss scale.
+
+        Returns:
+            tuple of the distances to the low and to the high end.
+        """
+        exponent = math.log2(scale)
+        return exponent - self.low, self.high - exponent
+
+    def __str__(self) -> str:
+        if self.is_empty:
+            return "none"
+        has_low, has_high = self.low > -_LARGEST_SHIFT, self.high < _LARGEST_SHIFT
+        if has_low and has_high:
+            return f"2^{self.low}..2^{self.high}"
+        if has_high:
+            return f"up to 2^{self.high}"
+        return f"from 2^{self.low}" if has_low else "any"
+
+
+EVERYWHERE = Window(-_LARGEST_SHIFT, _LARGEST_SHIFT)
+
+
+class Histogram:
+    """How many values of a tensor have which exponent.
+
+    Histograms add up with `+`. They are equal if all of their bins are.
+
+    Args:
+        bins: array of integers of the shape [279, 6]: zeros, exponents from -149 to 127, and
+            infinities and NaN. `Histogram.of` makes a histogram of values.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_mp.numerics.histogram import Histogram
+    >>> histogram = Histogram.of(np.float32([0, 1e-9, 1e-5, 1.0, 70000.0]))
+    >>> histogram.fate("float16")
+    Fate(values=4, zero=1, subnormal=1, infinite=1)
+    >>> histogram.fate("float16", scale=1 / 8).infinite
+    0
+    >>> histogram.window("bfloat16")
+    Window(low=-104, high=111)
+    """
+
+    def __init__(self, bins: np.ndarray | Sequence[Sequence[int]]) -> None:
+        counts = np.array(bins, np.int64)
+        if counts.shape != (ROWS, COLUMNS):
+            raise ValueError(
+                f"Expected bins of the shape {ROWS, COLUMNS}. Received: {counts.shape}"
+            )
+        # A NaN may have any bits.
+        counts[-1, 1:] = [counts[-1, 1:].sum(), *[0] * (COLUMNS - 2)]
+        # Most are empty, and many histograms may be kept.
+        self._places = np.flatnonzero(counts).astype(np.int16)
+        self._counts = counts.reshape(-1)[self._places]
+
+    @classmethod
+    def of(cls, values: np.ndarray | Sequence[float]) -> "Histogram":
+        """Counts values.
+
+        Args:
+            values: array, or what makes one. Those of float64 are rounded to float32 first.
+
+        Returns:
+            A `Histogram`.
+        """
+        with np.errstate(over="ignore"):
+            rounded = np.asarray(values).astype(np.float32)
+        with tf.init_scope():  # in eager, while a function is traced too
+            return cls.count(tf.constant(rounded))
+
+    @classmethod
+    def count(cls, tensor: tf.Tensor) -> "Histogram":
+        """Counts the values of an eager tensor, where it is."""
+        return cls(count_exponents(tensor).numpy().reshape(ROWS, COLUMNS))
+
+    @property
+    def bins(self) -> np.ndarray:
+        """All bins, an int64 array of the shape [279, 6]."""
+        bins = np.zeros(ROWS * COLUMNS, np.int64)
+        bins[self._places] = self._counts
+        return bins.reshape(ROWS, COLUMNS)
+
+    @property
+    def total(self) -> int:
+        """How many values there are, including zeros, infinities and NaN."""
+        return int(self._counts.sum())
+
+    @property
+    def zeros(self) -> int:
+        """How many are zero."""
+        return int(self.bins[0].sum())
+
+    @property
+    def infinities(self) -> int:
+        """How many are infinite."""
+        return int(self.bins[-1, 0])
+
+    @property
+    def nans(self) -> int:
+        """How many are NaN."""
+        return int(self.bins[-1, 1:].sum())
+
+    @property
+    def exponents(self) -> dict[int, int]:
+        """The exponents that occur, and how many finite values have each."""
+        rows = self.bins[1:-1].sum(axis=1)
+        return {LOWEST + int(i): int(rows[i]) for i in np.flatnonzero(rows)}
+
+    def fate(self, dtype: str, scale: float = 1.0) -> Fate:
+        """Returns what becomes of the values in a dtype, if they are multiplied by a scale first.
+
+        The counts are exactly those of converting each value with NumPy and ml_dtypes.
+
+        Args:
+            dtype: "float16" or "bfloat16".
+            scale: float. A power of two. Defaults to 1.
+
+        Returns:
+            A `Fate`.
+
+        Raises:
+            ValueError: the dtype is not one of these, or the scale is no power of two.
+        """
+        where, shift = format_of(dtype), exponent_of(scale)
+        values = self._finite()
+        up_to = np.concatenate([[0], np.cumsum(values)])
+
+        def below(exponent: int, column: int) -> int:
+            place = (exponent - shift - LOWEST) * COLUMNS + column
+            return int(up_to[np.clip(place, 0, len(values))])
+
+        total, zero = int(up_to[-1]), below(where.zero, 1)
+        return Fate(total, zero, below(*where.normal) - zero, total - below(*where.infinite))
+
+    def window(self, dtype: str, tolerance: float = 0.0) -> Window:
+        """Returns the scales at which no value becomes infinite and none, or few, become zero.
+
+        Args:
+            dtype: as for `fate`.
+            tolerance: float, from 0 to 1. Which share of the values may become zero. Defaults to 0.
+
+        Returns:
+            A `Window`. It is open at an end that no value sets.
+
+        Raises:
+            ValueError: the dtype is not one of those.
+        """
+        where = format_of(dtype)
+        values = self._finite()
+        places = np.flatnonzero(values)
+        if not places.size:
+            return EVERYWHERE
+        allowed = tolerance * values.sum()
+        largest = LOWEST + int(places[-1]) // COLUMNS
+        low = where.zero - largest - 1  # where all of them become zero
+        while self.fate(dtype, 2.0**low).zero > allowed:
+            low += 1
+        # One below the border where the largest value is beyond it.
+        high = where.infinite[0] - largest
+        if int(places[-1]) % COLUMNS >= where.infinite[1]:
+            high -= 1
+        return Window(low, high)
+
+    def _finite(self) -> np.ndarray:
+        """Returns the bins of values that are finite and not zero, in ascending order."""
+        return self.bins[1:-1].reshape(-1)
+
+    def __add__(self, other: "Histogram") -> "Histogram":
+        return Histogram(self.bins + other.bins)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Histogram) and np.array_equal(self.bins, other.bins)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __repr__(self) -> str:
+        exponents = self.exponents
+        ends = f", 2^{min(exponents)}..2^{max(exponents)}" if exponents else ""
+        return f"<Histogram of {self.total} values{ends}>"
+
+
+def format_of(dtype: str) -> Format:
+    """Returns the borders of a dtype, or raises a ValueError."""
+    if dtype not in FORMATS:
+        raise ValueError(f"Expected one of the dtypes {list(FORMATS)}. Received: dtype={dtype!r}")
+    return FORMATS[dtype]
+
+
+def round_down(scale: float) -> float:
+    """Returns the largest power of two that is at most a scale."""
+    return 2.0 ** math.floor(math.log2(scale))
+
+
+def exponent_of(scale: float) -> int:
+    """Returns the exponent of a power of two.
+
+    Args:
+        scale: float.
+
+    Raises:
+        ValueError: it is no power of two.
+    """
+    fraction, exponent = math.frexp(scale)
+    if fraction != 0.5:
+        nearest = f" Near it are 2.0**{exponent - 1} and 2.0**{exponent}." if fraction > 0 else ""
+        raise ValueError(
+            "Expected a scale that is a power of two: at others every value is rounded, which a "
+            f"histogram does not know of.{nearest} Received: scale={scale!r}"
+        )
+    return exponent - 1
+
+
+@do_not_convert
+def count_exponents(tensor: tf.Tensor, scale: tf.Tensor | None = None) -> tf.Tensor:
+    """Counts values on the device, in eager and in functions.
+
+    Args:
+        tensor: float tensor of any shape.
+        scale: float32 scalar tensor, by which the values are divided first. Defaults to None: by
+            nothing.
+
+    Returns:
+        int64 tensor, the bins of a `Histogram` one after the other.
+    """
+    values = tf.reshape(tensor, [-1])
+    if tensor.dtype.size != 2 or (values.shape[0] or _PATTERNS) < _PATTERNS:
+        return tf.cast(_bincount(_bins_of(values, scale), ROWS * COLUMNS), tf.int64)
+    # There are so few different values that it is quicker to count each, and then to find its bin.
+    counts = _bincount(tf.cast(tf.bitcast(values, tf.uint16), tf.int32), _PATTERNS)
+    every = tf.bitcast(tf.cast(tf.range(_PATTERNS), tf.uint16), tensor.dtype)
+    return tf.cast(_bincount(_bins_of(every, scale), ROWS * COLUMNS, counts), tf.int64)
+
+
+def _bins_of(values: tf.Tensor, scale: tf.Tensor | None) -> tf.Tensor:
+    """Returns the bin of each value, an int32 tensor."""
+    # Of what 16 bits have left of the values.
+    values = kept_casts.as_float32(values)
+    if scale is not None:
+        values *= 1.0 / scale
+    # In uint32: GPUs leave arithmetic in int32 to the host.
+    bits = tf.bitwise.bitwise_and(tf.bitcast(values, tf.uint32), 0x7FFFFFFF)
+    # The exponent of a float32 subnormal is that of its bits, read as a whole number.
+    as_number = tf.bitcast(tf.cast(bits, tf.float32), tf.uint32)
+    is_normal = bits >= 1 << 23
+    bits = tf.where(is_normal, bits, as_number)
+    row = tf.bitwise.right_shift(bits, 23) + tf.cast(is_normal, tf.uint32) * (126 + 23)
+    row = tf.maximum(row, 126) - 126
+    fraction = tf.bitwise.bitwise_and(bits, 0x7FFFFF)
+    column = tf.add_n([tf.cast(fraction >= edge, tf.uint32) for edge in EDGES[1:]])
+    return tf.cast(row * COLUMNS + column, tf.int32)
+
+
+def _bincount(places: tf.Tensor, size: int, weights: tf.Tensor | None = None) -> tf.Tensor:
+    # `tf.math.bincount` looks at the values for the number of bins first.
+    weights = tf.constant([], tf.int32) if weights is None else weights
+    return tf.raw_ops.DenseBincount(input=places, size=size, weights=weights, binary_output=False)

@@ -1,0 +1,316 @@
+"""The first operation of the forward pass whose result is not finite, and its cause."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.models.layer_paths import native_variable
+from keras_mp.numerics import origins
+from keras_mp.numerics import results as causes
+from keras_mp.numerics.records import LARGEST, SMALLEST
+from keras_mp.numerics.results import Observed, Said
+from keras_mp.numerics.traced_step import (
+    BAD,
+    COUNTS,
+    ZEROS,
+    TracedStep,
+    health,
+    in_float32,
+    is_narrow,
+    not_finite_of,
+    static_value,
+    widened,
+)
+from keras_mp.support import op_table
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+
+# Operations that may return zero, or infinity, of numbers that are neither; cheap to compute again.
+_AGAIN = op_table.ops(
+    *("sums over axes", "products over axes", "multiplications", "squares", "powers", "divisions"),
+    *("squared differences", "reciprocals", "exponentials", "logarithms", "softmax", "casts"),
+)
+
+_DIVISIONS = op_table.ops("divisions")
+
+# From an input to where it is cast.
+_ON_THE_WAY = op_table.ops("casts", "identities", "reshapes")
+
+
+class Result(NamedTuple):
+    """What an operation of the forward pass returns first, without its graph.
+
+    Attributes:
+        at: the operation.
+        type: str. Its type.
+        dtype: str. Of the result.
+        is_narrow: whether the result, or what it is made of, has 16 bits or fewer.
+        where: str. Its layer.
+        inputs: of the results that it takes, their places in the list of all.
+        constant: its first number, if it is a constant; else None.
+        is_explained: whether another finding tells why it is not finite.
+    """
+
+    at: Any
+    type: str
+    dtype: str
+    is_narrow: bool = False
+    where: str = ""
+    inputs: Sequence[int] = ()
+    constant: Any = None
+    is_explained: bool = False
+
+
+class _Cause(NamedTuple):
+    """Where numbers stop being finite.
+
+    Attributes:
+        results: all of the forward pass.
+        origin: the place of the one where it began.
+        ended: that of the one whose numbers are counted: the first with NaN, if there is one.
+        number: float. How many of them are not finite.
+        begun: float. How many of the first one are not.
+        are: str. What they are, and what follows from it.
+        zeros: array. How many numbers of each result are 0 in 16 bits only.
+        bad: array. How many numbers of each are not finite in float32 either.
+    """
+
+    results: Sequence[Result]
+    origin: int
+    ended: int
+    number: float
+    begun: float
+    are: str
+    zeros: np.ndarray
+    bad: np.ndarray
+
+    def counted(self, where: str = "") -> str:
+        """Returns words for how many numbers are not finite."""
+        return f"{self.number:,.0f} results of {self.results[self.ended].type}{where} {self.are}."
+
+
+def numbers(step: TracedStep) -> Iterator[Observed]:
+    """The loss is infinite or NaN: where did that begin?
+
+    A pooling with the maximum drops NaN, and so the loss may be finite. The gradients are not.
+    """
+    operations = [o for o in step.forward if o.outputs and o.outputs[0].dtype.is_floating]
+    # A metric of Keras 3 may return its variable, which is not of this graph.
+    ends = [each for each in tf.nest.flatten(step.result) if isinstance(each, tf.Tensor)]
+    ends += [step.scaling.inputs[0]] if step.scaling is not None else []
+    ends = [tensor for tensor in ends if tensor.dtype.is_floating]
+    if not ends or not any(is_narrow(each.outputs[0].dtype) for each in operations):
+        return
+    inputs = dict(_named_inputs(step.batch.x))
+    weights = [native_variable(weight) for weight in step.model.trainable_weights]
+    # Operations after the backward pass use gradients, which overflow as is planned.
+    before = set(
+        itertools.takewhile(lambda o: not origins.is_of_backward_pass(o.name), step.operations)
+    )
+    counts = tf.stack([health(operation.outputs[0]) for operation in operations])
+    unknown = tf.one_hot(ZEROS, COUNTS, tf.constant(np.inf, tf.float64))
+    exact = tf.stack([_exactly(operation, unknown) for operation in operations])
+    zeros = tf.maximum(counts[:, ZEROS] - exact[:, ZEROS], 0.0)  # in 16 bits only
+    yield Observed(
+        operations[0],
+        results=list(_results(step, operations)),
+        is_before=np.array([operation in before for operation in operations]),
+        inputs=list(inputs),
+        loss=not_finite_of(ends),
+        gradients=not_finite_of(step.backward_products),
+        counts=counts[:, BAD],
+        exact=tf.cast(tf.stack([zeros, tf.reduce_sum(exact[:, BAD], 1)], 1), tf.int64),
+        sizes=_largest(inputs.values()),
+        largest_weight=tf.reduce_max(_largest(weights)),
+    )
+
+
+def judge(
+    results: Sequence[Result],
+    is_before: np.ndarray,
+    inputs: Sequence[str],
+    loss: float,
+    gradients: float,
+    counts: np.ndarray,
+    exact: np.ndarray,
+    sizes: np.ndarray,
+    largest_weight: float,
+) -> Said | None:
+    """Names the first operation of the forward pass that is not finite, and its cause."""
+    nan, is_bad = counts[:, 2] > 0, counts.sum(axis=1) > 0
+    if not loss and not (nan[is_before].any() and gradients):
+        return None
+    takes = [each.inputs for each in results]
+    computed = [i for i, each in enumerate(results) if each.constant is None and is_bad[i]]
+    ended = next(iter(causes.begun(takes, nan, nan) or computed), None)
+    if ended is None:
+        return None
+    origin = causes.begun(takes, is_bad, np.arange(len(results)) == ended)[0]
+    if results[origin].is_explained:
+        return None
+    number, what = (counts[ended, 2], "NaN") if nan[ended] else (counts[ended].sum(), "infinite")
+    so = "so is the loss" if loss else "so are gradients, though the loss is not"
+    begun, are = counts[origin].sum(), f"are {what}; {so}"
+    found = _Cause(results, origin, ended, number, begun, are, *exact.T)
+    return (
+        _constant(found, is_bad)
+        or _large_input(found, dict(zip(inputs, map(float, sizes[1:]))))
+        or _underflow(found)
+        or _in_every_dtype(found)
+        or _overflow(found, float(sizes.max()), largest_weight)
+    )
+
+
+def _results(step: TracedStep, operations: Sequence[tf.Operation]) -> Iterator[Result]:
+    places = {operation: i for i, operation in enumerate(operations)}
+    for operation in operations:
+        output, constant = operation.outputs[0], static_value(operation.outputs[0])
+        yield Result(
+            operation,
+            operation.type,
+            output.dtype.name,
+            any(is_narrow(each.dtype) for each in (*operation.inputs, output)),
+            step.where(operation),
+            [places[each.op] for each in operation.inputs if each.op in places],
+            None if constant is None else next(iter(np.ravel(constant)), 0.0),
+            operation in step.explained,
+        )
+
+
+def _largest(values: Iterable[Any]) -> tf.Tensor:
+    """Returns the largest magnitude of each tensor, with a 0 before them."""
+    return tf.stack([0.0, *(tf.reduce_max(tf.abs(widened(each))) for each in values)])
+
+
+def _exactly(operation: tf.Operation, unknown: tf.Tensor) -> tf.Tensor:
+    """Returns the `health` of what an operation in 16 bits, or of such numbers, is in float32.
+
+    Args:
+        operation: of the forward pass.
+        unknown: what is returned of one that is not computed again.
+    """
+    output = operation.outputs[0]
+    is_low = any(is_narrow(each.dtype) for each in (*operation.inputs, output))
+    is_tried = is_low and operation.type in _AGAIN and output.shape.num_elements() != 1
+    exact = in_float32(operation) if is_tried else None
+    return unknown if exact is None else health(exact)
+
+
+def _constant(cause: _Cause, is_bad: np.ndarray) -> Said | None:
+    """A constant that 16 bits do not hold."""
+    results, origin = cause.results, cause.results[cause.origin]
+    dtype = tf.as_dtype(origin.dtype)
+    if origin.constant is None or not is_narrow(dtype):
+        return None
+    # What computes with it first; a cast of it is a constant, too.
+    known, user = {cause.origin}, results[cause.ended]
+    for i in range(cause.origin + 1, cause.ended + 1):
+        if is_bad[i] and known.intersection(results[i].inputs):
+            if results[i].constant is None:
+                user = results[i]
+                break
+            known.add(i)
+    where = results[cause.ended].where
+    counted = cause.counted(f" in {where}" if where != user.where else "")
+    return Said(
+        "a constant that is infinite in 16 bits",
+        f"A constant, such as the -1e9 of a mask, is {origin.constant} in {dtype.name}, and with "
+        f"it {counted}",
+        causes.CURES["a constant"].format(largest=dtype.max, lowest=dtype.min),
+        at=user.at,
+    )
+
+
+def _named_inputs(x: Any) -> Iterator[tuple[str, tf.Tensor]]:
+    """Yields the floating-point inputs of a batch, with words for them."""
+    if tf.is_tensor(x):
+        named: Iterable[tuple[str, Any]] = [("the model's input", x)]
+    elif isinstance(x, Mapping):
+        named = ((f"the model's input {key!r}", each) for key, each in x.items())
+    else:
+        named = ((f"the model's input {i}", each) for i, each in enumerate(tf.nest.flatten(x)))
+    for name, each in named:
+        if tf.is_tensor(each) and each.dtype.is_floating:
+            yield name, each
+
+
+def _large_input(cause: _Cause, largest: Mapping[str, float]) -> Said | None:
+    """An input is cast to 16 bits, which do not hold it."""
+    cast = source = cause.results[cause.origin]
+    if cast.type != "Cast" or cast.dtype not in LOW_PRECISION_NAMES:
+        return None
+    while source.type in _ON_THE_WAY and source.inputs:
+        source = cause.results[source.inputs[0]]
+    dtype = tf.as_dtype(cast.dtype)
+    beyond = {name: size for name, size in largest.items() if size > float(dtype.max)}
+    if source.type != "Placeholder" or not beyond:
+        return None
+    name, size = max(beyond.items(), key=lambda each: each[1])
+    return Said(
+        "an input that 16 bits do not hold",
+        f"It reaches {size:.3g}, and {dtype.name}, to which it is cast, has no larger number than "
+        f"{dtype.max:.5g}: {cause.counted()}",
+        causes.CURES["an input"],
+        at=cast.at,
+        where=name,
+    )
+
+
+def _underflow(cause: _Cause) -> Said | None:
+    """Numbers became 0 in 16 bits, and something divides by them or takes their logarithm."""
+    results, origin = cause.results, cause.results[cause.origin]
+    if not cause.bad[cause.origin]:
+        return None
+    # A quotient is not finite because of its divisor. The nearest come first.
+    behind = dict.fromkeys(origin.inputs[-1:] if origin.type in _DIVISIONS else origin.inputs)
+    for i in (waiting := list(behind)):
+        zeros, maker = cause.zeros[i], results[i]
+        if zeros:
+            return Said(
+                "an underflow in the forward pass",
+                f"{zeros:,} results of {maker.type} are 0 in {maker.dtype}, whose smallest number "
+                f"is {SMALLEST[maker.dtype]:.1g}, but not in float32. {origin.type} of them is the "
+                f"first result that is not finite: {cause.counted().replace('results of', 'of')}",
+                causes.CURES["too small"].format(dtype=maker.dtype),
+                at=maker.at,
+            )
+        waiting += [j for j in dict.fromkeys(maker.inputs) if j not in behind]
+        behind.update(dict.fromkeys(maker.inputs))
+    return None
+
+
+def _in_every_dtype(cause: _Cause) -> Said | None:
+    """The result is not finite in float32 either, for the most part."""
+    origin = cause.results[cause.origin]
+    if origin.is_narrow and 2 * cause.bad[cause.origin] < cause.begun:
+        return None
+    if origin.constant is not None or origin.type == "Placeholder":
+        return None
+    return Said(
+        "a result that is not finite in any dtype",
+        f"{origin.type} is the first operation with finite inputs whose results are not finite, "
+        f"in float32, too: {cause.counted()}",
+        causes.CURES["not finite"],
+        at=origin.at,
+    )
+
+
+def _overflow(cause: _Cause, largest_input: float, largest_weight: float) -> Said | None:
+    """The result is beyond the dtype."""
+    origin = cause.results[cause.origin]
+    if not origin.is_narrow:
+        return None
+    largest = LARGEST.get(origin.dtype)
+    beyond = f" (the largest {origin.dtype} is {largest:,.0f})" if largest else ""
+    more, cure = causes.of_overflow(
+        origin.dtype, largest_weight, largest_input, int(cause.bad[cause.origin])
+    )
+    return Said(
+        "an overflow in the forward pass",
+        f"{origin.type} in {origin.dtype} is the first operation with finite inputs whose results "
+        f"are not finite{beyond}: {cause.counted()}{more}",
+        cure,
+        at=origin.at,
+    )

@@ -1,0 +1,554 @@
+"""One record of a tensor of a layer: its numbers, how far they are from float32, what explains it.
+
+A model in 16 bits drifts away from the same model in float32, and more so the deeper it is. So what
+rounding explains is measured: `Noise` moves inputs, weights and outputs of the float32 model at
+random by as much as rounding moves them, and distances are in units of the largest effect in a few
+such runs.
+"""
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any, cast
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.numerics.results import Finding, Result
+from keras_mp.support import kept_casts, text_tables
+
+# A larger tensor is represented by so many of its numbers.
+_MOST_VALUES = 2**16
+
+# The largest relative error of rounding to the nearest number of a dtype.
+UNIT_ROUNDOFF = {
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+    "float32": 2.0**-24,
+    "float64": 2.0**-53,
+}
+
+# The smallest numbers above 0.
+SMALLEST = {
+    "float16": 2.0**-24,
+    "bfloat16": 2.0**-133,
+    "float32": 2.0**-149,
+    "float8_e4m3fn": 2.0**-9,
+    "float8_e5m2": 2.0**-16,
+}
+
+# The largest, of dtypes that are easily exceeded.
+LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+
+# A distance of more units is a finding: about 1 % in float16, 8 % in bfloat16. Sound layers have
+# 0.2 to 1, and gradients of convolutions in float16 up to 15, since kernels for CPUs add up some
+# thousand products in it. Planted defects begin at 100.
+LIMIT = 16.0
+
+SIDES = ("forward", "backward")
+
+_EXPLAINED = "Rounding explains all differences."
+
+# The distances of a layer.
+_DISTANCES = ("output", "own_output", "gradient", "own_gradient")
+
+# How far a run with noise moves each number at most, in unit roundoffs: twice as far as rounding
+# does. A few such runs then also flip the ReLUs that rounding may flip. (The mean error of rounding
+# is a third of the unit roundoff, and the mean of this noise is one unit.)
+NOISE = 2.0
+
+# The largest effect of so many runs with noise is what rounding explains.
+NOISY_RUNS = 4
+
+# To find the gradients that are rounding noise of float32, whose unit roundoff is 2**-24, numbers
+# are moved by up to this share of their size. A gradient is noise if it changes by more than this
+# share of its own size.
+_JITTER, _NOISE = 2.0**-20, 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Distance:
+    """How far the numbers of one run are from those of another.
+
+    Attributes:
+        relative: float. The root mean square of the differences, as a share of that of the
+            numbers themselves. Infinite where numbers are finite in the reference only.
+        units: float. The same, in units of what rounding explains.
+    """
+
+    relative: float
+    units: float
+
+    @classmethod
+    def of(
+        cls,
+        value: np.ndarray,
+        reference: np.ndarray,
+        explained: float,
+        unit: float,
+        largest: float = 0.0,
+    ) -> "Distance":
+        """Measures a distance.
+
+        A gradient may be zero but for rounding, such as that of the bias of an attention's keys, or
+        of queries while the keys are alike: larger numbers cancel, and no tensor shows how large.
+        So where a gradient is further off than its own size, the rounding error of the largest
+        gradient explains it.
+
+        Args:
+            value: array of float64.
+            reference: array of the same shape; of another shape nothing is explained.
+            explained: float. The root mean square of what rounding may change.
+            unit: float. The unit roundoff, which rounding explains at least.
+            largest: float. The root mean square of the largest gradient beside it, if it is one.
+        """
+        if value.shape != reference.shape:
+            return cls(math.inf, math.inf)
+        distance = apart(value, reference)
+        if distance == 0 or math.isinf(distance):
+            return cls(distance, distance)
+        size = rms(reference[np.isfinite(reference)])
+        explained = max(explained, unit * size)
+        if explained and distance > size:
+            explained = max(explained, unit * largest)
+        return cls(
+            distance / size if size else math.inf,
+            distance / explained if explained else math.inf,
+        )
+
+    @staticmethod
+    def worst(distances: "Sequence[Distance]") -> "Distance | None":
+        """Returns the distance of most units; one of pure rounding only if there is no other."""
+        # The gradient of a bias before a normalization is zero but for rounding, so it is further
+        # off than its own size.
+        reliable = [each for each in distances if each.relative <= 1 or each.units > LIMIT]
+        return max(reliable or distances, key=lambda distance: distance.units, default=None)
+
+
+def rms(values: np.ndarray) -> float:
+    """Returns the root mean square; 0 for no numbers."""
+    largest = float(np.max(np.abs(values), initial=0))
+    # The squares of small numbers may be zero.
+    return largest * math.sqrt(float(np.mean((values / largest) ** 2))) if largest else 0.0
+
+
+def apart(value: np.ndarray, reference: np.ndarray) -> float:
+    """Returns the root mean square of the differences; infinite if only the reference is finite.
+
+    Numbers that are not finite in the reference do not count: the dtype is not to blame.
+    """
+    is_finite = np.isfinite(value)
+    if np.any(np.isfinite(reference) & ~is_finite):
+        return math.inf
+    both = is_finite & np.isfinite(reference)
+    return rms(value[both] - reference[both])
+
+
+def relative(value: np.ndarray, reference: np.ndarray) -> float:
+    """Returns the root mean square of the differences, as a share of that of the reference."""
+    return Distance.of(value, reference, 0.0, 0.0).relative
+
+
+def underflow(value: np.ndarray, reference: np.ndarray) -> float:
+    """Returns which share of the reference's non-zero numbers is zero in `value`."""
+    there = reference != 0
+    return float(np.mean(value[there] == 0)) if there.any() else 0.0
+
+
+def array(value: tf.Tensor | tf.Variable | np.ndarray) -> np.ndarray:
+    """Returns a tensor as an array of float64, which holds all numbers of the other dtypes."""
+    return tf.cast(tf.convert_to_tensor(value), tf.float64).numpy()
+
+
+def are_finite(tensors: Iterable[tf.Tensor | None]) -> bool:
+    """Whether all numbers of the tensors are finite."""
+    found = (tf.convert_to_tensor(each) for each in tensors if each is not None)
+    return all(bool(tf.reduce_all(kept_casts.is_finite(each))) for each in found)
+
+
+class Noise:
+    """Moves numbers of a run in float32 at random, as far as rounding may.
+
+    Where the backward error of an algorithm is small, what it returns is what the exact one would
+    return for inputs that differ by a few roundings (N. Higham, "Accuracy and Stability of
+    Numerical Algorithms", 1.5); to move the numbers at random and look is Monte Carlo arithmetic
+    (D. Stott Parker, 1997).
+
+    Args:
+        unit: float. The unit roundoff whose effects are to be seen.
+        seed: int.
+    """
+
+    def __init__(self, unit: float, seed: int) -> None:
+        self._step = NOISE * unit
+        self._random = np.random.default_rng(seed)
+
+    def __call__(self, value: tf.Tensor) -> tf.Tensor:
+        """Moves each number, by up to twice the unit roundoff of its size.
+
+        A mask of zeros and ones is left alone. Every dtype holds it exactly, and with noise a layer
+        that multiplies 1 - mask by a large number would mask something else.
+        """
+        if tf.reduce_all((value == 0) | (value == 1)):
+            return value
+        dtype = value.dtype if value.dtype.size >= 4 else tf.float32
+        factors = self._factors(tuple(value.shape))
+        return tf.cast(tf.cast(value, dtype) * tf.cast(factors, dtype), value.dtype)
+
+    def both_ways(self, value: tf.Tensor) -> tf.Tensor:
+        """Moves each number, and the gradient in the backward pass too."""
+
+        @tf.custom_gradient
+        def moved(value: tf.Tensor) -> tuple[tf.Tensor, "Noise"]:
+            return self(value), self
+
+        return cast(tf.Tensor, moved(value))
+
+    def move_weights(self, layer: Any) -> None:
+        """Moves the weights of a layer or model."""
+        for weight in getattr(layer, "weights", ()):
+            if tf.as_dtype(weight.dtype).is_floating:
+                value = weight.numpy()
+                weight.assign((value * self._factors(value.shape)).astype(value.dtype))
+
+    def _factors(self, shape: tuple[Any, ...]) -> np.ndarray:
+        random = 2 * self._random.random(shape, np.float32) - 1
+        return 1 + np.float32(self._step) * random
+
+
+def jitter(seed: int = 0) -> Noise:
+    """Returns noise that is so small that only gradients that are noise change with it."""
+    return Noise(_JITTER / NOISE, seed)
+
+
+def is_noise(values: np.ndarray, moved: np.ndarray) -> bool:
+    """Whether a gradient is nothing but rounding noise of float32.
+
+    Args:
+        values: array of float64, the gradient.
+        moved: the same, where `jitter` has moved the numbers.
+    """
+    are_finite = np.isfinite(values).all() and np.isfinite(moved).all()
+    return bool(are_finite) and relative(moved, values) > _NOISE
+
+
+@functools.lru_cache(maxsize=32)
+def _sampled(size: int) -> tf.Tensor:
+    """Returns which numbers of a large tensor are looked at: the same ones in every run.
+
+    At equal distances they could all be of the same few features.
+    """
+    return tf.constant(np.random.default_rng(0).integers(0, size, _MOST_VALUES))
+
+
+def sample(value: tf.Tensor | tf.Variable | np.ndarray) -> np.ndarray:
+    """Returns the numbers of a tensor, or of a large one a sample, as a vector of float64."""
+    flat = tf.reshape(tf.convert_to_tensor(value), [-1])
+    size = flat.shape[0] or 0
+    return array(tf.gather(flat, _sampled(size)) if size > _MOST_VALUES else flat)
+
+
+@dataclasses.dataclass
+class Quantity:
+    """A tensor of a run.
+
+    Attributes:
+        values: array of float64, the numbers, or a sample of a large tensor's.
+        shape: of the tensor.
+        not_finite: int. How many numbers of the whole tensor are Inf or NaN.
+        explained: float. The root mean square of what rounding may change in it.
+    """
+
+    values: np.ndarray
+    shape: tuple[Any, ...]
+    not_finite: int
+    explained: float = 0.0
+
+    @classmethod
+    def of(cls, tensor: tf.Tensor, scale: float = 1.0) -> "Quantity":
+        """Makes the record of a tensor, which is divided by a scale."""
+        bad = int(tf.math.count_nonzero(~kept_casts.is_finite(tensor)))
+        return cls(sample(tensor) / scale, tuple(tensor.shape), bad)
+
+    @property
+    def size(self) -> float:
+        """The root mean square of its finite numbers."""
+        return rms(self.values[np.isfinite(self.values)])
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether rounding explains it all: there is nothing in it to be lost."""
+        return self.explained > _NOISE * self.size
+
+
+@dataclasses.dataclass
+class LayerRecord:
+    """One call of a layer.
+
+    Attributes:
+        path: str. The names of the layers from below the model to this one; of the model its name.
+        kind: str. Its class.
+        dtype: str. The narrowest dtype that it computes in or returns.
+        forward: dict of str to Quantity. What it returned.
+        backward: dict of str to Quantity. The gradients of that, and of its inputs or weights.
+    """
+
+    path: str
+    kind: str
+    dtype: str
+    forward: dict[str, Quantity] = dataclasses.field(default_factory=dict)
+    backward: dict[str, Quantity] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, call: Any, gradients: Mapping[str, tf.Tensor], scale: float = 1.0) -> "LayerRecord":
+        """Makes the record of a call, and of gradients by name, which are divided by a scale."""
+        forward = {f"output {i}": Quantity.of(each) for i, each in enumerate(call.outputs)}
+        backward = {name: Quantity.of(each, scale) for name, each in gradients.items()}
+        return cls(call.path, call.kind, call.dtype, forward, backward)
+
+    def explain(self, moved: "LayerRecord") -> None:
+        """Raises what rounding explains to what noise has moved.
+
+        Args:
+            moved: the same call, with noise.
+        """
+        for side in SIDES:
+            for name, quantity in getattr(self, side).items():
+                found = getattr(moved, side).get(name)
+                distance = math.inf
+                # A tensor that its layer returns and uses has no gradient once noise replaces it.
+                if found is not None and found.shape == quantity.shape:
+                    distance = apart(found.values, quantity.values)
+                quantity.explained = max(quantity.explained, distance)
+
+    def distances(
+        self, other: "LayerRecord", side: str, largest: Mapping[str, float]
+    ) -> dict[str, Distance]:
+        """Measures how far the tensors of a call are from those of the reference, by their names.
+
+        Args:
+            other: the same call in the reference.
+            side: "forward" or "backward".
+            largest: what `largest_gradients` says of all gradients that are known.
+        """
+        unit = max(UNIT_ROUNDOFF[self.dtype], UNIT_ROUNDOFF[other.dtype])
+        here, found = largest_gradients([other]), {}
+        for name, value in getattr(self, side).items():
+            reference = getattr(other, side).get(name)
+            if reference is None:
+                continue
+            beside = 0.0
+            if side == "backward":
+                kind = kind_of(name)
+                beside = (largest if kind == "variable" else here)[kind]
+            explained = max(value.explained, reference.explained)
+            if value.shape != reference.shape or (value.not_finite and not reference.not_finite):
+                # Those may not be in the sample of a large tensor.
+                found[name] = Distance(math.inf, math.inf)
+            else:
+                of = value.values, reference.values
+                found[name] = Distance.of(*of, explained, unit, beside)
+        return found
+
+
+def kind_of(name: str) -> str:
+    """Returns "input", "output" or "variable", by the name of a gradient."""
+    kind, _, number = name.partition(" ")
+    return kind if kind in ("input", "output") and number.isdecimal() else "variable"
+
+
+def largest_gradients(layers: Iterable[LayerRecord]) -> dict[str, float]:
+    """Returns the root mean square of the largest gradient of each kind."""
+    largest: dict[str, float] = {}
+    for layer in layers:
+        for name, quantity in layer.backward.items():
+            kind = kind_of(name)
+            largest[kind] = max(largest.get(kind, 0.0), quantity.size)
+    return largest
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedLayer:
+    """One call of a layer.
+
+    Attributes:
+        path: str. The names of the layers from below the model to this one; of the model its name.
+        kind: str. Its class.
+        dtype: str. The narrowest dtype that it computes in or returns.
+        output: Distance of what it returned, all layers before it included; None where it returned
+            no floating point number.
+        gradient: Distance of the gradients of what it returned and of its weights, whichever is
+            further, all layers after it included.
+        own_output: Distance of what it makes of the same inputs in both dtypes: its own share.
+            None where that is not known; it is looked at where what it returns is off.
+        own_gradient: the same of the gradients, given the same upstream gradient.
+    """
+
+    path: str
+    kind: str
+    dtype: str
+    output: Distance | None = None
+    gradient: Distance | None = None
+    own_output: Distance | None = None
+    own_gradient: Distance | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison(Result):
+    """Where two runs part. Its `str` is a table.
+
+    Attributes:
+        name: str. The run that was looked at.
+        reference: str. The one that it was compared with.
+        layers: list of ComparedLayer, in the order in which the layers returned.
+        findings: list of `Finding`, in the order in which things happened: the forward pass first.
+            Layers that only pass on what another one did are not among them. Empty where rounding
+            explains all.
+        losses: the loss of the run and that of the reference.
+        loss_scale: float. What the loss was multiplied by in the run.
+        batches: int. Of how many batches it has the worst distances and all findings; losses are
+            means then, and the loss scale is the smallest.
+
+    Example:
+
+    >>> from keras_mp.numerics.records import Comparison
+    >>> comparison = Comparison("16 bits", "float32", [], [], (0.5, 0.5), 1.0)
+    >>> print(comparison)
+    Rounding explains all differences. 16 bits and float32
+    """
+
+    name: str
+    reference: str
+    layers: list[ComparedLayer]
+    findings: list[Finding]
+    losses: tuple[float, float]
+    loss_scale: float
+    batches: int = 1
+
+    @classmethod
+    def of_batches(cls, found: "Sequence[Comparison]") -> "Comparison":
+        """Combines the comparisons of several batches: the worst distance of each layer.
+
+        Args:
+            found: one for each batch. A single one is returned as it is.
+        """
+        first = found[0]
+        if len(found) == 1:
+            return first
+        findings: dict[tuple[str, str], Finding] = {}
+        for each in (finding for one in found for finding in one.findings):
+            key = (each.path, each.hazard)
+            findings[key] = max(findings.get(key, each), each, key=lambda one: one.units or 0.0)
+        by_path: dict[tuple[str, int], list[ComparedLayer]] = {}
+        for one in found:
+            counts: Counter[str] = Counter()
+            for row in one.layers:
+                by_path.setdefault((row.path, counts[row.path]), []).append(row)
+                counts[row.path] += 1
+        losses = (fmean(each.losses[i] for each in found) for i in (0, 1))
+        return cls(
+            first.name,
+            first.reference,
+            [_worst(rows) for rows in by_path.values()],
+            list(findings.values()),
+            cast(tuple[float, float], tuple(losses)),
+            min(each.loss_scale for each in found),
+            len(found),
+        )
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the reference has a finite loss, or there are findings.
+
+        Example:
+
+        >>> nan = float("nan")
+        >>> from keras_mp.numerics.records import Comparison
+        >>> Comparison("16 bits", "float32", [], [], (nan, nan), 1.0).is_judged
+        False
+        """
+        return bool(self.findings) or math.isfinite(self.losses[1])
+
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows: the findings, and the layers that are furthest apart.
+
+        Args:
+            rows: int. How many layers are shown at most; None for all, in their order. Defaults to
+                10.
+
+        Returns:
+            str: of at most 100 characters a line unless `rows` is None, and one line if rounding
+            explains everything.
+        """
+        if rows is not None and self.is_judged and not self.findings:
+            names = (text_tables.fitted(each, 30) for each in (self.name, self.reference))
+            return f"{_EXPLAINED} {' and '.join(names)}"
+        lines = list(self._lines(rows))
+        if rows is not None:
+            # Sentences are wrapped; lines of a table are short enough.
+            lines = [part for line in lines for part in text_tables.wrapped(line, "   ")]
+        return "\n".join(lines)
+
+    def _lines(self, rows: int | None) -> Iterator[str]:
+        scope = f", the worst of {self.batches} batches" if self.batches > 1 else ""
+        yield f"{self.name}, compared with {self.reference}{scope}"
+        scale = f", at a loss scale of {self.loss_scale:g}" if self.loss_scale != 1 else ""
+        yield f"Loss: {self.losses[0]:.6g} and {self.losses[1]:.6g}{scale}"
+        yield ""
+        if self.findings:
+            yield "Further apart than rounding explains:"
+            for i, finding in enumerate(self.findings[:rows], 1):
+                yield f"{i}. {finding.hazard}, in {finding.where}: {finding.why}"
+            yield from text_tables.more(len(self.findings[rows:]) if rows else 0, "finding")
+        elif self.is_judged:
+            yield _EXPLAINED
+        else:
+            yield "Nothing can be said: the loss of the reference is not finite either."
+        yield ""
+        yield from self._table(rows)
+        yield ""
+        yield (
+            "Relative distances, and in parentheses in units of what rounding explains. Own "
+            "share: with the same inputs in both, of layers that are off."
+        )
+
+    def _table(self, rows: int | None) -> Iterator[str]:
+        named = {finding.path for finding in self.findings}
+        cells = []
+        for row in self.layers:
+            found = [getattr(row, name) for name in _DISTANCES]
+            units = [0.0 if each is None else each.units for each in found]
+            own, both = max(units[1::2]), max(units)
+            alike = (row.kind, row.dtype, row.path in named, own > LIMIT, both > LIMIT)
+            cells.append(
+                text_tables.RankedRow(
+                    (f"{row.path} ({row.kind})", row.dtype, *map(_cell, found)),
+                    (float(row.path in named), own, both),
+                    alike,
+                )
+            )
+        header = ("Layer", "Dtype", "Output", "Own share", "Gradient", "Own share")
+        return text_tables.shortened(header, cells, rows, left=(0, 1))
+
+
+def _worst(rows: Sequence[ComparedLayer]) -> ComparedLayer:
+    """Returns the worst distances of the same call on several batches."""
+    known = {
+        name: [each for row in rows if (each := getattr(row, name)) is not None]
+        for name in _DISTANCES
+    }
+    return dataclasses.replace(rows[0], **{n: Distance.worst(each) for n, each in known.items()})
+
+
+def _cell(distance: Distance | None) -> str:
+    if distance is None:
+        return "-"
+    if math.isinf(distance.relative):
+        return "not finite"
+    if distance.relative == 0:
+        return "0"
+    units = f"{distance.units:.1f}" if distance.units < 100 else f"{distance.units:.0f}"
+    return f"{distance.relative:.1e} ({units})"

@@ -1,0 +1,652 @@
+"""What a step has shown of exponents, row by row, and the loss scale and dtypes that follow."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from keras_mp.numerics.histogram import (
+    EVERYWHERE,
+    Fate,
+    Histogram,
+    Window,
+    exponent_of,
+    format_of,
+    round_down,
+)
+from keras_mp.numerics.results import Result
+from keras_mp.support import text_tables
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+
+# Kind and path of a row.
+RowKey = tuple[str, str]
+
+SCALED = ("gradient", "output gradient")
+KINDS = ("gradient", "output", "output gradient", "weight")
+
+# Which share of a gradient may become zero: a few values of a large one are always next to zero.
+TOLERANCE = 0.001
+# If more become zero, that is a finding. In sound models a few do; a scale that grows keeps them.
+MANY_ZEROS = 0.05
+
+# A gradient that is smaller than another one of its layer by so many binary digits is what rounding
+# in float32 leaves of a sum that is zero: that of a bias before a batch normalization, or of the
+# keys of an attention. These are the digits of float32, less some for sums of many terms.
+_NOISE = 18
+
+
+class Row(NamedTuple):
+    """What is known of the exponents of one tensor of a model.
+
+    Attributes:
+        kind: "gradient" of a variable, "output" of a layer, "output gradient", or "weight".
+        path: the variable's or the layer's path, such as "encoder/dense/kernel".
+        dtype: str. What it is computed in: the tensor's own dtype; for a variable's gradient, what
+            its layer computes in. Values that were too small for it are among the zeros.
+        histogram: a `Histogram`; that of a gradient is as if the loss had not been scaled.
+        overflowed_at: float. The smallest loss scale at which values were infinite or NaN, or
+            infinity.
+        is_noise: bool. Whether rounding in 16 bits explains all of it; None if nobody has looked.
+        lost: float. The share that a run in 16 bits has lost; None if there was none beside it.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_mp.numerics.histogram import Histogram
+    >>> from keras_mp.numerics.report import Row
+    >>> row = Row("gradient", "dense/kernel", "float16", Histogram.of(np.float32([2.0**-20])))
+    >>> str(row.window("float16"))
+    '2^-4..2^35'
+    """
+
+    kind: str
+    path: str
+    dtype: str
+    histogram: Histogram
+    overflowed_at: float = math.inf
+    is_noise: bool | None = None
+    lost: float | None = None
+
+    @property
+    def key(self) -> RowKey:
+        """Its kind and its path, by which a `Report` has it."""
+        return self.kind, self.path
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the loss scale multiplies it."""
+        return self.kind in SCALED
+
+    def fate(self, dtype: str, loss_scale: float = 1.0) -> Fate:
+        """Returns what becomes of the values in a dtype.
+
+        Args:
+            dtype: "float16" or "bfloat16".
+            loss_scale: float, a power of two, by which gradients are multiplied. Defaults to 1.
+        """
+        return self.histogram.fate(dtype, loss_scale if self.is_scaled else 1.0)
+
+    def window(self, dtype: str, tolerance: float = 0.0) -> Window:
+        """Returns the loss scales at which nothing is lost.
+
+        What has overflowed in the dtype that it was computed in may have been of any size. So for
+        that dtype, the window ends below the loss scale at which it did.
+
+        Args:
+            dtype: "float16" or "bfloat16".
+            tolerance: float, from 0 to 1. Which share of the values may become zero. Defaults to 0.
+        """
+        window = self.histogram.window(dtype, tolerance)
+        if self.dtype == dtype and math.isfinite(self.overflowed_at):
+            window &= Window(EVERYWHERE.low, math.ceil(math.log2(self.overflowed_at)) - 1)
+        return window
+
+    def has_unknown_zeros(self, loss_scale: float, tolerance: float = TOLERANCE) -> bool:
+        """Whether zeros of a gradient may be values that were too small for its dtype.
+
+        They may be if no other value is left, or if the others reach down to subnormal numbers.
+
+        Args:
+            loss_scale: float. The loss scale at which it was computed.
+            tolerance: float, from 0 to 1. Which share of zeros does not matter.
+        """
+        histogram = self.histogram
+        is_rounded = self.dtype in LOW_PRECISION_NAMES and self.is_scaled and self.lost is None
+        if not is_rounded or histogram.zeros <= tolerance * histogram.total:
+            return False
+        smallest = min(histogram.exponents, default=None)
+        normal, _ = format_of(self.dtype).normal
+        return smallest is None or smallest + math.log2(loss_scale) <= normal
+
+    def __add__(self, other: "Row") -> "Row":
+        lost = [each for each in (self.lost, other.lost) if each is not None]
+        return self._replace(
+            dtype=other.dtype,
+            histogram=self.histogram + other.histogram,
+            overflowed_at=min(self.overflowed_at, other.overflowed_at),
+            is_noise=self.is_noise and other.is_noise,
+            lost=max(lost, default=None),
+        )
+
+
+@dataclasses.dataclass(repr=False, eq=False)
+class Report(Result):
+    """The exponents of some steps, or of the batches of a check in float32.
+
+    `report[kind, path]` is a row, `str(report)` is a table, and reports of one model add up with
+    `+`.
+
+    Attributes:
+        rows: list of `Row`s, gradients first, in the order of the model.
+        step: int. How many steps had been made, skipped ones included; 0 for a check.
+        counted: int. In how many of them, or in how many batches, values were counted.
+        loss_scale: float. That of the last of these, or with which training begins; 1 for none.
+        takers: dict of paths of layers, and of these sets of paths of the layers that take what
+            they return. Empty if nobody has looked.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_mp.numerics import Report
+    >>> from keras_mp.numerics.histogram import Histogram
+    >>> from keras_mp.numerics.report import Row
+    >>> row = Row("gradient", "dense/kernel", "float16", Histogram.of(np.float32([2.0**-20])))
+    >>> report = Report([row], step=100, counted=1, loss_scale=2.0**15)
+    >>> report.window("float16").margins(report.loss_scale)
+    (19.0, 20.0)
+    >>> (report + report).counted
+    2
+    """
+
+    rows: Sequence[Row]
+    _: dataclasses.KW_ONLY
+    step: int
+    counted: int
+    loss_scale: float
+    takers: Mapping[str, set[str]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rows = sorted(self.rows, key=lambda row: KINDS.index(row.kind))
+
+    def __getitem__(self, row: RowKey) -> Row:
+        for each in self.rows:
+            if each.key == tuple(row):
+                return each
+        raise KeyError(
+            f"Expected the kind and path of a row: {[each.key for each in self.rows]}. "
+            f"Received: {row!r}"
+        )
+
+    @property
+    def rows_in_16_bits(self) -> list[Row]:
+        """The rows of tensors that were computed in 16 bits; if none was, of all computed ones."""
+        rows = [row for row in self.rows if row.kind != "weight"]
+        return [row for row in rows if row.dtype in LOW_PRECISION_NAMES] or rows
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of 16 bits that most of it was computed in; float16 if none was."""
+        dtypes = [row.dtype for row in self.rows_in_16_bits if row.dtype in LOW_PRECISION_NAMES]
+        return max(dtypes, key=dtypes.count, default="float16")
+
+    @property
+    def noise(self) -> set[RowKey]:
+        """Kinds and paths of gradients that are nothing but rounding noise.
+
+        Runs with noise tell. Where there were none, it is what is smaller than another gradient of
+        its layer by a factor of 2^18.
+        """
+        of_layers: dict[str, dict[RowKey, int]] = {}
+        for row in self.rows:
+            if row.kind == "gradient" and row.is_noise is None and row.histogram.exponents:
+                of_layer = of_layers.setdefault(row.path.rpartition("/")[0], {})
+                of_layer[row.key] = max(row.histogram.exponents)
+        return {row.key for row in self.rows if row.is_noise} | {
+            key
+            for of_layer in of_layers.values()
+            for key, largest in of_layer.items()
+            if largest <= max(of_layer.values()) - _NOISE
+        }
+
+    def window(self, dtype: str, tolerance: float = TOLERANCE) -> Window:
+        """Returns the loss scales at which next to nothing of any gradient is lost in 16 bits.
+
+        Args:
+            dtype: "float16" or "bfloat16".
+            tolerance: float, from 0 to 1. Which share of each row may become zero. Defaults to
+                0.001.
+
+        Returns:
+            A `Window`: what the windows of the gradients among `rows_in_16_bits` have in common,
+            those of `noise` left out.
+        """
+        noise = self.noise
+        rows = (row for row in self.rows_in_16_bits if row.is_scaled and row.key not in noise)
+        windows = (row.window(dtype, tolerance) for row in rows)
+        return functools.reduce(Window.__and__, windows, EVERYWHERE)
+
+    def table(
+        self, dtype: str | None = None, loss_scale: float | None = None, rows: int | None = None
+    ) -> str:
+        """Returns a table: what would be lost in a dtype, and the window of each row.
+
+        Shares are of the values that are finite and not zero. Those of gradients are for the loss
+        scale; outputs are not scaled. Only a run in float32 can tell what the zeros of a row that
+        was computed in 16 bits would have been: that of `check` does.
+
+        Args:
+            dtype: "float16" or "bfloat16". Defaults to the dtype that it was computed in.
+            loss_scale: float, a power of two. Defaults to the report's, rounded down to one.
+            rows: int. How many rows are shown at most: first those that lose most, then those that
+                are nearest to losing something. Rows of equal layers in repeated blocks are then
+                one, with the numbers of the worst. Defaults to None: all rows.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        scale = round_down(self.loss_scale) if loss_scale is None else loss_scale
+        header = (
+            *("", "", "in", "values", "zero", "inf/nan", "exponents"),
+            *("-> zero", "-> subnormal", "-> inf", "window"),
+        )
+        noise = self.noise
+        of_rows = [_ranked(row, dtype, scale, noise, rows is None) for row in self.rows]
+        table = text_tables.shortened(header, of_rows, rows, left=(0, 1, 2, 6, 10), name=1)
+        return "\n".join([*self._head(dtype, scale), "", *table])
+
+    def _head(self, dtype: str, loss_scale: float) -> list[str]:
+        window = self.window(dtype)
+        unknown = [row for row in self.rows if row.has_unknown_zeros(self.loss_scale)]
+        # Nothing is known about values that became zero on the way.
+        about = "of the values that are left, " if unknown else ""
+        seen = f"{self.counted} of {self.step} steps counted" if self.step else self.where
+        head = (
+            f"{dtype} at a loss scale of 2^{math.log2(loss_scale):.0f}; {seen}; {about}no gradient "
+            f"loses more than {100 * TOLERANCE:g} % at: {window}"
+        )
+        above_low, below_high = window.margins(loss_scale)
+        ratios = [
+            f"2^{exponent:g} times the {name} end"
+            for name, end, exponent in zip(("low", "high"), window, (above_low, 0 - below_high))
+            if abs(end) < EVERYWHERE.high and not window.is_empty
+        ]
+        head += f" (the loss scale is {' and '.join(ratios)})" if ratios else ""
+        lines = text_tables.wrapped(head)
+        if unknown:
+            lines += text_tables.wrapped(
+                f"The zeros of {len(unknown)} gradients may be values that were too small for "
+                f"{unknown[0].dtype}, such as those of {unknown[0].path}: ask check."
+            )
+        return lines
+
+    @property
+    def where(self) -> str:
+        """Words for what was looked at."""
+        if self.step:
+            return f"in {self.counted:,} of {self.step:,} steps"
+        return "in the batch" if self.counted == 1 else f"in {self.counted} batches"
+
+    def to_text(self, rows: int | None = text_tables.MOST) -> str:
+        """Returns what `print` shows: a headline, and the worst rows.
+
+        Args:
+            rows: int. How many rows are shown at most; None for all of them, with all columns.
+                Defaults to 10.
+
+        Returns:
+            str of several lines, of at most 100 characters each unless `rows` is None.
+        """
+        return self.table(rows=rows)
+
+    def __repr__(self) -> str:
+        return f"<Report of {len(self.rows)} rows, {self.where}>"
+
+    def __add__(self, other: "Report") -> "Report":
+        first, last = sorted([self, other], key=lambda report: report.step)
+        rows = {row.key: row for row in first.rows}
+        for row in last.rows:
+            rows[row.key] = rows[row.key] + row if row.key in rows else row
+        takers = {
+            path: {*self.takers.get(path, ()), *other.takers.get(path, ())}
+            for path in {*self.takers, *other.takers}
+        }
+        counted = first.counted + last.counted
+        how: dict[str, Any] = {"step": last.step, "counted": counted, "takers": takers}
+        return Report(list(rows.values()), loss_scale=last.loss_scale, **how)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as JSON has it: of each row how many values have which exponent."""
+        rows = []
+        for row in self.rows:
+            histogram = row.histogram
+            counts: dict[str, Any] = {str(e): n for e, n in histogram.exponents.items()}
+            special = histogram.zeros, histogram.infinities, histogram.nans
+            counts |= {name: n for name, n in zip(("zero", "inf", "nan"), special) if n}
+            rows.append({**row._asdict(), "histogram": counts})
+        own = {name: getattr(self, name) for name in ("step", "counted", "loss_scale")}
+        return {**own, "rows": rows}
+
+
+def _ranked(
+    row: Row, dtype: str, loss_scale: float, noise: set[RowKey], is_full: bool
+) -> text_tables.RankedRow:
+    """Returns a row of a table, ranked by how much it loses and how near it is to losing more."""
+    histogram, window = row.histogram, row.window(dtype, TOLERANCE)
+    fate, exponents = row.fate(dtype, loss_scale), histogram.exponents
+    bad, is_noise = histogram.infinities + histogram.nans, row.key in noise
+    cells = (
+        *(row.kind, f"{row.path} (noise)" if is_noise else row.path, row.dtype),
+        f"{histogram.total:,}" * is_full,
+        _percent(histogram.zeros, histogram.total),
+        _percent(bad, histogram.total),
+        f"2^{min(exponents)}..2^{max(exponents)}" if exponents else "",
+        _percent(fate.zero, fate.values),
+        _percent(fate.subnormal, fate.values) * is_full,
+        _percent(fate.infinite, fate.values),
+        str(window),
+    )
+    lost = (
+        bad / max(histogram.total, 1),
+        fate.share("infinite"),
+        fate.share("zero") * (fate.share("zero") > TOLERANCE),
+        float(row.has_unknown_zeros(loss_scale)) * histogram.zeros,
+    )
+    # Nothing of what is kept in float32 is lost.
+    matters = not is_noise and (row.kind != "weight" or row.dtype in LOW_PRECISION_NAMES)
+    margin = min(window.margins(loss_scale if row.is_scaled else 1.0))
+    alike = row.kind, row.dtype, histogram.total, is_noise, *(share > 0 for share in lost)
+    return text_tables.RankedRow(cells, (float(matters), *lost, -margin), alike)
+
+
+class Advice(NamedTuple):
+    """What follows from a report: `str(advice)` has a line for each sentence.
+
+    Attributes:
+        sentences: list of str; empty if nothing is lost.
+        policies: dict of paths of layers and names of policies, as `keras_mp.convert` takes it.
+        loss_scale: float or None. The scale that is recommended, if one is: for the whole training
+            if a training run was measured, to start with if it was a batch.
+
+    Example:
+
+    >>> print(keras_mp.numerics.report.Advice([], {}, None))
+    Nothing is lost.
+    """
+
+    sentences: list[str]
+    policies: dict[str, str]
+    loss_scale: float | None
+
+    def __str__(self) -> str:
+        return "\n".join(self.sentences) or "Nothing is lost."
+
+
+def advise(
+    report: Report,
+    dtype: str = "float16",
+    tolerance: float = TOLERANCE,
+    culprits: Mapping[str, str] = {},
+    owner: Callable[[str], str | None] = lambda path: path,
+) -> Advice:
+    """Returns advice on how to keep a model from losing what it loses in 16 bits.
+
+    It is the intersection of windows: a loss scale in the windows of all gradients loses nothing.
+    If there is none, layers whose gradients are outside of the best one go to float32. Layers that
+    lose what they return come first: as long as there are any, gradients are no guide. Gradients
+    that are rounding noise do not count, and where a run in 16 bits has lost nothing, there is no
+    advice. Act on it, and measure again, until nothing is lost.
+
+    Args:
+        report: a `Report`. In that of a training run in 16 bits, values that were too small are
+            zeros, and nothing is known about them. A sentence says so where that may matter.
+        dtype: "float16" (the default) or "bfloat16".
+        tolerance: float, from 0 to 1. Which share of a gradient may become zero. Defaults to 0.001.
+        culprits: dict of paths of layers that are known to be wrong in 16 bits, and why.
+        owner: returns the path of the layer whose policy a layer has; None if it has no path.
+
+    Raises:
+        ValueError: `dtype` is another one, or the tolerance is not a share.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_mp.numerics import Report
+    >>> from keras_mp.numerics.report import Row, advise
+    >>> from keras_mp.numerics.histogram import Histogram
+    >>> small, large = (Histogram.of(np.float32([size] * 8)) for size in (1e-11, 1.0))
+    >>> report = Report(
+    ...     [Row("gradient", "a/kernel", "float16", small),
+    ...      Row("gradient", "b/kernel", "float16", large)],
+    ...     step=3000, counted=30, loss_scale=1.0,
+    ... )
+    >>> advice = advise(report)
+    >>> advice.loss_scale
+    8192.0
+    >>> print(advice.sentences[0])
+    Fix the loss scale at 2^13: between 2^12 and 2^15 no gradient loses more than 0.1 %, in 30 of \
+3,000 steps. At 2^0, 100.0 % of `a/kernel` is below float16.
+    """
+    if dtype not in LOW_PRECISION_NAMES:
+        raise ValueError(f"Expected 'float16' or 'bfloat16'. Received: dtype={dtype!r}")
+    if not 0 <= tolerance <= 1:
+        raise ValueError(f"Expected a share from 0 to 1. Received: tolerance={tolerance!r}")
+    adviser = _Adviser(report, dtype, tolerance, owner)
+    adviser.judge(culprits)
+    return Advice(adviser.sentences, adviser.policies, adviser.loss_scale)
+
+
+class _Adviser:
+    """The advice that follows from a report, with words for it.
+
+    Args:
+        report: `Report`.
+        dtype: str.
+        tolerance: float. Which share of a gradient may become zero.
+        owner: as for `advise`.
+    """
+
+    def __init__(
+        self, report: Report, dtype: str, tolerance: float, owner: Callable[[str], str | None]
+    ) -> None:
+        self.report, self.dtype, self.tolerance, self.owner = report, dtype, tolerance, owner
+        # The loss scale in force, or that which training would begin with.
+        self.now, self.where = round_down(report.loss_scale), report.where
+        noise, rows = report.noise, report.rows_in_16_bits
+        self.rows = [row for row in rows if row.key not in noise]
+        self.of_noise = [row for row in rows if row.key in noise and row.lost is None]
+        self.gradients = [row for row in self.rows if row.is_scaled]
+        # Other batches may have larger gradients, so what suits one is no scale to keep.
+        self.set_scale = "fix the loss scale at" if report.step else "start the loss scale at"
+        self.sentences: list[str] = []
+        self.policies: dict[str, str] = {}
+        self.loss_scale: float | None = None
+
+    def judge(self, culprits: Mapping[str, str]) -> None:
+        """Looks at outputs, and then, if there is nothing about them, at gradients."""
+        for row in self.rows:
+            fate, histogram = row.fate(self.dtype), row.histogram
+            bad, total = fate.infinite, fate.values
+            if row.kind == "output" and not bad and row.dtype == self.dtype and not self.policies:
+                # What came out infinite may have been of any size. Layers after it suffer from it.
+                bad, total = histogram.infinities + histogram.nans, histogram.total
+            if row.kind == "output" and bad:
+                lost = f"{_share(bad, total)} of its output is beyond {self.dtype}, {self.where}"
+                self._in_float32(row.path, lost)
+        for path, why in culprits.items():
+            self._in_float32(path, why)
+        if not self.policies and not culprits:
+            self._gradients()
+        if self.report.step:
+            self.sentences += self._may_be_noise()
+        if self.dtype == "float16" and not culprits and (self.policies or self.loss_scale):
+            self.sentences += self._bfloat16()
+
+    def _in_float32(self, path: str, why: str) -> None:
+        layer = self.owner(path)
+        if layer and layer not in self.policies:
+            self.policies[layer] = "float32"
+            self.sentences.append(f"Run `{layer}` in float32: {why}.")
+
+    def _gradients(self) -> None:
+        """Advises about gradients, unless their zeros may have been too small for the dtype."""
+        now, dtype = self.now, self.dtype
+        is_too_large = any(
+            row.overflowed_at <= now or row.histogram.fate(dtype, now).infinite
+            for row in self.gradients
+        )
+        unknown = [
+            row
+            for row in self.gradients
+            if row.dtype == dtype and row.has_unknown_zeros(self.report.loss_scale, self.tolerance)
+        ]
+        if not unknown or is_too_large:
+            self._scale()
+        if unknown and (self.sentences or not is_too_large):
+            worst = max(unknown, key=lambda row: row.histogram.zeros / row.histogram.total)
+            self.sentences.append(
+                f"{_share(worst.histogram.zeros, worst.histogram.total)} of `{worst.path}`"
+                f"{_others(unknown)} is zero in {dtype} at a loss scale of "
+                f"{self.report.loss_scale:g}. Whether it is zero in float32, too, is unknown: "
+                "`keras_mp.numerics.check` tells."
+            )
+
+    def _scale(self) -> None:
+        """Advises a loss scale, and layers for float32, unless the current scale is good."""
+        dtype, rows = self.dtype, self.gradients
+        overflowed = [r for r in rows if r.dtype == dtype and math.isfinite(r.overflowed_at)]
+        infinite = [row for row in overflowed if not row.histogram.exponents]
+        if infinite:
+            scale = _power(min(row.overflowed_at for row in infinite))
+            self.sentences.append(
+                f"Use a dynamic loss scale, which finds one: at {scale} all of "
+                f"`{infinite[0].path}`{_others(infinite)} is infinite or NaN, {self.where}, so its "
+                "size is unknown."
+            )
+            return
+        lost = [self.tolerance + 1 if row.lost is None else row.lost for row in rows]
+        if not overflowed and max(lost, default=0.0) <= self.tolerance:
+            return  # A run has lost nothing.
+        if not self.report.step and any(row.overflowed_at <= 1 for row in rows):
+            return  # No scale helps: it is a layer that has to change.
+        allowed = Window(0, EVERYWHERE.high)  # A loss scale is at least 1.
+        windows = {row.key: row.window(dtype, self.tolerance) & allowed for row in rows}
+        for row in rows:
+            # What is lost inside of layers, histograms of what they return do not have. (A ReLU
+            # that rounding turns off makes zeros as well, but few.)
+            run_at = exponent_of(min(self.now, round_down(min(row.overflowed_at, 2.0**99)) / 2))
+            is_inside = windows[row.key].low <= run_at <= windows[row.key].high
+            if (row.lost or 0.0) > max(self.tolerance, MANY_ZEROS) and is_inside:
+                windows[row.key] &= Window(run_at + 1, EVERYWHERE.high)
+        common = functools.reduce(Window.__and__, windows.values(), allowed)
+        needs_none = dtype == "bfloat16" and common.low == 0 <= common.high
+        if min(common.margins(self.now)) >= 0 or needs_none or not rows:
+            return
+        if common.is_empty:
+            self._conflict(windows)
+            return
+        # In the middle of the window, and rather lower, since gradients grow at times.
+        exponent = (common.low + common.high) // 2
+        self.loss_scale = 2.0**exponent
+        sentence = (
+            f"{self.set_scale.capitalize()} 2^{exponent}: between 2^{common.low} and "
+            f"2^{common.high} no gradient loses more than {100 * self.tolerance:g} %, {self.where}."
+        )
+        worst = max(rows, key=lambda row: _lost(row.histogram.fate(dtype, self.now)))
+        fate = worst.histogram.fate(dtype, self.now)
+        if overflowed and self.report.step:
+            sentence += (
+                " That only covers finite gradients. How much smaller the scale has to be for the "
+                "steps that overflowed is unknown; a dynamic loss scale finds it."
+            )
+        elif fate.infinite or fate.zero:
+            beyond = "beyond" if fate.infinite else "below"
+            sentence += (
+                f" At {_power(self.now)}, {_share(fate.infinite or fate.zero, fate.values)} of "
+                f"{_named(*worst.key)} is {beyond} {dtype}."
+            )
+        self.sentences.append(sentence)
+
+    def _conflict(self, windows: Mapping[RowKey, Window]) -> None:
+        """Advises the scale that suits most gradients, and float32 for the layers of the others."""
+        ends = sorted({end for window in windows.values() for end in window})
+        best = max(ends, key=lambda end: sum(low <= end <= high for low, high in windows.values()))
+        suited = {key: each for key, each in windows.items() if each.low <= best <= each.high}
+        low, high = functools.reduce(Window.__and__, suited.values(), EVERYWHERE)
+        for row in self.gradients:
+            (kind, path), window = row.key, windows[row.key]
+            if row.key in suited:
+                continue
+            # At the nearest scale that suits the others; at its own, if nothing suits it.
+            end, is_small, others = max(window.high, 0), window.high >= 0, "it"
+            if not window.is_empty:
+                is_small, others = window.low > best, "others"
+                end = high if is_small else low
+            fate = row.histogram.fate(self.dtype, 2.0**end)
+            where = f"below {self.dtype} at any scale that does not overflow {others}"
+            if not is_small:
+                where = f"beyond {self.dtype} at any scale at which nothing is lost of {others}"
+            lost = _share(fate.zero if is_small else fate.infinite, fate.values)
+            why = f"{lost} of {_named(kind, path)} is {where}, {self.where}"
+            self._in_float32(path.rpartition("/")[0] if kind == "gradient" else path, why)
+            for taker in sorted(self.report.takers.get(path, ())):
+                self._in_float32(taker, f"it computes the gradient of `{path}`'s output")
+        if suited:
+            self.loss_scale = 2.0 ** ((low + high) // 2)
+            self.sentences.append(
+                f"Then {self.set_scale} {_power(self.loss_scale)}: between 2^{low} and 2^{high} "
+                f"the other gradients lose no more than {100 * self.tolerance:g} %, {self.where}."
+            )
+
+    def _may_be_noise(self) -> Iterator[str]:
+        """Yields a sentence about gradients that are lost, and may be rounding noise or not."""
+        of_noise = [(row.histogram.fate(self.dtype, self.now), row.path) for row in self.of_noise]
+        lost = [each for each in of_noise if each[0].share("zero") > self.tolerance]
+        if lost:
+            fate, path = max(lost, key=lambda each: each[0].share("zero"))
+            yield (
+                f"{_share(fate.zero, fate.values)} of `{path}`{_others(lost)} is below "
+                f"{self.dtype} at {_power(self.now)}. It is so small compared with the other "
+                "gradients of its layer that it may be rounding noise: `keras_mp.numerics.check` "
+                "tells."
+            )
+
+    def _bfloat16(self) -> Iterator[str]:
+        """Yields a sentence if bfloat16 keeps what float16 loses."""
+        of_rows = [row.histogram for row in self.rows]
+        # Nothing is known about what was not finite.
+        is_unknown = any(each.infinities + each.nans for each in of_rows)
+        fates = [each.fate("bfloat16") for each in of_rows]
+        if not is_unknown and not any(fate.zero or fate.infinite for fate in fates):
+            yield (
+                "bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of "
+                f"{sum(fate.values for fate in fates):,} values none becomes zero or infinite, "
+                f"{self.where}. (It keeps 8 bits of each value, float16 11.)"
+            )
+
+
+def _lost(fate: Fate) -> float:
+    return fate.share("zero") + fate.share("infinite")
+
+
+def _named(kind: str, path: str) -> str:
+    """Returns what a sentence calls a gradient."""
+    return f"`{path}`" if kind == "gradient" else f"the gradient of `{path}`'s output"
+
+
+def _others(rows: Sequence[object]) -> str:
+    return f" (and of {len(rows) - 1} more)" if len(rows) > 1 else ""
+
+
+def _share(count: int, total: int) -> str:
+    """Returns a share of the values, in words."""
+    share = 100 * count / max(total, 1)
+    return f"{count:,} of {total:,} values" if share < 0.1 else f"{share:.1f} %"
+
+
+def _percent(count: int, total: int) -> str:
+    """Returns a share as text, which is empty only for zero."""
+    share = 100 * count / max(total, 1)
+    return "" if not count else "<0.1 %" if share < 0.1 else f"{share:.1f} %"
+
+
+def _power(scale: float) -> str:
+    return f"2^{math.log2(scale):.0f}"

@@ -1,0 +1,262 @@
+"""Advice: it follows from the numbers, and a model that takes it loses nothing."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.numerics import Report
+from keras_mp.numerics.histogram import Histogram
+from keras_mp.numerics.report import Row, advise
+from tests.common import Times, once
+from tests.numerics.test_reports import report, row
+from tests.numerics.tools import both
+
+K = tf.keras
+
+
+@once
+def test_a_healthy_model_is_told_nothing():
+    advice = advise(report(row(values=[2.0**-30, 1.0]), row("output", "a", values=[100.0])))
+    assert advice == ([], {}, None)
+    assert str(advice) == "Nothing is lost."
+    assert advise(report(row(dtype="bfloat16")), "bfloat16").sentences == []
+
+
+@once
+def test_a_scale_that_is_too_small_or_too_large():
+    rows = [row(values=[2.0**-30] * 9), row(path="b/kernel", values=[1.5])]
+    first, second = advise(report(*rows, loss_scale=2.0)).sentences
+    assert first == (
+        "Fix the loss scale at 2^10: between 2^6 and 2^15 no gradient loses more than 0.1 %, in 10 "
+        "of 100 steps. At 2^1, 100.0 % of `dense/kernel` is below float16."
+    )
+    assert second.startswith("bfloat16 would lose nothing that float16 loses here")
+    assert "of 10 values none" in second
+    too_large = advise(report(*rows, loss_scale=2.0**20))
+    assert too_large.loss_scale == 2.0**10
+    assert "At 2^20, 100.0 % of `b/kernel` is beyond float16." in too_large.sentences[0]
+    # The tolerance is for those few that are next to zero.
+    few = row(values=[2.0**-60, *[1.0] * 1999])
+    assert advise(report(few)).sentences == []
+    alone = advise(report(few), tolerance=0.0)
+    assert (alone.policies, alone.loss_scale) == ({"dense": "float32"}, None)
+    assert alone.sentences[0] == (
+        "Run `dense` in float32: 1 of 2,000 values of `dense/kernel` is below float16 at any scale "
+        "that does not overflow it, in 10 of 100 steps."
+    )
+
+
+@once
+def test_no_scale_suits_all():
+    rows = [
+        row(path="embedding/embeddings", values=[2.0**14]),
+        row(path="dense/kernel", values=[2.0**4]),
+        row("output gradient", "dense_3", values=[2.0**-40, *[2.0**-20] * 7]),
+        row(path="dense_3/kernel", values=[2.0**-40]),
+    ]
+    advice = advise(report(*rows, loss_scale=1.0))
+    assert advice.policies == {"dense_3": "float32"}
+    assert advice.sentences[0] == (
+        "Run `dense_3` in float32: 100.0 % of `dense_3/kernel` is below float16 at any scale that "
+        "does not overflow others, in 10 of 100 steps."
+    )
+    assert advice.sentences[1].startswith("Then fix the loss scale at 2^")
+    assert advice.loss_scale in (1.0, 2.0)
+    large = row(path="large/kernel", values=[2.0**10])
+    small = [row(path=f"{name}/kernel", values=[2.0**-40]) for name in "ab"]
+    advice = advise(report(large, *small))
+    assert advice.policies == {"large": "float32"}
+    assert "is beyond float16 at any scale at which nothing is lost of others" in str(advice)
+    # A loss scale is at least 1.
+    advice = advise(report(row(path="huge/kernel", values=[2.0**30]), *small))
+    assert advice.policies == {"huge": "float32"}
+    assert "100.0 % of `huge/kernel` is beyond float16" in str(advice)
+
+
+@once
+def test_outputs_come_first():
+    rows = [
+        row(values=[2.0**-90], dtype="float32"),
+        row("output", "mask", dtype="float32", values=[-1e9, 0, 1, 2]),
+        row("output", "after", dtype="float32", values=[1.0]),
+    ]
+    advice = advise(report(*rows))
+    assert advice.policies == {"mask": "float32"}
+    assert advice.sentences[0] == (
+        "Run `mask` in float32: 33.3 % of its output is beyond float16, in 10 of 100 steps."
+    )
+    in_half = [
+        row("output", "mask", values=[-np.inf, 0]),
+        row("output", "after", values=[np.nan, 1.0]),
+    ]
+    advice = advise(report(*in_half))
+    assert advice.policies == {"mask": "float32"}
+    assert len(advice.sentences) == 1  # Of bfloat16 nothing is known.
+
+
+@once
+def test_what_it_does_not_take():
+    with pytest.raises(ValueError, match="Received: dtype='float32'"):
+        advise(report(row()), "float32")
+    with pytest.raises(ValueError, match="Received: dtype='float8_e5m2'"):
+        advise(report(), "float8_e5m2")
+    with pytest.raises(ValueError, match="from 0 to 1. Received: tolerance=5"):
+        advise(report(), tolerance=5)
+
+
+def model_with_a_mask():
+    """A mask of -1e9, in which all of one row is masked, as where a sequence is empty."""
+    inputs, mask = K.Input([6]), K.Input([6])
+    scores = K.layers.Dense(6, name="scores")(inputs)
+    far = Times(-1e9, name="far")(mask)
+    masked = K.layers.Add(name="masked")([scores, far])
+    weights = K.layers.Softmax(name="weights")(masked)
+    return K.Model([inputs, mask], K.layers.Dense(1, dtype="float32", name="head")(weights))
+
+
+@once
+def test_a_model_that_takes_it_loses_nothing():
+    rng = np.random.default_rng(0)
+    mask = (rng.random([8, 6]) < 0.3).astype(np.float32)
+    mask[0] = 1
+    x, y = [rng.normal(size=[8, 6]).astype(np.float32), mask], np.ones([8, 1], np.float32)
+    with keras_mp.policy_scope("mixed_float16"):
+        mixed = model_with_a_mask()
+        mixed.compile("sgd", squares)
+    expected = keras_mp.convert(mixed, "float32")(x)
+    advised = set()
+    for _ in range(4):
+        advice = keras_mp.numerics.check(mixed, (x, y)).advice()
+        if not advice.policies:
+            break
+        advised |= set(advice.policies)
+        mixed = keras_mp.convert(mixed, advice.policies)
+        mixed.compile("sgd", squares)
+    assert advised <= {"far", "masked", "weights"}
+    assert "masked" in advised
+    assert not keras_mp.numerics.check(mixed, (x, y)).findings
+    assert mixed.get_layer("scores").compute_dtype == "float16"
+    np.testing.assert_allclose(mixed(x), expected, rtol=1e-2, atol=1e-2)
+
+
+def mixed_sequential(*layers, policy="mixed_float16"):
+    K.utils.set_random_seed(0)
+    head = K.layers.Dense(1, dtype="float32", name="head")
+    model = K.Sequential([*layers, head])
+    return keras_mp.convert(model, policy)
+
+
+def squares(y, predictions):
+    return tf.reduce_mean((tf.cast(predictions, tf.float32) - y) ** 2)
+
+
+def test_rounding_noise_is_no_reason_for_advice():
+    rng = np.random.default_rng(0)
+    before = K.layers.Dense(8, name="before")  # whose bias the normalization takes away
+    normalization = K.layers.BatchNormalization(name="normalization")
+    model = mixed_sequential(K.Input([4]), before, normalization)
+    x, y = (rng.normal(size=[16, n]).astype(np.float32) for n in (4, 1))
+    small = lambda y, predictions: squares(y, predictions) * 2.0**-14  # noqa: E731
+    _, found = both(model, x, y, loss=small)
+    assert found.noise == {("gradient", "before/bias")}
+    assert advise(found) == ([], {}, None)
+    # Were it taken for a gradient, it would be lost.
+    rows = [row._replace(is_noise=False, lost=1.0) for row in found.rows]
+    assert advise(Report(rows, step=0, counted=1, loss_scale=2.0**15)).sentences
+
+
+@once
+def test_what_a_run_has_not_lost_is_no_reason_for_advice():
+    rows = [row(values=[2.0**-45] * 8, lost=0.0, is_noise=False)]
+    assert advise(Report(rows, step=0, counted=1, loss_scale=2.0**15)) == ([], {}, None)
+    lossy = Report([rows[0]._replace(lost=0.5)], step=0, counted=1, loss_scale=2.0**15)
+    assert advise(lossy).loss_scale > 2.0**20
+    assert "in the batch" in advise(lossy).sentences[0]
+
+
+@once
+def test_what_is_lost_inside_of_a_layer_narrows_the_window():
+    rows = [row(values=[1.0] * 8, lost=0.5, is_noise=False)]
+    # At 2^4, in whose window it is, a run has lost half of it.
+    advice = advise(Report(rows, step=0, counted=1, loss_scale=2.0**4))
+    assert advice.loss_scale > 2.0**4
+
+
+class Normalized(K.layers.Layer):
+    """Divides each row by its length, whose square overflows in float16."""
+
+    def call(self, x):
+        return x / tf.sqrt(tf.reduce_sum(x * x, -1, keepdims=True))
+
+
+def test_an_output_that_becomes_zero_is_lost():
+    model = mixed_sequential(K.Input([8]), Times(300.0, name="large"), Normalized(name="norm"))
+    x = np.random.default_rng(0).uniform(1, 2, size=[96, 8]).astype(np.float32)
+    batch = x, np.ones([96, 1], np.float32)
+    checked = keras_mp.numerics.check(model, batch, loss=squares)
+    advice = checked.advice()
+    assert advice.policies == {"norm": "float32"}
+    assert advice.sentences[0].startswith("Run `norm` in float32: Overflow")
+    cured = keras_mp.convert(model, advice.policies)
+    assert not keras_mp.numerics.check(cured, batch, loss=squares).findings
+
+
+@once
+def test_zeros_of_a_run_in_16_bits_are_unknown():
+    lossy = row(values=[*[0.0] * 29, *[2.0**-24] * 71])
+    advice = advise(report(lossy, loss_scale=1.0))
+    assert advice == (
+        [
+            "29.0 % of `dense/kernel` is zero in float16 at a loss scale of 1. Whether it is zero "
+            "in float32, too, is unknown: `keras_mp.numerics.check` tells."
+        ],
+        {},
+        None,
+    )
+    assert "may be values that were too small for float16" in str(report(lossy, loss_scale=1.0))
+    # Zeros beside values of an ordinary size come from elsewhere: a ReLU, a pixel that is black.
+    assert advise(report(row(values=[*[0.0] * 29, *[0.5] * 71]))) == ([], {}, None)
+    # Unknown zeros do not hide an overflow.
+    large = row(path="b/kernel", values=[4.0], overflowed_at=2.0**15)
+    both = advise(report(lossy, large, loss_scale=2.0**15))
+    assert both.loss_scale < 2.0**15
+    assert "for the steps that overflowed is unknown" in str(both)
+    in_float32 = row(dtype="float32", values=[0.0, 2.0**-24])
+    assert advise(report(in_float32, loss_scale=1.0)).sentences == []
+
+
+@once
+def test_rounding_noise_of_float32_does_not_narrow_the_window_of_a_report():
+    rows = [
+        row(path="a/kernel", dtype="float32", values=[1.0, 0.5]),
+        row(path="a/bias", dtype="float32", values=[2.0**-30]),
+    ]
+    assert report(*rows).noise == {("gradient", "a/bias")}
+    assert report(*rows).window("float16") == report(rows[0]).window("float16")
+    small = row(path="a/bias", dtype="float32", values=[2.0**-12])
+    assert report(rows[0], small).noise == set()
+
+
+def test_a_small_gradient_that_may_be_noise_is_no_loss_that_goes_unsaid():
+    histograms = {"kernel": Histogram.of(np.float32([1.0] * 8))}
+    histograms["bias"] = Histogram.of(np.float32([2.0**-26] * 8))
+    rows = [Row("gradient", f"dense/{name}", "float16", each) for name, each in histograms.items()]
+    advice = advise(Report(rows, step=10, counted=10, loss_scale=1.0))
+    assert len(advice.sentences) == 1
+    assert "`dense/bias` is below float16" in advice.sentences[0]
+    assert "check" in advice.sentences[0]
+    assert not advise(Report(rows, step=10, counted=10, loss_scale=2.0**15)).sentences
+
+
+@once
+def test_infinity_that_a_softmax_takes_is_no_loss():
+    inputs = K.Input([6])
+    with keras_mp.policy_scope("mixed_float16"):
+        far = Times(-1e9, name="far", dtype="float32")(inputs)
+        weights = K.layers.Softmax(name="weights")(far)
+        model = K.Model(inputs, K.layers.Dense(1, dtype="float32", name="head")(weights))
+        model.compile("sgd", squares)
+    x = np.float32(np.arange(48).reshape([8, 6]) % 6 > 2)
+    checked = keras_mp.numerics.check(model, (x, np.ones([8, 1], np.float32)))
+    assert (checked.findings, checked.advice().policies) == ((), {})

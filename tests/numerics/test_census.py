@@ -1,0 +1,460 @@
+"""What is counted is what is in the graph."""
+
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.grappler import passes
+from keras_mp.kernels import slow
+from keras_mp.numerics import graph
+from keras_mp.numerics.census import Cast, Census, Graph, Operation, census
+from tests.common import IS_KERAS_3, needs_bfloat16_rewrite, needs_cuda, once
+
+K = tf.keras
+L = K.layers
+
+
+def dtypes_of(graph):
+    """{(type of operation, dtype): how many}."""
+    return Counter((each.op, each.dtype) for each in graph.operations)
+
+
+# What a product takes, by hand and by TensorFlow's profiler.
+
+CASES = {
+    "MatMul": (lambda a: a @ tf.ones([4, 5]), [[3, 4]], 2 * 3 * 4 * 5),
+    "MatMul, transposed": (
+        lambda a: tf.matmul(a, tf.ones([5, 3]), transpose_a=True, transpose_b=True),
+        [[3, 4]],
+        2 * 4 * 3 * 5,
+    ),
+    "BatchMatMul": (lambda a: tf.matmul(a, a, adjoint_b=True), [[2, 3, 4]], 2 * 2 * 3 * 3 * 4),
+    "Einsum": (lambda a: tf.einsum("bij,jk->bik", a, tf.ones([4, 5])), [[2, 3, 4]], 240),
+    "Einsum with an ellipsis": (
+        lambda a: tf.einsum("...ij,...jk->...ik", a, tf.ones([7, 4, 5])),
+        [[2, 7, 3, 4]],
+        2 * 14 * 3 * 4 * 5,
+    ),
+    "Conv2D": (
+        lambda a: tf.nn.conv2d(a, tf.ones([3, 3, 4, 6]), 1, "SAME"),
+        [[2, 8, 8, 4]],
+        2 * 2 * 8 * 8 * 6 * 3 * 3 * 4,
+    ),
+    "Conv2D in groups": (
+        lambda a: tf.nn.conv2d(a, tf.ones([3, 3, 2, 6]), 1, "SAME"),
+        [[2, 8, 8, 4]],
+        2 * 2 * 8 * 8 * 6 * 3 * 3 * 2,
+    ),
+    "Conv3D": (
+        lambda a: tf.nn.conv3d(a, tf.ones([3, 3, 3, 2, 5]), [1] * 5, "VALID"),
+        [[1, 4, 4, 4, 2]],
+        2 * 8 * 5 * 27 * 2,
+    ),
+    "DepthwiseConv2D": (
+        lambda a: tf.nn.depthwise_conv2d(a, tf.ones([3, 3, 4, 2]), [1] * 4, "SAME"),
+        [[2, 8, 8, 4]],
+        2 * 2 * 8 * 8 * 8 * 9,
+    ),
+}
+
+
+def by_profiler(concrete, ops):
+    """What TensorFlow's profiler counts for operations of these types."""
+    options = tf.compat.v1.profiler.ProfileOptionBuilder.float_operation()
+    options = {**options, "output": "none", "account_type_regexes": ops, "hide_name_regexes": []}
+    profile = tf.compat.v1.profiler.profile(concrete.graph, cmd="op", options=options)
+    return {child.name: child.float_ops for child in _flat(profile)}
+
+
+def _flat(node):
+    for child in node.children:
+        yield child
+        yield from _flat(child)
+
+
+@once
+@pytest.mark.parametrize("name", CASES)
+def test_the_work_of_a_product(name):
+    function, shapes, expected = CASES[name]
+    found = census(function, *(tf.TensorSpec(shape) for shape in shapes))
+    assert found.traced.work() == {"float32": expected}
+
+
+@once
+def test_forward_and_backward_pass_are_what_the_profiler_counts():
+    kernel, weights = tf.Variable(tf.ones([3, 3, 4, 6])), tf.Variable(tf.ones([384, 5]))
+
+    @tf.function
+    def step(images):
+        with tf.GradientTape() as tape:
+            tape.watch(images)
+            x = tf.nn.conv2d(images, kernel, 1, "SAME")
+            loss = tf.reduce_sum(tf.reshape(x, [2, -1]) @ weights)
+        return loss, tape.gradient(loss, [images, kernel, weights])
+
+    concrete = step.get_concrete_function(tf.TensorSpec([2, 8, 8, 4]))
+    counted = Counter()
+    for each in census(concrete).traced.operations:
+        counted[each.op] += each.work
+    expected = {op: n for op, n in by_profiler(concrete, [".*"]).items() if counted[op]}
+    assert expected.keys() == {"MatMul", "Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter"}
+    assert {op: counted[op] for op in expected} == expected
+    assert sum(counted.values()) == 3 * (2 * 2 * 64 * 6 * 36 + 2 * 2 * 384 * 5)
+
+
+@once
+def test_calls_loops_and_branches():
+    weight = tf.eye(4)
+
+    @tf.function
+    def inner(x):
+        return x @ weight
+
+    @tf.function
+    def outer(x, flag, which):
+        def body(x):
+            x = tf.while_loop(lambda x: True, lambda x: [inner(x)], [x], maximum_iterations=3)[0]
+            return [tf.cond(flag, lambda: x @ weight @ weight, lambda: x @ weight)]
+
+        x = tf.while_loop(lambda x: True, body, [inner(x)], maximum_iterations=5)[0]
+        x = tf.switch_case(which, [lambda: x, lambda: x @ weight @ weight @ weight, lambda: -x])
+        return tf.cond(flag, lambda: x @ weight @ weight, lambda: x @ weight)
+
+    specs = tf.TensorSpec([3, 4]), tf.TensorSpec([], tf.bool), tf.TensorSpec([], tf.int32)
+    found = census(outer, *specs)
+    work = {"float32": (1 + 5 * (3 + 2) + 3 + 2) * 2 * 3 * 4 * 4}
+    assert found.traced.work() == work
+
+
+@once
+def test_a_loop_of_which_nothing_tells_how_often_it_turns():
+    def loop(x, count):
+        for _ in tf.range(count):
+            x = x @ x
+        return tf.while_loop(lambda x: tf.reduce_sum(x) < 9, lambda x: [x @ x], [x])[0]
+
+    found = census(tf.function(loop), tf.TensorSpec([4, 4]), tf.TensorSpec([], tf.int32))
+    assert [each.is_least for each in found.traced.operations if each.work] == [True, True]
+    assert found.traced.work() == {"float32": 2 * 2 * 4**3}
+    assert "of some loops is unknown. They are counted once: outside of layers." in str(found)
+    assert "the program (a loop, counted once)" in str(found)
+
+
+@once
+def test_a_loop_over_a_range():
+    @tf.function
+    def loop(x):
+        for _ in tf.range(1, 10, 2):
+            x = x @ x
+        return x
+
+    assert census(loop, tf.TensorSpec([4, 4])).traced.work() == {"float32": 5 * 2 * 4**3}
+
+
+@needs_bfloat16_rewrite
+@once
+def test_the_graph_rewrite_is_named():
+    passes.turn_on("bfloat16")
+    found = census(lambda x: x @ x, tf.TensorSpec([64, 64]))
+    assert found.traced.work() == {"float32": 2 * 64**3}
+    assert "The graph rewrite is on, and makes more of it bfloat16" in str(found)
+
+
+@once
+@needs_cuda
+def test_products_on_tensor_cores():
+    def function(x, w):
+        return tf.matmul(tf.nn.relu(tf.matmul(x, w)), w)
+
+    x, w = tf.ones([7, 8], "float16"), tf.ones([8, 8], "float16")
+    newer, older = (
+        census(tf.function(function), x, w, device=device) for device in ("GPU 7.0", "GPU 6.1")
+    )
+    assert newer.traced.work() == {"float16": 2 * 2 * 7 * 8 * 8}
+    lines = newer.to_text(None).splitlines()
+    assert lines[0] == "Census of function on a GPU 7.0"
+    assert "The tensor cores of a GPU 7.0 take 100% of the multiplications." in lines
+    [odd] = [each for each in lines if each.startswith("100% of the multiplications have sizes")]
+    assert "no multiples of 8: 7 x 8 x 8. Round units" in odd
+    assert "The tensor cores of a GPU 6.1 take 0% of the multiplications." in str(older)
+    assert json.loads(newer.to_json())["device"] == "GPU 7.0"
+
+
+@needs_cuda
+def test_products_in_float32_on_tensor_cores():
+    """A GPU from 8.0 on takes them as TensorFloat-32, unless the program has turned that off."""
+    said = "They also take the 100% in float32, as TensorFloat-32"
+    product, x = tf.function(lambda x: tf.matmul(x, x)), tf.ones([8, 8])
+    assert said in str(census(product, x, device="GPU 8.0"))
+    assert said not in str(census(product, x, device="GPU 7.0"))
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        assert said not in str(census(product, x, device="GPU 8.0"))
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(True)
+
+
+@needs_cuda
+def test_the_tensor_cores_of_each_generation():
+    def function(x):
+        y = tf.cast(x, "bfloat16")
+        z = tf.cast(x, "float16")
+        return tf.matmul(y, y), tf.matmul(z, z)
+
+    for device, share in (("GPU 6.1", "0%"), ("GPU 7.5", "50%"), ("GPU 8.0", "100%")):
+        found = str(census(tf.function(function), tf.ones([8, 8]), device=device))
+        assert f"take {share} of the multiplications" in found
+        assert "no multiples" not in found
+    with pytest.raises(ValueError, match="Expected a GPU and its compute capability"):
+        census(tf.function(function), tf.ones([8, 8]), device="A100")
+
+
+def test_reasons_in_a_region_of_autocast():
+    @tf.function
+    @keras_mp.autocast("bfloat16")
+    def function(x):
+        return tf.exp(x @ x)
+
+    found = census(function, tf.TensorSpec([8, 8]))
+    whys = {(each.op, each.dtype): each.why for each in found.traced.operations}
+    assert whys["MatMul", "bfloat16"].startswith("autocast: 16 bits make matrix products")
+    assert whys["Exp", "float32"].startswith("autocast: overflows")
+    assert {each.why for each in found.traced.casts} == {"autocast"}
+
+
+class Widens(L.Layer):
+    def __init__(self):
+        super().__init__(name="widens")
+        self.dense = L.Dense(8, name="dense")
+
+    def call(self, x):
+        return tf.cast(tf.cast(self.dense(x), tf.float32) * 2.0, tf.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def step():
+    """The census of a step in which each layer computes as its policy says, on each machine."""
+    keras_mp.enable_float32_where_faster(False)
+    try:
+        return small_step()
+    finally:
+        keras_mp.enable_float32_where_faster()
+
+
+def small_step():
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        model = K.Sequential(
+            [
+                K.Input([6, 6, 3]),
+                L.Conv2D(4, 3, padding="same", name="conv"),
+                Widens(),
+                L.Flatten(),
+                L.Dense(5, dtype="float32", name="head"),
+            ],
+            name="small",
+        )
+        model.compile("sgd", K.losses.SparseCategoricalCrossentropy(from_logits=True))
+    before = model.get_weights()
+    found = census(model, (np.ones([4, 6, 6, 3], "float32"), np.arange(4, dtype="int32")))
+    for value, now in zip(before, model.get_weights()):  # Nothing has run.
+        np.testing.assert_array_equal(value, now)
+    return found
+
+
+CONVOLUTION, INNER, HEAD = 2 * 4 * 36 * 4 * 27, 2 * 4 * 36 * 4 * 8, 2 * 4 * 288 * 5
+
+
+def test_the_work_of_a_training_step(step):
+    # The gradient with respect to the images is not needed, and left out.
+    assert step.traced.work() == {"bfloat16": 2 * CONVOLUTION + 3 * INNER, "float32": 3 * HEAD}
+    by_layer = Counter()
+    for each in step.traced.operations:
+        by_layer[each.layer] += each.work
+    assert by_layer["widens/dense"] == 3 * INNER
+    assert by_layer["head"] == 3 * HEAD
+
+
+def test_the_reasons_of_a_training_step(step):
+    whys = {each.layer: each.why for each in step.traced.operations if each.work}
+    assert whys == {
+        "conv": "policy mixed_bfloat16",
+        "widens/dense": "policy mixed_bfloat16",
+        "head": "policy float32",
+    }
+
+
+def test_the_casts_of_a_training_step(step):
+    own = [each for each in step.traced.casts if each.why == "the program's own cast"]
+    size = 4 * 36 * 8 * (2 + 4)
+    assert [(each.source, each.to, each.bytes) for each in own] == [
+        ("bfloat16", "float32", size),
+        ("float32", "bfloat16", size),
+    ]
+    assert {each.line.file for each in own} == {__file__}
+    assert own[0].after == "widens/dense"
+    assert own[0].before == "widens"
+    of_variables = [each for each in step.traced.casts if each.why.startswith("a variable")]
+    assert {each.before for each in of_variables} == {"conv", "widens/dense"}
+    assert sum(each.bytes for each in of_variables) == 6 * (4 * 27 + 4 + 4 * 8 + 8)
+
+
+def test_sentences_and_json(step):
+    text = str(step)
+    assert text.startswith("Census of the training step of 'small'\nOf the multiplications, ")
+    assert "in float32 (policy float32: head)" in text
+    assert f"{len(step.traced.casts)} casts move" in text
+    read = json.loads(step.to_json())
+    assert read["traced"]["work"] == step.traced.work()
+    assert len(read["traced"]["casts"]) == len(step.traced.casts)
+
+
+def test_a_model_without_an_optimizer():
+    model = K.Sequential([K.Input([8]), L.Dense(4)])
+    found = census(model, tf.ones([2, 8]))
+    assert found.name.startswith("the forward pass of")
+    assert found.traced.work() == {"float32": 2 * 2 * 8 * 4}
+
+
+def test_the_work_of_a_recurrent_layer():
+    model = K.Sequential([K.Input([7, 3]), L.LSTM(4, name="lstm"), L.Dense(2, name="head")])
+    model.compile("sgd", "mse")
+    found = census(model, (tf.ones([2, 7, 3]), tf.ones([2, 2])))
+    # Four gates; the input needs no gradient, the first state does for its loop.
+    of_input, of_state, head = 2 * 2 * 3 * 4 * 4, 2 * 2 * 4 * 4 * 4, 2 * 2 * 4 * 2
+    # In the function of Keras 2 it is computed, unless grappler leaves it out.
+    of_gradient = 0 if IS_KERAS_3 else 7 * of_input
+    work = 7 * (2 * of_input + 3 * of_state) + 3 * head + of_gradient
+    assert found.traced.work() == {"float32": work}
+    layers = {each.layer.partition("/")[0] for each in found.traced.operations if each.work}
+    assert layers == {"lstm", "head"}
+
+
+def test_work_belongs_to_its_layer_whatever_keras_calls_them():
+    inner = K.Sequential([K.Input([8]), L.Dense(16, name="dense"), L.Dense(8, name="dense_1")])
+    layers = [inner, L.Dense(32, name="dense"), L.Dense(4, name="dense_1")]
+    model = K.Sequential([K.Input([8]), *layers, L.Dense(2, name="dense_2")])
+    by_layer = Counter()
+    for each in census(model, tf.ones([2, 8])).traced.operations:
+        by_layer[each.layer] += each.work
+    assert {path: work for path, work in by_layer.items() if work} == {
+        f"{inner.name}/dense": 2 * 2 * 8 * 16,
+        f"{inner.name}/dense_1": 2 * 2 * 16 * 8,
+        "dense": 2 * 2 * 8 * 32,
+        "dense_1": 2 * 2 * 32 * 4,
+        "dense_2": 2 * 2 * 4 * 2,
+    }
+
+
+@once
+def test_what_cannot_be_counted_is_refused():
+    with pytest.raises(TypeError, match="Expected a batch after the model"):
+        census(K.Sequential([K.Input([8]), L.Dense(4)]))
+    with pytest.raises(TypeError, match="Expected a model"):
+        census(3)
+
+
+def test_a_batch_that_cannot_be_counted_is_refused():
+    model = K.Sequential([K.Input([8]), L.Dense(4)], name="model")
+    model.compile("sgd", "mse")
+    x, y = tf.ones([2, 8]), tf.ones([2, 4])
+    for batch, error, message in (
+        (None, TypeError, "Expected a batch"),
+        ((x, y, y, y), ValueError, "a tuple of 4"),
+        ([x, y], ValueError, "pass a tuple"),
+        ((x[:0], y[:0]), ValueError, r"values in it. Received: x of the shape \(0, 8\)"),
+        ((x[:, :3], y), ValueError, r"suit the training step of 'model'. Received: x of the .*3\)"),
+    ):
+        with pytest.raises(error, match=message):
+            census(model, batch)
+
+
+@once
+def test_shapes_that_are_not_known_count_nothing():
+    found = census(lambda x: x @ x, tf.TensorSpec([None, None]))
+    assert found.traced.work() == {}
+    assert dtypes_of(found.traced)["MatMul", "float32"] == 1
+    assert graph.of(tf.compat.v1.NodeDef(op="Relu"), [()], [()]) is None
+    assert graph.nodes_of(tf.function(lambda: None).get_concrete_function().graph) == []
+    assert str(found).splitlines()[1] == (
+        "The shapes of 1 product are not known, so they are not counted: outside of layers."
+    )
+
+
+@once
+def test_equal_layers_of_blocks_are_one_row():
+    operations, casts = [], []
+    for i in range(12):
+        layer = f"block_{i}/dense"
+        operations.append(
+            Operation(layer, "MatMul", "float16", layer, None, "", 1, "matrix product", 100, False)
+        )
+        casts.append(
+            Cast(layer, "float32", "float16", f"block_{i}/norm", layer, None, "a policy", 1000)
+        )
+    graph = Graph(tuple(operations), tuple(casts))
+    found = Census("a step", graph)
+    text = str(found)
+    assert "12 casts move 12 kB a call, 12 of them between block_[0-11]/norm and block_" in text
+    assert re.search(r"100\.0%  float16  block_\[0-11\]/dense", text)
+    assert re.search(r"12 kB     12  float32  float16  block_\[0-11\]/norm > block_", text)
+    every = found.to_text(rows=None)
+    assert (every.count("  block_"), every.count("8.3%  float16")) == (24, 12)
+
+
+class Subclassed(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (tf.keras.layers.Dense(8, name=name) for name in ("one", "two"))
+
+    def call(self, x):
+        return self.two(self.one(x))
+
+
+def _with_a_model_inside():
+    inputs, layers = tf.keras.Input([8]), tf.keras.layers
+    inner = tf.keras.Sequential([tf.keras.Input([8]), layers.Dense(8, name="two")], name="inner")
+    outputs = layers.Activation("softmax")(inner(layers.Dense(8, name="one")(inputs)))
+    return tf.keras.Model(inputs, outputs)
+
+
+def _sequential():
+    layers = [tf.keras.layers.Dense(8, name=name) for name in ("one", "two")]
+    return tf.keras.Sequential([tf.keras.Input([8]), *layers])
+
+
+@pytest.mark.parametrize("make", [_sequential, Subclassed])
+def test_a_model_in_float32_has_its_policy_as_the_reason(make):
+    with keras_mp.policy_scope("float32"):
+        model = make()
+        found = census(model, tf.ones([4, 8])).traced.operations
+    assert {each.why for each in found if each.work} == {"policy float32"}
+
+
+@pytest.mark.parametrize("make", [_sequential, Subclassed, _with_a_model_inside])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_what_makes_the_outputs_is_in_float32_since_the_model_returns_that(
+    make, policy, monkeypatch
+):
+    monkeypatch.setattr(slow, "is_slow", lambda *_: False)
+    with keras_mp.policy_scope(policy):
+        model = make()
+        model(tf.ones([4, 8]))
+        model.compile("sgd", "mse")
+    keras_mp.enable_float32_where_faster(False)
+    try:
+        graph = census(model, (tf.ones([4, 8]), tf.ones([4, 8]))).traced
+    finally:
+        keras_mp.enable_float32_where_faster()
+    products = [each for each in graph.operations if each.work]
+    layers = [each.layer.rpartition("/")[2] for each in products]
+    assert sorted(layers) == ["one"] * 2 + ["two"] * 3
+    wide = [each for each in products if each.dtype == "float32"]
+    assert [(each.layer.rpartition("/")[2], each.why) for each in wide] == [
+        ("two", "the model returns float32")
+    ]
+    assert "the model returns float32" in {each.why for each in graph.casts}

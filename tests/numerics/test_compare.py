@@ -1,0 +1,642 @@
+"""Two dtypes side by side: planted defects are named, and honest models have none."""
+
+import json
+import math
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp.__main__ import main
+from keras_mp.numerics import run as running
+from keras_mp.numerics.batches import Batch
+from keras_mp.numerics.records import Distance, apart, array, relative, underflow
+from keras_mp.numerics.run import RandomNumbers
+from tests import common
+from tests.numerics.tools import compare
+
+# A number that is made in float16 by way of NumPy is infinite there: a Python number is not.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+
+L = tf.keras.layers
+
+
+def constant(value, like):
+    return tf.constant(value, like.dtype)
+
+
+def epsilon_of_zero(x):
+    mean = tf.reduce_mean(x, -1, keepdims=True)
+    variance = tf.reduce_mean((x - mean) ** 2, -1, keepdims=True)
+    return (x - mean) * tf.math.rsqrt(variance + constant(1e-8, x))
+
+
+def log_of_zero(x):
+    return tf.math.log(tf.nn.relu(x) + constant(1e-9, x))
+
+
+def norm_of_zero(x):
+    return x / (tf.norm(x, axis=-1, keepdims=True) + constant(1e-10, x))
+
+
+def long_sum(x):
+    rows = tf.repeat(tf.reduce_max(tf.abs(x[:, :1]), 0, keepdims=True) + 1, 100_000, 0)
+    return x + tf.reduce_sum(rows, 0, keepdims=True) * 1e-5
+
+
+def square(x):
+    return tf.sqrt(tf.square(x * 400) + 1) / 400
+
+
+def shifted(x):
+    return (x + 3000) - 3000
+
+
+def variance_by_squares(x):
+    y = x + 100
+    mean = tf.reduce_mean(y, -1, keepdims=True)
+    return x * tf.nn.relu(tf.reduce_mean(y * y, -1, keepdims=True) - mean * mean)
+
+
+def softmax_by_hand(x):
+    powers = tf.exp(6 * x)
+    return powers / tf.reduce_sum(powers, -1, keepdims=True)
+
+
+def mask_of_minus_1e9(x):
+    keep = tf.cast(tf.range(x.shape[-1]) < 4, x.dtype)
+    return tf.nn.softmax(x * keep + (1 - keep) * x.dtype.as_numpy_dtype(-1e9))
+
+
+def small_steps(x):
+    return tf.sqrt(tf.reduce_sum(tf.square(x * 1e-4), -1, keepdims=True)) * 1e4 * x
+
+
+def far_positions(x):
+    return x + tf.sin(tf.cast(tf.range(5000, 5000 + x.shape[-1]), x.dtype))
+
+
+def log_sum_exp(x):
+    return x + tf.math.log(tf.reduce_sum(tf.exp(20 * x), -1, keepdims=True))
+
+
+def two_thousand_and_one(x):
+    return (2048 + tf.nn.sigmoid(x)) / 4 - 512
+
+
+@tf.custom_gradient
+def gradient_that_overflows(x):
+    return tf.identity(x), lambda d: d * 60_000 * 60_000 / 3.6e9
+
+
+@tf.custom_gradient
+def gradient_that_underflows(x):
+    return tf.identity(x), lambda d: d * constant(1e-9, d) * 1e4 * 1e4
+
+
+DEFECTS = {
+    epsilon_of_zero: ("forward", "a constant of 1e-08, which is 0 in float16"),
+    log_of_zero: ("forward", "a constant of 1e-09, which is 0 in float16"),
+    norm_of_zero: ("forward", "a constant of 1e-10, which is 0 in float16"),
+    long_sum: ("forward", "Overflow: Sum, a sum over 100,000 values"),
+    square: ("forward", "Overflow: Square reaches"),
+    shifted: ("forward", "Cancellation: Sub of numbers of about 3e+03"),
+    variance_by_squares: ("forward", "Cancellation: Sub of numbers of about 1.0"),
+    softmax_by_hand: ("forward", "Overflow: Exp reaches"),
+    mask_of_minus_1e9: ("forward", "a constant of 1e+09, which is infinite in float16"),
+    small_steps: ("forward", "of the results of Square are 0 in float16"),
+    far_positions: ("forward", "Sin of numbers of about 5.01e+03, which are multiples of 4"),
+    log_sum_exp: ("forward", "Overflow: Exp reaches"),
+    two_thousand_and_one: ("forward", "Cancellation: Sub of numbers of about 512"),
+    gradient_that_overflows: ("backward", "Overflow: Mul reaches"),
+    gradient_that_underflows: ("backward", "a constant of 1e-09, which is 0 in float16"),
+}
+
+
+class Planted(L.Layer):
+    """A layer with a defect. Its config has the function's number, since Keras saves no others."""
+
+    functions: ClassVar[list] = []
+
+    def __init__(self, function, **kwargs):
+        super().__init__(**kwargs)
+        if callable(function):
+            self.functions.append(function)
+            function = len(self.functions) - 1
+        self.function = function
+
+    def call(self, x):
+        return self.functions[self.function](x)
+
+    def get_config(self):
+        return {**super().get_config(), "function": self.function}
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def small_model(*layers):
+    model = tf.keras.Sequential(
+        [tf.keras.Input([8]), L.Dense(16, "relu"), *layers, L.Dense(3)], name="model"
+    )
+    model.compile("sgd", "mse")
+    return model
+
+
+def batch(rows=16):
+    x = np.random.default_rng(0).normal(size=[rows, 8]).astype("float32")
+    x[:2] = 0
+    return x, np.zeros([rows, 3], "float32")
+
+
+# Which Keras it is makes a difference to the model, not to what is wrong in it.
+@common.once
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
+def test_a_planted_defect_is_the_first_that_is_named(defect):
+    model = small_model(Planted(defect, name="planted"))
+    comparison = compare(model, *batch(), policy="mixed_float16")
+    direction, what = DEFECTS[defect]
+    first = comparison.findings[0]
+    assert (first.path, first.hazard) == ("planted", f"a difference in the {direction} pass")
+    assert what in first.why
+    assert first.where.startswith("planted (Planted) (test_compare.py:")
+    assert [finding.path for finding in comparison.findings] == ["planted"]
+    text = str(comparison)
+    assert "in planted (Planted) (test_compare.py:" in text
+    assert max(map(len, text.splitlines())) <= 100
+    # What was found comes before what it has spoilt.
+    assert text.splitlines()[text.splitlines().index("", 3) + 2].startswith("planted (Planted)")
+
+
+@common.once
+def test_what_is_made_of_nan_is_not_blamed():
+    # The pooling makes finite numbers of NaN: the largest there are, which overflow behind it.
+    rows = [L.Reshape([4, 4]), L.MaxPooling1D(), L.Flatten()]
+    model = small_model(Planted(mask_of_minus_1e9, name="planted"), *rows, L.Dense(64))
+    comparison = compare(model, *batch(), policy="mixed_float16")
+    assert [finding.path for finding in comparison.findings] == ["planted"]
+
+
+@common.once
+def test_saturation_in_bfloat16_is_named():
+    comparison = compare(
+        small_model(Planted(shifted, name="planted")), *batch(), policy="mixed_bfloat16"
+    )
+    assert comparison.findings[0].path == "planted"
+    assert "multiples of 2e+01 in bfloat16" in comparison.findings[0].why
+
+
+def clean(comparison, units=1.5):
+    """No finding, and nothing near one: what is further is a few units at most."""
+    assert comparison.findings == [], str(comparison)
+    [line] = str(comparison).splitlines()
+    assert line.startswith("Rounding explains all differences. ")
+    assert len(line) <= 100
+    for layer in comparison.layers:
+        for distance in (layer.output, layer.own_output):
+            assert distance is None or distance.units < units, layer
+    return comparison
+
+
+class MaskedScores(L.Layer):
+    """As others write attention: in float32, with a mask among its inputs."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.parts = [L.Dense(8, dtype=self.dtype_policy, name=name) for name in "qkv"]
+
+    def build(self, shapes):
+        for layer in self.parts:
+            layer.build(shapes[0])
+        self.built = True
+
+    def call(self, inputs):
+        x, mask = inputs
+        q, k, v = (tf.cast(layer(x), tf.float32) for layer in self.parts)
+        scores = tf.matmul(q, k, transpose_b=True) - 1e30 * (1 - tf.cast(mask, tf.float32))
+        return tf.cast(tf.matmul(tf.nn.softmax(scores), v), x.dtype)
+
+
+@common.once
+def test_a_mask_among_the_inputs_and_a_gradient_of_zero_are_sound():
+    x, mask = tf.keras.Input([5, 8]), tf.keras.Input([1, 5])
+    model = tf.keras.Model([x, mask], L.Dense(3)(MaskedScores(name="scores")([x, mask])))
+    values = np.random.default_rng(0).normal(size=[4, 5, 8]).astype("float32")
+    keep = np.tile([1.0, 1.0, 1.0, 0.0, 0.0], [4, 1, 1]).astype("float32")
+    # The bias of the keys has no gradient: a softmax does not see it.
+    clean(compare(model, [values, keep], policy="mixed_bfloat16"))
+
+
+@common.once
+def test_a_deep_net_in_float16_drifts_and_is_sound():
+    layers = [L.Dense(12, "relu", kernel_initializer="he_normal") for _ in range(16)]
+    comparison = clean(compare(small_model(*layers), *batch(), policy="mixed_float16"))
+    assert len(comparison.layers) == 18 + 2  # the model and the loss
+    drift = [layer.output.relative for layer in comparison.layers]
+    assert drift[-3] > 3 * drift[0]
+    # What rounding explains is not looked at once more.
+    assert {layer.own_output for layer in comparison.layers} == {None}
+
+
+@common.once
+def test_a_transformer_is_sound():
+    tokens = tf.keras.Input([6], dtype="int32")
+    x = L.Embedding(20, 8)(tokens)
+    attended = L.MultiHeadAttention(2, 4, dropout=0.1)(x, x, use_causal_mask=True)
+    x = L.LayerNormalization()(x + attended)
+    x = L.Dropout(0.2)(L.Dense(8, "gelu")(x))
+    model = tf.keras.Model(tokens, L.Dense(20, dtype="float32")(x))
+    model.compile("adam", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    ids = np.random.default_rng(0).integers(0, 20, [4, 6])
+    comparison = clean(compare(model, ids, ids, policy="mixed_float16"))
+    assert any(layer.path.count("/") for layer in comparison.layers)  # layers inside of layers
+
+
+@common.once
+def test_a_convolutional_net_is_sound_in_bfloat16():
+    image = tf.keras.Input([8, 8, 3])
+    x = L.BatchNormalization()(L.Conv2D(4, 3, padding="same")(image))
+    x = L.Add()([x, L.Conv2D(4, 3, padding="same")(L.ReLU()(x))])
+    model = tf.keras.Model(image, L.Dense(2)(L.GlobalAveragePooling2D()(x)))
+    values = np.random.default_rng(0).uniform(size=[4, 8, 8, 3])
+    clean(compare(model, values, policy="mixed_bfloat16"))
+
+
+def test_a_recurrent_net_is_sound():
+    model = tf.keras.Sequential([tf.keras.Input([5, 4]), L.LSTM(4, dropout=0.2), L.Dense(1)])
+    values = np.random.default_rng(0).normal(size=[8, 5, 4])
+    clean(compare(model, values, policy="mixed_float16"))
+
+
+def test_both_draw_the_same_numbers():
+    model = small_model(L.Dropout(0.5), L.GaussianNoise(0.3))
+    comparison = clean(compare(model, *batch(), policy="mixed_float16"))
+    assert comparison.layers[1].kind == "Dropout"
+    assert comparison.layers[2].output.relative < 1e-3
+    numbers = RandomNumbers()
+    narrow = keras_mp.convert(model, "mixed_float16")
+    calls = [
+        running.Runner(each, Batch(*batch()), running.of_model(), numbers=numbers).run()
+        for each in (narrow, model)
+    ]
+    dropped = [array(run.calls[1].outputs[0]) == 0 for run in calls]
+    np.testing.assert_array_equal(*dropped)
+    assert 0.6 < dropped[0].mean() < 0.9
+
+
+def test_weights_and_states_are_as_they_were():
+    model = small_model(L.BatchNormalization(), L.Dropout(0.5))
+    before = [variable.numpy() for variable in model.variables]
+    compare(model, *batch(), policy="mixed_float16")
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert all("call" not in vars(layer) for layer in model.layers)
+    assert not tf.config.functions_run_eagerly()
+
+
+def test_metrics_are_as_they_were():
+    strategy = common.mirrored(2)
+    with strategy.scope():
+        inputs = tf.keras.Input([8])
+        outputs = {name: L.Dense(3, name=name)(inputs) for name in ("one", "two")}
+        model = tf.keras.Model(inputs, outputs)
+        model.compile("sgd", {"one": "mse", "two": "mse"})
+    x, y = batch()
+    labels = {"one": y, "two": y}
+    assert not compare(model, x, labels, policy="mixed_float16").findings  # never trained
+    model.evaluate(x, labels, verbose=0)
+    variables = [variable for metric in model.metrics for variable in metric.variables]
+    before = [variable.numpy() for variable in variables]
+    assert any(before)
+    compare(model, x, labels, policy="mixed_float16")
+    assert [variable.numpy() for variable in variables] == before
+    model.evaluate(x, labels, verbose=0)
+    assert [variable.numpy() for variable in variables] == pytest.approx(before)
+
+
+def test_metrics_that_a_loss_makes_are_empty():
+    model = small_model()
+    compare(model, *batch(), policy="mixed_float16")
+    variables = [variable for metric in model.metrics for variable in metric.variables]
+    assert not any(variable.numpy() for variable in variables)
+
+
+@common.once
+def test_units_are_those_of_rounding():
+    def off(x):
+        return x * (1 + 100 * 2.0**-11) if x.dtype == tf.float16 else x
+
+    model = small_model(Planted(off, name="planted"))
+    honest, layer = compare(model, *batch(), policy="mixed_float16").layers[:2]
+    assert honest.output.relative < 2**-11
+    assert layer.own_output.relative == pytest.approx(100 * 2.0**-11, rel=0.02)
+    # Noise of up to two unit roundoffs, once before and once after.
+    assert 100 / (2 * math.sqrt(2)) < layer.own_output.units < 100
+
+
+def test_distances():
+    one, other = np.array([1.0, 2.0, 0.0]), np.array([1.0, 1.0, 0.0])
+    assert apart(one, other) == pytest.approx(math.sqrt(1 / 3))
+    assert relative(one, other) == pytest.approx(math.sqrt(1 / 2))
+    assert apart(np.array([np.inf]), np.array([1.0])) == math.inf
+    assert apart(np.array([1.0]), np.array([np.nan])) == 0
+    assert apart(np.array([1e-200]), np.array([3e-200])) == pytest.approx(2e-200)
+    assert underflow(np.array([0.0, 0.0, 1.0]), np.array([1.0, 0.0, 1.0])) == 0.5
+    assert Distance.of(one, other[:2], 1.0, 1.0).units == math.inf
+    # Of what is nothing but rounding, relative distances say nothing.
+    noise, real = Distance(30.0, 0.4), Distance(0.01, 0.3)
+    assert Distance.worst([noise, real]) is real
+    assert Distance.worst([noise]) is noise
+    assert Distance.worst([Distance(30.0, 40.0), real]).units == 40
+
+
+@common.once
+def test_a_gradient_that_is_zero_but_for_rounding():
+    zero, rounded = np.array([1e-9, -1e-9]), np.array([2e-6, 1e-6])
+    assert Distance.of(rounded, zero, 1e-9, 2**-8).units > 1000
+    found = Distance.of(rounded, zero, 1e-9, 2**-8, largest=1e-3)
+    assert found.units < 1
+    assert found.relative > 1000
+    # What is not larger than the gradient itself has to be explained by noise.
+    value, wrong = np.array([1e-9, 1e-9]), np.array([1e-9, 1.5e-9])
+    assert Distance.of(wrong, value, 1e-12, 2**-8, largest=1.0).units > 80
+    assert Distance.of(zero * np.inf, zero, 0.0, 2**-8, largest=1.0).units == math.inf
+
+
+@common.once
+def test_the_loss_scale_falls_until_nothing_overflows():
+    model = small_model(Planted(lambda x: x * 30))
+    x, y = batch()
+    comparison = clean(compare(model, x, y + 1000, policy="mixed_float16"))
+    assert 1 <= comparison.loss_scale < 2**15
+
+
+def large_kernel(*layers, trainable):
+    """The gradients of what comes before its last layer overflow in float16 at any loss scale."""
+    kernel = tf.keras.initializers.Constant(6e4)
+    dense = L.Dense(1, kernel_initializer=kernel, name="large", trainable=trainable)
+    return tf.keras.Sequential([tf.keras.Input([8]), *layers, dense], name="model")
+
+
+def test_gradients_that_training_does_not_compute_do_not_count():
+    x, y = np.full([4, 8], 1e-4, np.float32), np.zeros([4, 1], np.float32)
+    # The outputs as the last layer makes them: those in float32 are made again after it.
+    policy = keras_mp.Policy("mixed_float16", model_outputs=None)
+    how = {"policy": policy, "loss": lambda y, prediction: tf.reduce_sum(4 * prediction)}
+    frozen = [common.Times(1.0), L.Dense(8, "relu", trainable=False)]
+    # Those of the model's inputs, also behind layers without trained weights.
+    for layers in ([], frozen):
+        assert compare(large_kernel(*layers, trainable=True), x, y, **how).findings == []
+    trained = L.Dense(8, "relu", kernel_initializer="ones", name="trained")
+    first = compare(large_kernel(trained, trainable=False), x, y, **how).findings[0]
+    assert (first.path, first.hazard) == ("large", "a difference in the backward pass")
+
+
+@common.once
+def test_weights_in_float16_keep_what_the_loss_scale_has_kept():
+    layers = [tf.keras.Input([8]), L.Dense(1, name="dense", dtype="float16")]
+    model = tf.keras.Sequential(layers, name="model")
+    x, y = np.full([64, 8], 2.0**-6, np.float32), np.zeros([64, 1], np.float32)
+
+    def small(y, prediction):
+        return tf.reduce_mean(tf.cast(prediction, tf.float32)) * 2.0**-20
+
+    comparison = compare(model, x, y, loss=small)
+    assert comparison.findings == []
+    assert comparison.layers[0].gradient.relative < 1e-3
+
+
+def test_a_loop_of_ones_own():
+    def step(model, x, y):
+        error = tf.cast(model(x, training=True), tf.float32) - y
+        return tf.reduce_mean(error**2)
+
+    comparison = compare(
+        small_model(Planted(square, name="planted")), *batch(), policy="mixed_float16", step=step
+    )
+    assert comparison.findings[0].path == "planted"
+    assert "loss" not in [layer.path for layer in comparison.layers]
+
+
+class Subclassed(tf.keras.Model):
+    """Its own code overflows, not that of a layer; labels and inputs are dicts."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = tf.keras.Sequential([L.Dense(4), L.Dropout(0.5)])
+        self.last = L.Dense(1)
+
+    def call(self, inputs, training=None):
+        x = tf.exp(self.inner(inputs["x"], training=training) * 20 + 10)
+        return {"y": self.last(tf.math.log(x))}
+
+
+def test_what_a_model_does_between_its_layers_is_its_own():
+    wide = Subclassed()
+    with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", model_outputs=None)):
+        narrow = Subclassed(name="mine")
+        x = {"x": batch()[0]}
+        narrow(x)
+    wide(x)
+    wide.set_weights(narrow.get_weights())
+    comparison = compare(narrow, x, reference=wide)
+    assert comparison.findings[0].path == "mine"
+    assert comparison.findings[0].why.startswith("Overflow: Exp reaches")
+
+
+@common.once
+def test_a_checkpoint_with_other_weights():
+    with keras_mp.policy_scope("mixed_bfloat16"):
+        model = small_model()
+    other = keras_mp.convert(model, "float32")
+    other.layers[-1].set_weights([w * 2 for w in other.layers[-1].get_weights()])
+    comparison = compare(model, *batch(), reference=other)
+    assert comparison.findings[0].path == model.layers[-1].name
+    assert comparison.findings[0].why.startswith("Its weights differ from those of the reference")
+
+
+@common.once
+def test_json(tmp_path):
+    model = small_model(Planted(square, name="planted"))
+    comparison = compare(model, *batch(), policy="mixed_float16")
+    comparison.to_json(tmp_path / "comparison.json")
+    read = json.loads((tmp_path / "comparison.json").read_text())
+    assert read["findings"][0]["where"].startswith("planted (Planted)")
+    assert read["layers"][1]["own_output"]["units"] == "inf"
+
+
+def test_weights_of_samples():
+    model, (x, y) = small_model(), batch()
+    model.compile("sgd", "mse")
+    weight = np.ones(16, "float32")
+    assert not compare(model, x, y, weight, policy="mixed_float16").findings
+    whole, half = (compare(model, x, y, w, policy="mixed_float16") for w in (weight, weight / 2))
+    assert half.losses[1] == pytest.approx(whole.losses[1] / 2)
+
+
+def test_a_loss_by_name_takes_weights_and_computes_in_float32():
+    model, (x, y) = small_model(), batch()
+    weight = np.full(16, 0.5, "float32")
+    whole, half = (
+        compare(model, x, y, w, policy="mixed_float16", loss="mse") for w in (None, weight)
+    )
+    assert half.losses[1] == pytest.approx(whole.losses[1] / 2)
+    # The squares of these errors overflow in float16.
+    assert not compare(model, x, y + 300, loss="mse", policy="mixed_float16").findings
+
+
+@common.once
+def test_shapes_that_depend_on_numbers():
+    pick = Planted(lambda x: tf.boolean_mask(x, x[:, 0] > 1), name="planted")
+    model = tf.keras.Sequential([tf.keras.Input([8]), pick, L.Dense(3)])
+    x, _ = batch(rows=64)
+    # Noise moves some of them to the other side.
+    x[:, 0] = 1 + np.linspace(-0.002, 0.002, 64)
+    assert {each.path for each in compare(model, x, policy="mixed_float16").findings} <= {"planted"}
+
+
+def test_a_batch_is_as_fit_takes_it():
+    x, y = batch()
+    with keras_mp.policy_scope("mixed_float16"):
+        model = small_model()
+    with pytest.raises(TypeError, match="Expected a batch as `fit` takes it"):
+        compare(model, None)
+    with pytest.raises(ValueError, match="Received a list of 2. For x and y, pass"):
+        compare(model, [x, y])
+    with pytest.raises(TypeError, match=r"Expected a batch as `fit` takes it.*next\(iter"):
+        compare(model, tf.data.Dataset.from_tensors((x, y)))
+
+
+def test_what_cannot_be_compared():
+    with pytest.raises(TypeError, match="Expected a model of `tf.keras`"):
+        keras_mp.numerics.check(tf.Module(), tf.ones([1, 2]))
+    with pytest.raises(ValueError, match="does not compute in 16 bits"):
+        keras_mp.numerics.check(small_model(), batch())
+    with pytest.raises(ValueError, match="do not call the same layers"):
+        compare(small_model(), *batch(), policy="mixed_float16", reference=small_model(L.ReLU()))
+
+
+def test_what_a_step_has_to_be():
+    model, (x, y) = small_model(), batch()
+    for step, what in ((lambda *_: None, "NoneType"), (lambda m, x, y: m(x), r".*shape \(16, 3\)")):
+        with pytest.raises(ValueError, match=f"`step` to return the loss.* Received: {what}"):
+            compare(model, x, y, policy="mixed_float16", step=step)
+
+
+def test_the_last_layer_is_named_where_its_gradient_overflows():
+    """What it returns does not: the model computes that in float32."""
+    with keras_mp.policy_scope("mixed_float16"):
+        layers = [L.Dense(8, "relu", name="first"), L.Dense(1, name="last")]
+        model = tf.keras.Sequential([tf.keras.Input([8]), *layers])
+        model.compile("sgd", "mse")
+    kernel, bias = model.layers[-1].get_weights()
+    model.layers[-1].set_weights([np.full_like(kernel, 3e4), bias])
+    comparison = compare(model, batch()[0], np.zeros([16, 1], np.float32))
+    [finding] = comparison.findings
+    assert (finding.path, finding.hazard) == ("last", "a difference in the backward pass")
+    assert "Overflow: MatMul reaches" in finding.why
+    [last] = [layer for layer in comparison.layers if layer.path == "last"]
+    assert last.output.units < 2
+
+
+@common.once
+def test_nothing_is_said_of_what_is_not_finite():
+    model, (x, y) = small_model(), batch()
+    with pytest.raises(ValueError, match=r"Received: x of the shape \(0, 8\)"):
+        compare(model, x[:0], y[:0], policy="mixed_float16")
+    for bad in ((x * math.nan, y), (x, y + math.inf)):
+        with pytest.raises(ValueError, match=r"Received: (x with 128 of 128|y with 48 of 48) not"):
+            compare(model, *bad, policy="mixed_float16")
+    # It handles them.
+    keep = Planted(lambda x: tf.where(tf.math.is_nan(x), tf.zeros_like(x), x), name="keep")
+    handling = tf.keras.Sequential([tf.keras.Input([8]), keep, L.Dense(3)])
+    handling.compile("sgd", "mse")
+    assert compare(handling, x * math.nan, y, policy="mixed_float16").is_judged
+    model.layers[0].set_weights([weight * math.nan for weight in model.layers[0].get_weights()])
+    comparison = compare(model, x, y, policy="mixed_float16")
+    assert not comparison.is_judged
+    assert "Nothing can be said" in str(comparison)
+
+
+@common.once
+def test_a_model_without_weights_yet_has_the_dtype_of_its_layers():
+    with keras_mp.policy_scope("mixed_float16"):
+        model = tf.keras.Sequential([L.Dense(2)], name="model")
+        comparison = compare(model, batch()[0])
+    assert comparison.reference == "model in float32"
+
+
+@pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.filterwarnings("ignore::keras_mp.MixedPrecisionWarning")
+def test_layers_in_16_bits_in_a_model_in_float32(dtype):
+    tf.keras.utils.set_random_seed(0)
+    inner = tf.keras.Sequential([tf.keras.Input([8]), L.Dense(8, dtype=dtype), L.Dense(8)])
+    model = tf.keras.Sequential([tf.keras.Input([8]), inner, L.Dense(3)])
+    model.compile("sgd", "mse")
+    x, y = batch()
+    comparison = compare(model, x, y)
+    assert not comparison.findings
+    narrow = dtype.removeprefix("mixed_")
+    around = {layer.dtype for layer in comparison.layers if layer.kind == "Sequential"}
+    assert around == {narrow}
+
+
+def test_the_command(tmp_path, capsys):
+    x, y = batch()
+    np.savez(tmp_path / "batch.npz", x=x, y=y)
+    files = [str(tmp_path / "model.keras"), str(tmp_path / "batch.npz")]
+    model = small_model(L.Activation("exponential"))
+    model.save(files[0])
+    assert main(["check", *files, "--policy", "mixed_float16"]) == 0
+    assert "nothing found." in capsys.readouterr().out
+    model.layers[0].set_weights([10 * weight for weight in model.layers[0].get_weights()])
+    with keras_mp.policy_scope("mixed_float16"):
+        keras_mp.convert(model, "mixed_float16").save(files[0])
+    assert main(["check", *files, "--json", str(tmp_path / "out.json"), "--all-rows"]) == 1
+    printed = capsys.readouterr().out
+    assert "model in float16, compared with model in float32" in printed
+    assert json.loads((tmp_path / "out.json").read_text())["findings"]
+
+
+@common.once
+def test_files_that_cannot_be_used(tmp_path, capsys):
+    small_model().save(tmp_path / "model.keras")
+    np.savez(tmp_path / "batch.npz", images=1)
+    model, data = str(tmp_path / "model.keras"), str(tmp_path / "batch.npz")
+    for arguments, message in (
+        (["none.keras", data], "none.keras cannot be loaded"),
+        ([model, "none.npz"], "none.npz cannot be loaded"),
+        ([model, data], "Expected arrays named x, y and sample_weight"),
+        ([model, data, "--json", "a.txt"], "must end with .json"),
+    ):
+        with pytest.raises(SystemExit) as raised:
+            main(["check", *arguments])
+        assert raised.value.code == 2
+        assert message in capsys.readouterr().err
+    inputs = np.ones([16, 8], "float32")
+    arguments = ["check", model, data, "--policy", "mixed_float16"]
+    np.savez(tmp_path / "batch.npz", x=inputs, y=np.zeros([5, 3]))
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert "model.keras cannot be checked: " in capsys.readouterr().err
+    np.savez(tmp_path / "batch.npz", x=inputs, y=np.full([16, 3], math.nan))
+    assert main(arguments) == 1
+    assert "a batch that is not finite" in capsys.readouterr().out
+    np.savez(tmp_path / "batch.npz", **{"x.a": [1.0], "x.b": [2.0], "y": [0.0]})
+    batch = keras_mp.numerics.commands.load_batch(data)
+    assert (sorted(batch.x), batch.y.tolist()) == (["a", "b"], [0.0])
+
+
+def test_a_loss_that_amplifies_is_not_0_times_as_far_off():
+    keras_mp.set_global_policy("mixed_bfloat16")
+    model = tf.keras.Sequential([tf.keras.Input([1]), L.Rescaling(1.0), L.Dense(1)])
+    model.compile("sgd", "mse")
+    model.set_weights([np.ones([1, 1]), np.zeros([1])])
+    x = np.linspace(300, 301, 8)[:, None]
+    [finding] = keras_mp.numerics.check(model, (x, x + 0.01)).findings
+    assert finding.where == "loss (loss)"
+    assert "amplifies rounding" in finding.why
+    assert "0 times as far" not in finding.why
