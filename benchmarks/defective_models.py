@@ -113,7 +113,19 @@ def _number(like: Any, value: float) -> Any:
         return like.dtype.as_numpy_dtype(value)
 
 
-class EpsilonInAVariance(L.Layer):
+class Planted(L.Layer):
+    """A layer of Keras's own policy: under one of keras_mp many of the defects are none."""
+
+    def __init__(self, dtype=None, **kwargs):
+        dtype = dtype or tf.keras.mixed_precision.Policy(keras_mp.global_policy().name)
+        super().__init__(dtype=dtype, **kwargs)
+
+    def get_config(self):
+        # Keras wants a method of the class that has a constructor.
+        return super().get_config()
+
+
+class EpsilonInAVariance(Planted):
     """An instance normalization: a blank image has no variance."""
 
     def call(self, x):
@@ -121,7 +133,7 @@ class EpsilonInAVariance(L.Layer):
         return tf.nn.relu((x - mean) * tf.math.rsqrt(variance + tf.constant(1e-8, x.dtype)))
 
 
-class EpsilonInANorm(L.Layer):
+class EpsilonInANorm(Planted):
     """Vectors of length 1; those of a blank image are zero."""
 
     def call(self, x):
@@ -130,14 +142,14 @@ class EpsilonInANorm(L.Layer):
         return x * tf.math.rsqrt(squares + tf.constant(1e-12, x.dtype))
 
 
-class EpsilonInALogarithm(L.Layer):
+class EpsilonInALogarithm(Planted):
     """A logarithmic compression."""
 
     def call(self, x):
         return tf.math.log(tf.nn.relu6(x) + tf.constant(1e-9, x.dtype)) * 0.01
 
 
-class EpsilonInAMaximum(L.Layer):
+class EpsilonInAMaximum(Planted):
     """Each channel divided by its largest number."""
 
     def call(self, x):
@@ -145,7 +157,7 @@ class EpsilonInAMaximum(L.Layer):
         return x / tf.maximum(tf.reduce_max(x, [1, 2], keepdims=True), tf.constant(1e-10, x.dtype))
 
 
-class MeanOfCubes(L.Layer):
+class MeanOfCubes(Planted):
     """Pools with the generalized mean of the exponent 3."""
 
     def call(self, x):
@@ -153,7 +165,7 @@ class MeanOfCubes(L.Layer):
         return tf.pow(cubes + 1e-3, 1 / 3)
 
 
-class SumOfSquares(L.Layer):
+class SumOfSquares(Planted):
     """A global response normalization: the sum is over all positions."""
 
     def call(self, x):
@@ -162,7 +174,7 @@ class SumOfSquares(L.Layer):
         return x + x * total / (tf.reduce_mean(total, -1, keepdims=True) + 1e-3)
 
 
-class RunningSum(L.Layer):
+class RunningSum(Planted):
     """A gate that is the mean of many numbers, which are added up one by one."""
 
     def call(self, x):
@@ -172,7 +184,7 @@ class RunningSum(L.Layer):
         return x * (total / numbers.shape[1])[:, None, None, None]
 
 
-class SoftmaxByHand(L.Layer):
+class SoftmaxByHand(Planted):
     """Attention over positions, without the largest score taken from all."""
 
     def call(self, x):
@@ -180,7 +192,7 @@ class SoftmaxByHand(L.Layer):
         return x * powers / tf.reduce_sum(powers, [1, 2], keepdims=True)
 
 
-class VarianceBySquares(L.Layer):
+class VarianceBySquares(Planted):
     """The mean of the squares less the square of the mean, of numbers around 100."""
 
     def call(self, x):
@@ -190,14 +202,14 @@ class VarianceBySquares(L.Layer):
         return x * tf.nn.relu(tf.reduce_mean(shifted * shifted, -1, keepdims=True) - mean * mean)
 
 
-class ThereAndBack(L.Layer):
+class ThereAndBack(Planted):
     """A large number is added and taken away again."""
 
     def call(self, x):
         return tf.nn.relu6((x + 3000) - 3000)
 
 
-class Mask(L.Layer):
+class Mask(Planted):
     """Attention over positions, of which one half is masked with -1e9."""
 
     def call(self, x):
@@ -207,7 +219,7 @@ class Mask(L.Layer):
         return tf.nn.relu(x * tf.nn.softmax(scores, 1))
 
 
-class MaskedRows(L.Layer):
+class MaskedRows(Planted):
     """Attention over positions that have something: blank images have none."""
 
     def call(self, x):
@@ -217,14 +229,14 @@ class MaskedRows(L.Layer):
         return x * tf.nn.softmax(scores, 1)
 
 
-class LargeConstant(L.Layer):
+class LargeConstant(Planted):
     """A temperature that float16 does not hold."""
 
     def call(self, x):
         return tf.nn.relu(x) * _number(x, 1e5) / _number(x, 1e5)
 
 
-class SmallSteps(L.Layer):
+class SmallSteps(Planted):
     """Squares of small numbers are zero."""
 
     def call(self, x):
@@ -232,7 +244,7 @@ class SmallSteps(L.Layer):
         return x * tf.sqrt(tf.reduce_sum(tf.square(small), -1, keepdims=True)) * 1e4
 
 
-class FarPositions(L.Layer):
+class FarPositions(Planted):
     """Sine waves of positions, counted in 16 bits."""
 
     def call(self, x):
@@ -240,7 +252,7 @@ class FarPositions(L.Layer):
         return tf.nn.relu(x) + tf.sin(far)
 
 
-class IgnoresItsPolicy(L.Layer):
+class IgnoresItsPolicy(Planted):
     """A projection that casts to float32."""
 
     def build(self, shape):
@@ -251,7 +263,7 @@ class IgnoresItsPolicy(L.Layer):
         return tf.nn.relu6(tf.nn.conv2d(tf.cast(x, tf.float32), kernel, 1, "SAME"))
 
 
-class BareVariable(L.Layer):
+class BareVariable(Planted):
     """A projection with a `tf.Variable`, which nothing casts."""
 
     def build(self, shape):
@@ -266,7 +278,7 @@ def _rounded(x):
     return tf.round(x * 8) / 8, lambda upstream: tf.cast(upstream, tf.float32)
 
 
-class GradientWithoutDtypes(L.Layer):
+class GradientWithoutDtypes(Planted):
     """A straight-through estimator whose gradient is float32 whatever it is of."""
 
     def call(self, x):
@@ -278,7 +290,7 @@ def _reversed(x):
     return tf.identity(x), lambda upstream: -upstream * tf.constant(1e-9, upstream.dtype) * 1e9
 
 
-class GradientThatVanishes(L.Layer):
+class GradientThatVanishes(Planted):
     """A gradient reversal with a small constant."""
 
     def call(self, x):
@@ -290,21 +302,21 @@ def _amplified(x):
     return tf.identity(x), lambda upstream: upstream * 60_000 * 60_000 / 3.6e9
 
 
-class GradientThatOverflows(L.Layer):
+class GradientThatOverflows(Planted):
     """A gradient that is infinite in between."""
 
     def call(self, x):
         return _amplified(tf.nn.relu(x))
 
 
-class RootOfZero(L.Layer):
+class RootOfZero(Planted):
     """Its gradient at zero is infinite, in float32 too."""
 
     def call(self, x):
         return tf.sqrt(tf.nn.relu(x))
 
 
-class DividesByItsMean(L.Layer):
+class DividesByItsMean(Planted):
     """Zero by zero, for channels that are zero in a blank image."""
 
     def call(self, x):

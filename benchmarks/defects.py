@@ -169,11 +169,7 @@ def defects() -> dict[str, Defect]:
     )
     in_a_layer(
         "a custom gradient without dtypes",
-        *("ResNet50", "conv1_relu"),
-        # In a layer with a policy of keras_mp the gradient is rounded.
-        functools.partial(
-            models.GradientWithoutDtypes, dtype=tf.keras.mixed_precision.Policy("mixed_float16")
-        ),
+        *("ResNet50", "conv1_relu", models.GradientWithoutDtypes),
         audit="a custom gradient without dtypes",
     )
     in_a_layer(

@@ -274,7 +274,7 @@ def _warn_if_unscaled(model: tf.keras.Model) -> None:
 
 
 def _warn_if_clipped_on_each_replica(model: tf.keras.Model) -> None:
-    """Warns of an optimizer that clips before gradients are summed, as no wrapper does."""
+    """Warns of an optimizer that clips before gradients are summed."""
     replicas = model.distribute_strategy.num_replicas_in_sync
     if not keras_api.CLIPS_ON_EACH_REPLICA or replicas == 1:
         return

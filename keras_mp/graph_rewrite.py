@@ -107,7 +107,7 @@ def enable_mixed_precision_graph_rewrite(
 
 
 def disable_mixed_precision_graph_rewrite() -> None:
-    """Turns the graph rewrite off that `enable_mixed_precision_graph_rewrite` has turned on.
+    """Turns off what `enable_mixed_precision_graph_rewrite` has turned on.
 
     It is off for functions at once, and for sessions that are made later. Optimizers that were
     wrapped still scale the loss, which does no harm.

@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api, variables
-from keras_mp.layer_calls import initial_weights, raw_inputs, unrounded
+from keras_mp.hooks import faces
+from keras_mp.layer_calls import initial_weights
 from keras_mp.op_autocast import promotion
 from keras_mp.support import marks, messages, validation
 from keras_mp.support.dtypes import FLOATING
@@ -61,11 +62,9 @@ class Layer(keras_api.BaseLayer):
     Attributes:
         keep_dtype: names of arguments of `call` that are passed on as they are, neither cast nor
             copied. A class sets it. By default there are none.
-        reads_raw: bool or None. True makes it a layer for numbers as they come from the world:
-            whatever its 16-bit policy, it is a float32 layer, its arguments are not rounded first,
-            and its result is rounded once. False is for a layer whose `call` assigns to its
-            weights, but which still computes in 16 bits. A class sets it. Defaults to None: True
-            for a layer whose `call` assigns to its weights.
+        reads_raw: bool. True makes it a layer for numbers as they come from the world: whatever its
+            16-bit policy, it is a float32 layer, its arguments are not rounded first, and its
+            result is rounded once. A class sets it. Defaults to False.
         dtype_policy: the layer's dtype policy.
         compute_dtype: str. The dtype of computations and outputs.
         variable_dtype: str. The dtype of weights.
@@ -89,13 +88,11 @@ class Layer(keras_api.BaseLayer):
     """
 
     keep_dtype: Collection[str] = ()
-    reads_raw: bool | None = None
+    reads_raw: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _adopt_call(cls)
-        if cls.reads_raw:
-            raw_inputs.let_read_raw(cls)
 
     def __init__(self, *args: Any, strict_dtypes: bool = False, **kwargs: Any) -> None:
         vars(self)["_strict_dtypes"] = validation.boolean("strict_dtypes", strict_dtypes)
@@ -313,11 +310,11 @@ def _float_dtype(compute_dtype: str | None) -> tf.DType | None:
 def _cast(value: Any, dtype: tf.DType) -> Any:
     """Casts the tensors in an argument, and copies its containers."""
     if isinstance(value, _TENSORS):
-        return unrounded.cast(value, dtype)
+        return _cast_input(value, dtype)
     if keras_api.is_weight(value):
         return marks.cast(tf.convert_to_tensor(value), dtype)
     if isinstance(value, np.ndarray | np.generic) and value.dtype in (np.float16, "f4", "f8"):
-        return unrounded.cast(tf.convert_to_tensor(np.asarray(value)), dtype)
+        return _cast_input(tf.convert_to_tensor(np.asarray(value)), dtype)
     if isinstance(value, dict):
         before = list(value.values())
     elif isinstance(value, list | tuple):
@@ -338,6 +335,11 @@ def _cast(value: Any, dtype: tf.DType) -> Any:
             "cast, but cannot be copied. Name the argument in the `keep_dtype` of the layer's "
             f"class. Received: {value}"
         ) from error
+
+
+def _cast_input(value: Any, dtype: tf.DType) -> Any:
+    """Casts an input, whose float32 face is exact."""
+    return faces.cast_input(value, marks.cast(value, dtype))
 
 
 def _copy_with(container: Any, values: list[Any]) -> Any:

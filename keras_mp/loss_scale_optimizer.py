@@ -406,6 +406,7 @@ class LossScaleOptimizer(
             user_loss = allow_conversion(loss)
             return do_not_convert(lambda: self._scaled(user_loss(), scaled_by, to_apply))
         scaled_by = self._scaler.loss_scale() if scaled_by is None else scaled_by
+        assert scaled_by is not None
         scaled = self._scaler.calls.scale(loss, scaled_by)
         if to_apply is not None:
             self._scaler.calls.begin(scaled_by, to_apply=to_apply)

@@ -80,9 +80,8 @@ class Policy(keras_api.BasePolicy):
         output_dtype: str | tf.DType | None = None,
         model_outputs: str | tf.DType | None = "float32",
     ) -> None:
-        self._output_dtype = self._variables_in = self._low_precision_dtype = None
-        self._is_of_float32 = False
-        self._variants: dict[tuple[bool, bool], Policy] = {}
+        self._output_dtype = self._low_precision_dtype = None
+        self._is_of_float32, self._in_float32 = False, None
         self._model_outputs = _standardize_model_outputs(model_outputs)
         keras_api.init_base_policy(self, _standardize_name(name))
         self._output_dtype = self._standardize_output_dtype(output_dtype)
@@ -129,25 +128,25 @@ class Policy(keras_api.BasePolicy):
     @property
     def variable_dtype(self) -> str | None:
         """The dtype of weights."""
-        return super().variable_dtype if self._variables_in is None else self._variables_in
+        return "float32" if self._is_of_float32 else super().variable_dtype
 
-    def in_float32(self, computes: bool = True, variables: bool = False) -> "Policy":
-        """Returns the policy for a layer that computes in float32 and rounds its result.
+    @property
+    def is_of_float32(self) -> bool:
+        """Whether it is the policy of a float32 layer that rounds what it returns."""
+        return self._is_of_float32
+
+    def in_float32(self) -> "Policy":
+        """Returns the policy for a float32 layer that rounds what it returns.
 
         The result is equal to this policy, so the layer is saved with this one.
-
-        Args:
-            computes: bool. Whether the layer computes in float32. Defaults to True.
-            variables: bool. Whether its variables are float32 in any case. Defaults to False.
         """
-        if self.low_precision_dtype is None or self.compute_dtype == "float32":
+        if self.low_precision_dtype is None or self._is_of_float32:
             return self
-        if (computes, variables) not in self._variants:
+        if self._in_float32 is None:
             other: Any = object.__new__(type(self))
-            has = {"_is_of_float32": computes, "_variables_in": "float32" if variables else None}
-            vars(other).update(vars(self), **has)
-            self._variants[computes, variables] = other
-        return self._variants[computes, variables]
+            vars(other).update(vars(self), _is_of_float32=True)
+            vars(self)["_in_float32"] = other  # pyright: ignore[reportIndexIssue]
+        return self._in_float32
 
     @property
     def output_dtype(self) -> str | None:

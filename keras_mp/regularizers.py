@@ -11,7 +11,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.kernels import again_in_float32
 from keras_mp.support import softmax_and_cross_entropy as fusion
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
@@ -58,7 +57,6 @@ class Float32Regularizer(tf.keras.regularizers.Regularizer):
         Returns:
             The penalty, float32 for 16-bit tensors.
         """
-        again_in_float32.mark_activations(x)
         return self.regularizer(fusion.widen(x))
 
     def get_config(self) -> dict[str, Any]:

@@ -118,6 +118,9 @@ class _Replaced:
             self.rows = rows
 
         call = functools.wraps(function)(do_not_convert(call))
+        if function.__name__ == "__init__":
+            # Keras looks up the arguments in a way that does not see through wrappers.
+            call.__signature__ = inspect.signature(function)  # pyright: ignore
         self.call: Any = property(call) if isinstance(original, property) else call
         self._function, self.use = function, use
 

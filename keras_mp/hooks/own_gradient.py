@@ -47,11 +47,17 @@ def compute(
     """
     # Where a private name is missing, `tf.custom_gradient` does it, and the graph is kept.
     if tf.executing_eagerly() or not features.is_on(SHARED_CASTS):
+        is_decided = reach.is_decided()
 
         @tf.custom_gradient
         def in_eager(*inputs: tf.Tensor) -> Any:
             outputs, residuals = function(*inputs)
-            return outputs, lambda *upstream: gradient(upstream, inputs, outputs, residuals)
+
+            def of_outputs(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
+                with reach.decided() if is_decided else contextlib.nullcontext():
+                    return gradient(upstream, inputs, outputs, residuals)
+
+            return outputs, of_outputs
 
         return in_eager(*inputs)
     outputs, residuals = function(*inputs)

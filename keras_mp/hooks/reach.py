@@ -37,11 +37,17 @@ class _Reach(threading.local):
         dtype: the 16-bit DType of code in reach, or None.
         is_decided: bool. Whether keras_mp has decided the dtype of operations, not the program.
         region: the Region of `autocast` that is in force, or None. Inside it, `dtype` is set too.
+        in_gradient: bool. Whether a gradient function of TensorFlow runs.
+        is_strict: bool. Whether mixtures of dtypes are errors, as without keras_mp.
+        is_exact: bool. Whether a layer runs that makes outputs of a model, which are exact.
     """
 
     dtype: tf.DType | None = None
     is_decided: bool = False
     region: Region | None = None
+    in_gradient: bool = False
+    is_strict: bool = False
+    is_exact: bool = False
 
 
 # Functions that run for each operation read it directly; everything else calls the functions below.
@@ -73,19 +79,22 @@ class entered:
 
     Args:
         dtype: DType of 16 bits, or None for code that is not in reach.
+        is_exact: bool. Whether whatever it computes is exact, though its products have gradients in
+            16 bits. Defaults to False.
     """
 
     # A generator would take several times as long, and every call of a layer enters one.
-    __slots__ = ("_before", "_dtype")
+    __slots__ = ("_before", "_state")
 
-    def __init__(self, dtype: tf.DType | None) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: tf.DType | None, is_exact: bool = False) -> None:
+        self._state = dtype, is_exact
 
     def __enter__(self) -> None:
-        self._before, thread.dtype = thread.dtype, self._dtype
+        self._before = thread.dtype, thread.is_exact
+        thread.dtype, thread.is_exact = self._state
 
     def __exit__(self, *error: object) -> None:
-        thread.dtype = self._before
+        thread.dtype, thread.is_exact = self._before
 
 
 class in_region:

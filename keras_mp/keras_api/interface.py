@@ -29,17 +29,13 @@ class KerasApi(Protocol):
             sample_weight)`, which is Keras's own `__call__` without casts of the labels.
         BasePolicy: `tf.keras`'s own dtype policy class.
         LossFunctionWrapper: the loss that computes a function.
-        PreprocessingLayer: the base of preprocessing layers, though not of all of them.
         OPTIMIZER_BASES: the classes that Keras takes for an optimizer.
         IN_ONE_TRACE: rows for the methods that make the variables of optimizers and metrics.
         CROSSENTROPY_NAMES: the names in `compile(loss=)` of the cross entropy that fits the shapes.
         READ_BY_CALLBACKS: the private attributes of optimizers that callbacks of Keras read.
         CLIPS_ON_EACH_REPLICA: whether optimizers clip gradients before replicas sum them.
-        APPLY_TAKES_SCALED_GRADIENTS: whether the wrapper of `tf.keras` unscales in
-            `apply_gradients`.
         KERAS_LAYOUT_CHILD: a child of optimizers in checkpoints of Keras's own only, or None.
         FEATURES: the features that need private names of Keras.
-        RAW_INPUTS: that of layers that read raw inputs.
         BUILD_ONCE: the private method of layers that calls `build`.
         BUILDS: the feature that needs it.
         LAYERS_INSIDE: that of layers in attributes of others.
@@ -51,16 +47,13 @@ class KerasApi(Protocol):
     BaseLoss: ClassVar[type]
     BasePolicy: ClassVar[type]
     LossFunctionWrapper: ClassVar[type]
-    PreprocessingLayer: ClassVar[type]
     OPTIMIZER_BASES: ClassVar[tuple[type, ...]]
     IN_ONE_TRACE: ClassVar[tuple[Replacement, ...]]
     CROSSENTROPY_NAMES: ClassVar[tuple[str, ...]]
     READ_BY_CALLBACKS: ClassVar[tuple[str, ...]]
     CLIPS_ON_EACH_REPLICA: ClassVar[bool]
-    APPLY_TAKES_SCALED_GRADIENTS: ClassVar[bool]
     KERAS_LAYOUT_CHILD: ClassVar[str | None]
     FEATURES: ClassVar[tuple[Feature, ...]]
-    RAW_INPUTS: ClassVar[Feature]
     BUILD_ONCE: ClassVar[Name]
     BUILDS: ClassVar[Feature]
     LAYERS_INSIDE: ClassVar[Feature]
@@ -101,13 +94,6 @@ class KerasApi(Protocol):
     ) -> None:
         """Calls Keras's own `compile` with bound arguments, so that it wraps nothing."""
 
-    def widen_functions(self, in_float32: Callable[[Any], Callable[..., Any]]) -> None:
-        """Replaces Keras's own functions that sum the squares of a row in 16 bits.
-
-        Args:
-            in_float32: takes such a function and returns one that computes in float32.
-        """
-
     def convert_wrappers_to_legacy(
         self, wrapper_class: type, convert_wrapper: Callable[[Any, Any], Any]
     ) -> None:
@@ -132,6 +118,10 @@ class KerasApi(Protocol):
         Args:
             around: takes the model and returns the context manager.
         """
+
+    def exact_functions(self) -> list[Any]:
+        """Returns Keras's own functions that need float32 as a whole."""
+        ...
 
     def get_global_policy(self) -> tf.keras.mixed_precision.Policy:
         """Returns `tf.keras`'s global policy."""
@@ -187,28 +177,18 @@ class KerasApi(Protocol):
         It has their names in checkpoints of the latter.
         """
 
-    def let_policy_change(self, cls: type) -> None:
-        """Lets layers of a class find the compute dtype of their policy anew in each call."""
-
-    def makes_weights(self, layer: Any) -> bool:
-        """Whether a layer is about to make weights.
-
-        They cast themselves if its policy says so.
-        """
-        ...
-
     def note_input_casts(
         self,
         policy_class: type,
-        note: Callable[[Any, Any], None],
+        noted: Callable[[Any, Any], Any],
         before: Callable[[Any], Any],
     ) -> None:
         """Has the casts noted that layers and models make of their inputs.
 
         Args:
             policy_class: class of the policies whose layers do.
-            note: takes an input and what it became.
-            before: returns what a tensor was before it was rounded; models take that.
+            noted: takes an input and what it became, and returns the latter.
+            before: takes an input of a preprocessing layer, and returns it unrounded.
         """
 
     def optimizer_adapter(
@@ -299,6 +279,9 @@ class KerasApi(Protocol):
             rounds_to: takes a layer and returns that DType, or None.
             mapped: takes a function, a layer and its outputs, and maps those that are rounded.
         """
+
+    def set_policy(self, layer: tf.keras.layers.Layer, policy: Any) -> None:
+        """Gives a layer without variables another policy."""
 
     def set_global_policy(self, policy: tf.keras.mixed_precision.Policy | None) -> None:
         """Sets `tf.keras`'s global policy; None follows floatx."""

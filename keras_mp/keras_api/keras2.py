@@ -27,7 +27,6 @@ from keras_mp.support.attributes import replaced
 keras = tf.keras
 
 FEATURES = keras2_names.FEATURES
-RAW_INPUTS = keras2_names.RAW_INPUTS
 LAYERS_INSIDE = keras2_names.LAYERS_INSIDE
 LOSSES = keras2_names.LOSSES
 
@@ -46,12 +45,10 @@ set_global_policy = keras2_policies.set_global_policy
 policy_scope = keras2_policies.policy_scope
 quantized_policy = keras2_policies.quantized_policy
 
-PreprocessingLayer = keras2_raw_inputs.PreprocessingLayer
 is_operation = keras2_raw_inputs.is_operation
 note_input_casts = keras2_raw_inputs.note_input_casts
-let_policy_change = keras2_raw_inputs.let_policy_change
-makes_weights = keras2_raw_inputs.makes_weights
-widen_functions = keras2_raw_inputs.widen_functions
+exact_functions = keras2_raw_inputs.exact_functions
+set_policy = keras2_raw_inputs.set_policy
 report_rounded = keras2_raw_inputs.report_rounded
 replace_slow_layers = keras2_recurrent.replace_slow_layers
 
@@ -65,7 +62,6 @@ BUILD_ONCE = keras2_names.build_once
 BUILDS = keras2_names.BUILDS
 READ_BY_CALLBACKS = ("_learning_rate", "_built")
 CLIPS_ON_EACH_REPLICA = False
-APPLY_TAKES_SCALED_GRADIENTS = False
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
 

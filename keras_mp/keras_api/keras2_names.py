@@ -37,11 +37,10 @@ WRITERS = (
 seeds = Name("tf_keras.src.backend._SEED_GENERATOR")
 RandomGenerator = Name("tf_keras.src.backend.RandomGenerator")
 
-layer_policy = Attribute("tf_keras.src.engine.base_layer.Layer._dtype_policy")
-compute_dtype = Attribute("tf_keras.src.engine.base_layer.Layer._compute_dtype_object")
 cast_input = Name("tf_keras.src.engine.base_layer.Layer._cast_single_input")
 build_once = Name("tf_keras.src.engine.base_layer.Layer._maybe_build")
 flatten_layers = Name("tf_keras.src.engine.base_layer.Layer._flatten_layers")
+set_policy = Name("tf_keras.src.engine.base_layer.Layer._set_dtype_policy")
 output_signature = Name("tf_keras.src.engine.base_layer.Layer._infer_output_signature")
 convert_input_of_model = Name(
     "tf_keras.src.engine.functional.Functional._conform_to_reference_input"
@@ -103,7 +102,7 @@ TRUST = Feature(
 RAW_INPUTS = Feature(
     "layers that read raw inputs in float32",
     "Preprocessing, normalization and sums of squares compute in 16 bits, from rounded inputs.",
-    (layer_policy, compute_dtype, cast_input, output_signature, convert_input_of_model),
+    (set_policy, cast_input, output_signature, convert_input_of_model),
 )
 STATES = Feature(
     "recurrent layers that cast their initial states",

@@ -7,13 +7,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import hooks
-from keras_mp.hooks import Everywhere, Method, Replacement, When
+from keras_mp.hooks import Replacement, When
 from keras_mp.keras_api import keras2_names
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION
 
 keras = tf.keras
-
-PreprocessingLayer = keras.layers.experimental.preprocessing.PreprocessingLayer
 
 
 def is_operation(layer: Any) -> bool:
@@ -21,24 +19,21 @@ def is_operation(layer: Any) -> bool:
 
 
 def note_input_casts(
-    policy_class: type, note: Callable[[Any, Any], None], before: Callable[[Any], Any]
+    policy_class: type, noted: Callable[[Any, Any], Any], before: Callable[[Any], Any]
 ) -> None:
-    del policy_class  # A layer casts its inputs itself.
+    del policy_class, before  # A layer casts its inputs itself.
 
     def casting(original: Callable[..., Any]) -> Callable[..., Any]:
         def cast_single_input(self: Any, x: Any) -> Any:
             result = original(self, x)
-            note(x, result)
-            return result
+            return noted(x, result)
 
         return cast_single_input
 
     def conforming(original: Callable[..., Any]) -> Callable[..., Any]:
         def conform_to_reference_input(self: Any, tensor: Any, ref_input: Any) -> Any:
-            tensor = before(tensor)
             result = original(self, tensor, ref_input)
-            note(tensor, result)
-            return result
+            return noted(tensor, result)
 
         return conform_to_reference_input
 
@@ -72,24 +67,16 @@ def _cast_float(dtype: tf.DType, value: Any) -> Any:
     return tf.cast(value, dtype) if is_float else value
 
 
-def widen_functions(in_float32: Callable[[Any], Callable[..., Any]]) -> None:
-    # It subtracts itself; else it calls functions of TensorFlow.
-    hooks.install([Replacement(Everywhere(keras.backend.hard_sigmoid), in_float32)])
+def exact_functions() -> list[Any]:
+    return []
 
 
-def let_policy_change(cls: Any) -> None:
-    def compute_dtype(self: Any) -> tf.DType | None:
-        name = self._dtype_policy.compute_dtype
-        return None if name is None else tf.as_dtype(name)
-
-    def keep(self: Any, value: tf.DType | None) -> None:
-        del self, value  # Keras notes the dtype when the layer is made.
-
-    cls._compute_dtype_object = property(compute_dtype, keep)
+def set_policy(layer: Any, policy: Any) -> None:
+    keras2_names.set_policy.get()(layer, policy)
 
 
-def makes_weights(layer: Any) -> bool:
-    return not layer.built
+# What lets layers report rounded results, once it is there.
+_reporting: list[Any] = []
 
 
 def report_rounded(
@@ -104,7 +91,11 @@ def report_rounded(
 
         return infer_output_signature
 
-    hooks.install([Replacement(Method(cls, "_infer_output_signature"), rounded, When.ALWAYS)])
+    del cls  # They all have the same method.
+    if not _reporting:
+        _reporting.append(rounded)
+        place, feature = keras2_names.output_signature, keras2_names.RAW_INPUTS
+        hooks.install([Replacement(place, rounded, When.ALWAYS, feature)])
 
 
 def _with_dtype(dtype: tf.DType, output: Any) -> Any:

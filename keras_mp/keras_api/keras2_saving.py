@@ -152,7 +152,7 @@ def _call_of(model: keras.Model) -> Any:
     functions = keras2_names.layer_calls(model)
     call = functions.add_function(
         keras2_names.outputs_only(model, outputs_and_losses),
-        f"{model.name}_call",
+        f"call_of_{model.name}",
         match_layer_training_arg=False,
     )
     with keras2_names.tracing_scope():

@@ -29,7 +29,6 @@ from keras_mp.variables import casts
 keras = tf.keras
 
 FEATURES = keras3_names.FEATURES
-RAW_INPUTS = keras3_names.RAW_INPUTS
 LAYERS_INSIDE = keras3_names.LAYERS_INSIDE
 LOSSES = keras3_names.LOSSES
 
@@ -43,7 +42,6 @@ READ_BY_CALLBACKS = (
     "_distribution_strategy",
 )
 CLIPS_ON_EACH_REPLICA = True
-APPLY_TAKES_SCALED_GRADIENTS = True
 
 patch_fit = keras3_workers.patch_fit
 optimizer_adapter = keras3_adapter.optimizer_adapter
@@ -62,11 +60,10 @@ set_global_policy = keras3_policies.set_global_policy
 policy_scope = keras3_policies.policy_scope
 quantized_policy = keras3_policies.quantized_policy
 
-PreprocessingLayer = keras3_raw_inputs.PreprocessingLayer
 is_operation = keras3_raw_inputs.is_operation
 note_input_casts = keras3_raw_inputs.note_input_casts
-let_policy_change = keras3_raw_inputs.let_policy_change
-makes_weights = keras3_raw_inputs.makes_weights
+exact_functions = keras3_raw_inputs.exact_functions
+set_policy = keras3_raw_inputs.set_policy
 report_rounded = keras3_raw_inputs.report_rounded
 
 register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
@@ -74,11 +71,6 @@ register_serializable = keras.utils.register_keras_serializable(package="keras_m
 
 def rename(layer: Any, name: str) -> None:
     layer.name = name
-
-
-def widen_functions(in_float32: Callable[[Any], Callable[..., Any]]) -> None:
-    keras3_raw_inputs.widen_functions(in_float32)
-    keras3_raw_inputs.add_in_float32(autocast_scope)
 
 
 def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[..., Any]) -> None:

@@ -15,7 +15,6 @@ SafeModeScope = Name("keras.src.saving.serialization_lib.SafeModeScope")
 
 convert_inputs_of_model = Name("keras.src.models.functional.Functional._convert_inputs_to_tensors")
 converts_inputs = Attribute("keras.src.layers.layer.Layer._convert_input_args")
-layer_policy = Attribute("keras.src.layers.layer.Layer._dtype_policy")
 build_once = Name("keras.src.layers.layer.Layer._maybe_build")
 flatten_layers = Name("keras.src.layers.layer.Layer._flatten_layers")
 output_shape_of_lambda = Attribute("keras.src.layers.core.lambda_layer.Lambda._output_shape")
@@ -55,7 +54,7 @@ TRUST = Feature(
 RAW_INPUTS = Feature(
     "layers that read raw inputs in float32",
     "Preprocessing, normalization and sums of squares compute in 16 bits, from rounded inputs.",
-    (layer_policy, convert_inputs_of_model),
+    (convert_inputs_of_model,),
 )
 LAYER_INPUTS = Feature(
     "`keras_mp.layers.Layer` with `autocast_inputs=False`",

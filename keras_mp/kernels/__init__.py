@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras_mp import hooks
 from keras_mp.hooks import replica_threads
 from keras_mp.hooks.once import once
-from keras_mp.kernels import backward, compositions, convolutions, cudnn, slow, sums
+from keras_mp.kernels import backward, convolutions, cudnn, functions, sums
 
 
 def has_decided(op: tf.Operation) -> bool:
@@ -30,7 +30,7 @@ def install() -> None:
     It does so once in a process, when the process is in reach for the first time. Out of reach
     (`hooks/reach.py`), the new functions call TensorFlow's own.
     """
-    tables = sums, compositions, convolutions, cudnn, slow
+    tables = sums, functions, convolutions, cudnn
     hooks.install(
         [
             *(replica_threads.REACH, *backward.REPLACEMENTS),

@@ -22,52 +22,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.hooks import Replacement, When, reach
-from keras_mp.kernels import again_in_float32, returned_outputs
-from keras_mp.support import large_numbers
+from keras_mp.hooks import Method, Replacement, When, faces, reach
+from keras_mp.kernels import door
+from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import gradients, graphs, operations
 from keras_mp.tensorflow_api.features import GRADIENTS
 
 _thread = reach.thread
-_MARK = "keras_mp_reach"
-# By whether the dtype is bfloat16. Each operation needs one, and asking a DType takes long.
-_MARKS = [(_MARK, dtype.as_datatype_enum) for dtype in (tf.float16, tf.bfloat16)]
+_MARK = door.MARK
 _DTYPES = {dtype.as_datatype_enum: dtype for dtype in LOW_PRECISION}
-
-
-def _run_in_eager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that runs an operation, and marks it for tapes.
-
-    TensorFlow runs an operation with the attributes that it knows, and tells tapes of all.
-    """
-
-    def execute(context: Any, op: str, *args: Any) -> object:
-        dtype = _thread.dtype
-        if large_numbers.is_operand_beyond(op, args[1:]):
-            # Generated code then takes its slower way, in which float32 is possible.
-            raise operations.TakeSlowerWay.get()
-        is_noted = again_in_float32.notes.tensors is not None and op in again_in_float32.NOTED
-        if is_noted:
-            args = args[0], *again_in_float32.with_tensors(op, args[1:])
-        results = original(context, op, *args, *_MARKS[dtype is tf.bfloat16])
-        if is_noted:
-            again_in_float32.note(results, op, args[1:])
-        return results
-
-    return execute
-
-
-def _record(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns the function that tells tapes of an operation in a graph, and marks it."""
-
-    def record(
-        op: str, inputs: object, attributes: tuple[Any, ...] | None, results: object
-    ) -> None:
-        mark = _MARKS[_thread.dtype is tf.bfloat16]
-        original(op, inputs, (*(attributes or ()), *mark), results)
-
-    return record
 
 
 def _find_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,10 +58,11 @@ def _differentiate(
         dtype = _DTYPES[attributes[2 * names.index(_MARK) + 1]] if _MARK in names else None
     # As `reach.entered` does, in half the time.
     before, _thread.dtype = _thread.dtype, dtype
+    was, _thread.in_gradient = _thread.in_gradient, True
     try:
         return gradient(op, *upstream)
     finally:
-        _thread.dtype = before
+        _thread.dtype, _thread.in_gradient = before, was
 
 
 def _make_in_graph(original: Callable[..., tf.Operation]) -> Callable[..., tf.Operation]:
@@ -118,11 +83,11 @@ def _out_of_reach(original: Callable[..., Any]) -> Callable[..., Any]:
 
     The graph's operations have their own marks, or none.
     """
-    of_outputs = returned_outputs.in_graphs(original)
+    of_faces = faces.in_graphs(original)
 
     def differentiate(*args: Any, **kwargs: Any) -> object:
         with reach.entered(None):
-            return of_outputs(*args, **kwargs)
+            return of_faces(*args, **kwargs)
 
     return differentiate
 
@@ -156,7 +121,8 @@ def _with_custom_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
             inputs = tf.nest.flatten(args)
 
             def backward(*args: Any, **kwargs: Any) -> object:
-                with reach.entered(dtype):
+                # The program's own code, for which the door is open.
+                with reach.entered(dtype), replaced(_thread, "in_gradient", False):
                     found = gradient(*args, **kwargs)
                 if "variables" not in kwargs:
                     return _in_dtypes_of(inputs, found)
@@ -169,7 +135,7 @@ def _with_custom_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
 
         results = original(forward, args, kwargs)
         # Their gradients are not those of the operations that have made them.
-        again_in_float32.end_at(results)
+        faces.without_face(results)
         return results
 
     return call
@@ -192,8 +158,9 @@ def _in_dtypes_of(inputs: Sequence[Any], found: Any) -> Any:
 
 def _rows() -> Iterator[Replacement]:
     for name, make in (
-        (operations.run_in_eager, _run_in_eager),
-        (gradients.record_in_graph, _record),
+        (operations.run_in_eager, door.run_in_eager),
+        (operations.make_in_graph, door.make_in_graph),
+        (gradients.record_in_graph, door.on_tape),
         (graphs.create_op, _make_in_graph),
         (graphs.key_of_trace, _key_of_trace),
         (gradients.custom_in_eager, _with_custom_gradient),
@@ -201,11 +168,12 @@ def _rows() -> Iterator[Replacement]:
     ):
         yield Replacement(name, make, When.IN_REACH, GRADIENTS)
     for name, make in (
-        (gradients.of_tape, returned_outputs.on_tapes),
+        (gradients.of_tape, faces.on_tapes),
         (gradients.of_graph, _out_of_reach),
         (gradients.find, _find_gradient),
     ):
         yield Replacement(name, make, When.ALWAYS, GRADIENTS)
+    yield Replacement(Method(tf.GradientTape, "watch"), door.watch, When.ALWAYS, GRADIENTS)
 
 
 REPLACEMENTS = tuple(_rows())

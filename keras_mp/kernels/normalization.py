@@ -6,7 +6,7 @@ reads and writes 16 bits, and computes in float32 inside. This module needs Tens
 
 import tensorflow as tf
 
-from keras_mp.hooks import reach
+from keras_mp.hooks import faces, reach
 from keras_mp.kernels import slow
 
 
@@ -28,12 +28,13 @@ def batch_normalization(
     """
     if x.shape.rank is None or x.shape.rank < 2 or x.shape[-1] is None:
         return None
-    if scale.dtype != tf.float32 or not slow.may_replace_layer(x.dtype):
+    is_exact = faces.is_exact(x)  # What Keras computes takes the float32 face.
+    if is_exact or scale.dtype != tf.float32 or not slow.may_replace_layer(x.dtype):
         return None
     channels = x.shape[-1]
-    # The kernel takes images.
-    images = x if x.shape.rank == 4 else tf.reshape(x, [-1, 1, 1, channels])
-    with reach.without_region():
+    with reach.without_region(), reach.decided():
+        # The kernel takes images.
+        images = x if x.shape.rank == 4 else tf.reshape(x, [-1, 1, 1, channels])
         found = slow.compute(
             "FusedBatchNormV3",
             x=images,
@@ -46,5 +47,5 @@ def batch_normalization(
         # It estimates the variance of the population that the batch is a sample of.
         count = tf.cast(tf.size(x) // channels, tf.float32)
         variance = found.batch_variance * ((count - 1) / count)
-    y = found.y if x.shape.rank == 4 else tf.reshape(found.y, tf.shape(x))
-    return tf.ensure_shape(y, x.shape), found.batch_mean, variance
+        y = found.y if x.shape.rank == 4 else tf.reshape(found.y, tf.shape(x))
+        return tf.ensure_shape(y, x.shape), found.batch_mean, variance

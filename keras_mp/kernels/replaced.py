@@ -13,7 +13,7 @@ This module needs TensorFlow only.
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -41,7 +41,6 @@ class Kernel(NamedTuple):
             computing in float32 and rounding once.
         wrong_in_xla: dtypes in which XLA is wrong, on every machine.
         autocasts: whether a region of `autocast` runs it in 16 bits.
-        alias: another name under which modules of TensorFlow have the function.
         result: takes the function and the example, and returns what shows that a kernel is wrong.
             Defaults to the function's result.
         has_raw_name: whether Keras calls it by its name in `tf.raw_ops`, which is replaced then.
@@ -56,7 +55,6 @@ class Kernel(NamedTuple):
     correct: Callable[..., Any] | None = None
     wrong_in_xla: tuple[tf.DType, ...] = ()
     autocasts: bool = False
-    alias: str = ""
     result: Callable[..., Any] = lambda original, **arguments: original(**arguments)
     has_raw_name: bool = False
     terms: Callable[..., int | None] | None = None
@@ -81,8 +79,9 @@ class Table:
         kernels: Mapping[str, Kernel],
         harm: str,
         asks: Callable[[str, Kernel, tf.DType, Any, str], bool] | None = None,
+        only_ops: Sequence[str] = (),
     ) -> None:
-        self.kernels, self.enabled = kernels, True
+        self.kernels, self.enabled, self._only_ops = kernels, True, only_ops
         self._harm = harm
         self._asks = asks or is_result_wrong
 
@@ -91,6 +90,8 @@ class Table:
         """Returns the rows of the table's functions."""
         rows = []
         for op, kernel in self.kernels.items():
+            if self._only_ops and op not in self._only_ops:
+                continue
             original = function_of(op)
             make = functools.partial(self._corrected, op)
             if original is None:
@@ -99,7 +100,7 @@ class Table:
                     f"is, {self._harm}."
                 )
                 continue
-            rows.append(Replacement(Everywhere(original, (kernel.alias,)), make))
+            rows.append(Replacement(Everywhere(original), make))
             if kernel.has_raw_name:
                 rows.append(Replacement(Everywhere(getattr(tf.raw_ops, op), (op,)), make))
         return tuple(rows)
@@ -121,6 +122,24 @@ class Table:
         dtype = tf.as_dtype(dtype)
         return dtype in LOW_PRECISION and self._is_wrong(op, dtype, case, device or usual_device())
 
+    def is_wrong_for(
+        self, op: str, dtype: tf.DType, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether a kernel is wrong for the arguments of an operation.
+
+        Args:
+            op: str. A key of `kernels`.
+            dtype: the 16-bit DType of its inputs.
+            args: its inputs.
+            kwargs: its attributes.
+        """
+        kernel = self.kernels[op]
+        if not self.enabled or op in self._only_ops:
+            return False
+        device = device_type()
+        is_wrong = self._is_wrong(op, dtype, kernel.case(*args, **kwargs), device)
+        return is_wrong or _is_long(kernel, dtype, device, tuple(args), dict(kwargs))
+
     def _is_wrong(self, op: str, dtype: tf.DType, case: Any, device: str) -> bool:
         if case is False:
             return False
@@ -135,7 +154,7 @@ class Table:
             dtype, region = low_precision_dtype((*args, *kwargs.values())), reach.region()
             if dtype is None and kernel.autocasts and region is not None:
                 dtype = region.dtype
-            if dtype is None or not self.enabled:
+            if dtype is None or not self.enabled or reach.thread.is_exact:
                 return original(*args, **kwargs)
             device = device_type()
             is_wrong = self._is_wrong(op, dtype, kernel.case(*args, **kwargs), device)

@@ -13,18 +13,15 @@ This module needs TensorFlow only.
 """
 
 import contextlib
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.hooks import Everywhere, Replacement, reach
+from keras_mp.hooks import reach
 from keras_mp.kernels.replaced import (
     device_type,
     in_float32,
-    in_its_module,
     low_precision_dtype,
     shape_of,
     usual_device,
@@ -74,40 +71,24 @@ def is_slow(op: str, dtype: tf.DType | str, arguments: Mapping[str, Any] | None 
     return name == "float16" and op in _GRADIENTS_OF_CONVOLUTIONS
 
 
-def _has_part_of_a_vector(x: object = None, data_format: str = "NHWC", **others: object) -> bool:
+def _has_part_of_a_vector(x: Any = None, data_format: Any = "NHWC", **others: object) -> bool:
     """Whether the channels of images are no whole vectors."""
     del others
-    shape = shape_of(x) if x is not None else tf.TensorShape(None)
-    channels = shape[-1] if shape.rank and data_format.endswith("C") else None
+    shape = tf.TensorShape(()) if x is None else shape_of(x)
+    is_last = tf.compat.as_str(data_format).endswith("C")  # bytes where the door asks
+    channels = shape[-1] if shape.rank and is_last else None
     return bool(channels and channels % _VECTOR)
 
 
-@functools.cache
-def replacements() -> tuple[Replacement, ...]:
-    """Returns the rows of the functions of `OPS`."""
-    known = [op for op in OPS if hasattr(tf.raw_ops, op)]
-    return tuple(
-        Replacement(
-            Everywhere(in_its_module(getattr(tf.raw_ops, op))),
-            functools.partial(_in_float32_if_slow, op),
-        )
-        for op in known
-    )
+def is_slow_here(op: str, dtype: tf.DType, arguments: Mapping[str, Any]) -> bool:
+    """Whether an operation that is made now is to be computed in float32.
 
-
-def _in_float32_if_slow(op: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    parameters = tuple(inspect.signature(original).parameters)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        dtype = low_precision_dtype((*args, *kwargs.values()))
-        if dtype is None or not _switch.is_on or device_type() != "CPU":
-            return original(*args, **kwargs)
-        if not is_slow(op, dtype, {**dict(zip(parameters, args)), **kwargs}):
-            return original(*args, **kwargs)
-        with reach.decided():
-            return in_float32(original, *args, **kwargs)
-
-    return call
+    Args:
+        op: str, one of `OPS`.
+        dtype: the 16-bit DType of its inputs.
+        arguments: its arguments by name.
+    """
+    return _switch.is_on and device_type() == "CPU" and is_slow(op, dtype, arguments)
 
 
 def compute(op: str, **arguments: Any) -> Any:
@@ -117,7 +98,11 @@ def compute(op: str, **arguments: Any) -> Any:
         op: str, one of `OPS`.
         **arguments: those of the raw operation.
     """
-    return _in_float32_if_slow(op, getattr(tf.raw_ops, op))(**arguments)
+    own, dtype = getattr(tf.raw_ops, op), low_precision_dtype(arguments.values())
+    if dtype is None or not is_slow_here(op, dtype, arguments):
+        return own(**arguments)
+    with reach.decided():
+        return in_float32(own, **arguments)
 
 
 def slow_operations(dtype: str) -> list[str]:
@@ -132,7 +117,7 @@ def slow_operations(dtype: str) -> list[str]:
 
 
 def fact_for_workers() -> str:
-    """Returns, as a text, the operations that this process computes in float32 for speed."""
+    """Returns, as a text, the operations that are computed in float32 for speed."""
     facts = [f"{op} ({dtype})" for dtype in LOW_PRECISION_NAMES for op in slow_operations(dtype)]
     return ", ".join(facts) or "none"
 

@@ -124,7 +124,10 @@ def _sum_of_all_but_channels(
     channels = 1 if tf.compat.as_str(data_format or "") == "NCHW" else rank - 1
     # Not `tf.reduce_sum`, which takes as long as such a sum.
     add_up = in_its_module(tf.raw_ops.Sum)
-    return add_up(out_backprop, [i for i in range(rank) if i != channels], name=name)
+    axes = [i for i in range(rank) if i != channels]
+    if is_wrong_for("Sum", out_backprop.dtype, (out_backprop, axes), {}):
+        return in_float32(add_up, out_backprop, axes, name=name)
+    return add_up(out_backprop, axes, name=name)
 
 
 def _bias(dtype: tf.DType, layout: str) -> dict[str, Any]:
@@ -234,19 +237,16 @@ KERNELS: dict[str, Kernel] = {
     "SegmentMean": Kernel(_segments, 1),
     "UnsortedSegmentSum": Kernel(_unsorted_segments, _FEW_TERMS, wrong_in_xla=LOW_PRECISION),
     "ScatterNd": Kernel(_scattered, _FEW_TERMS, wrong_in_xla=LOW_PRECISION),
-    "TensorScatterAdd": Kernel(
-        _scattered_into, _FEW_TERMS, wrong_in_xla=LOW_PRECISION, alias="tensor_scatter_nd_add"
-    ),
-    "TensorScatterSub": Kernel(
-        _scattered_into, -_FEW_TERMS, wrong_in_xla=LOW_PRECISION, alias="tensor_scatter_nd_sub"
-    ),
+    "TensorScatterAdd": Kernel(_scattered_into, _FEW_TERMS, wrong_in_xla=LOW_PRECISION),
+    "TensorScatterSub": Kernel(_scattered_into, -_FEW_TERMS, wrong_in_xla=LOW_PRECISION),
     "SparseTensorDenseMatMul": Kernel(_sparse_row, _FEW_TERMS),
     "DepthwiseConv2dNativeBackpropFilter": Kernel(_depthwise_filter, _FEW_TERMS),
     "ResizeNearestNeighborGrad": Kernel(_one_pixel, _FEW_TERMS),
 }
 
-_TABLE = Table(KERNELS, "and may stop short of sums in 16 bits")
+_TABLE = Table(KERNELS, "and may stop short of sums in 16 bits", only_ops=("BiasAddGrad",))
 replacements, is_wrong = _TABLE.replacements, _TABLE.is_wrong
+is_wrong_for = _TABLE.is_wrong_for
 
 
 def enable_float32_sums(enabled: bool = True) -> None:

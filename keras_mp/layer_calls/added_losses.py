@@ -13,11 +13,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import hooks
-from keras_mp.hooks import Method, Replacement, When, reach
+from keras_mp.hooks import Method, Replacement, When, faces, reach
 from keras_mp.hooks.once import once
-from keras_mp.kernels import again_in_float32
 from keras_mp.step import state_rollback
 from keras_mp.support import host, messages
+from keras_mp.support.dtypes import is_low
 
 # For each layer, what warns of its losses in training steps.
 _warnings: "weakref.WeakKeyDictionary[tf.keras.layers.Layer, Callable[[], None]]" = (
@@ -42,9 +42,10 @@ def _adding_wide_losses(original: Callable[..., None]) -> Callable[..., None]:
 
 def _widened(layer: tf.keras.layers.Layer, loss: Any) -> Any:
     # Keras 2 adds a symbolic loss in a layer whose policy is not one of keras_mp.
-    if reach.current() is None and not again_in_float32.was_made_in_reach(loss):
+    is_ours = reach.current() is not None or (isinstance(loss, tf.Tensor) and faces.of(loss))
+    if not is_ours or not isinstance(loss, tf.Tensor) or not is_low(loss.dtype):
         return loss
-    result = again_in_float32.compute(loss)
+    result = faces.widened(loss)
     if reach.current() == tf.float16 and state_rollback.is_under_way() and result is not loss:
         _tell_if_infinite(layer, result)
     return result

@@ -43,11 +43,16 @@ def _drawing_in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(policy, Policy) and len(args) <= len(order):
             given = dict(zip(order, args)) | kwargs
             is_known = len(given) == len(args) + len(kwargs)
+            is_normalization = isinstance(self, tf.keras.layers.BatchNormalization)
+            if is_known and given.get("dtype") is None and is_normalization:
+                given["dtype"] = "float32"
             if is_known and parse(given.get("dtype") or policy.variable_dtype) in LOW_PRECISION:
                 chosen = given.get("initializer")
                 chosen = tf.keras.initializers.get("glorot_uniform" if chosen is None else chosen)
                 if callable(chosen):
                     return original(self, **given | {"initializer": _in_float32(chosen)})
+            if is_known and given.get("dtype") == "float32":
+                return original(self, **given)
         return original(self, *args, **kwargs)
 
     return add_weight

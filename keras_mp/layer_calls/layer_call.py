@@ -1,10 +1,9 @@
 """The one hook on `Layer.__call__`, for layers with a 16-bit policy of keras_mp.
 
 Keras asks a policy for dtypes only. Everything else that a policy says is done here: the layer is
-in the reach of what keras_mp replaces; it reads raw inputs if that is its job (`raw_inputs`); with
-an `output_dtype`, it is a float32 layer whose products have gradients in 16 bits; and a model that
-no other layer calls returns float32 (`model_outputs`). All other layers are called as if there were
-no hook.
+in the reach of what keras_mp replaces; with an `output_dtype`, it is a float32 layer whose products
+have gradients in 16 bits; and a model that no other layer calls returns float32 (`model_outputs`).
+All other layers are called as if there were no hook.
 """
 
 import contextlib
@@ -14,11 +13,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import hooks, keras_api, regularizers
-from keras_mp.hooks import Method, Replacement, When, observers, reach
+from keras_mp.hooks import Method, Replacement, When, faces, observers, reach
 from keras_mp.hooks.once import once
 from keras_mp.hooks.reach import Region
-from keras_mp.kernels import again_in_float32
-from keras_mp.layer_calls import added_losses, initial_weights, model_outputs, raw_inputs
+from keras_mp.kernels import functions
+from keras_mp.layer_calls import added_losses, data_layers, initial_weights, model_outputs
 from keras_mp.op_autocast import context_manager
 from keras_mp.policy import Policy
 from keras_mp.support.autograph import allow_conversion, do_not_convert
@@ -32,7 +31,9 @@ def install() -> None:
     hooks.install([Replacement(Method(owner, "__call__"), _heeding_policies, When.ALWAYS)])
     added_losses.install()
     initial_weights.install()
-    raw_inputs.install()
+    keras_api.note_input_casts(Policy, faces.cast_input, data_layers.unrounded)
+    data_layers.install()
+    hooks.install(functions.rows(keras_api.exact_functions()))
 
 
 def _heeding_policies(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,13 +50,8 @@ def _heeding_policies(original: Callable[..., Any]) -> Callable[..., Any]:
             keras_call = allow_conversion(converted_call)
         policy: Any = getattr(self, "dtype_policy", None)
         dtype = policy.low_precision_dtype if isinstance(policy, Policy) else None
-        is_model = isinstance(self, tf.keras.Model)  # Its layers may have a policy of keras_mp.
-        is_ours = is_model or dtype is not None or reach.current() is not None
-        is_noted = is_ours and not keras_api.is_operation(self)
-        notes = again_in_float32.noted() if is_noted else contextlib.nullcontext()
         try:
-            with notes:
-                return _call_in(policy, dtype, keras_call, self, args, kwargs)
+            return _call_in(policy, dtype, keras_call, self, args, kwargs)
         except type_errors.ERRORS as error:
             explained = _explained(error, self) if dtype is not None else None
             if explained is None:
@@ -76,6 +72,11 @@ def _call_in(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
+    region = reach.region()
+    if dtype is not None and region is not None and not region.gradients_only:
+        # The policy has chosen the dtypes of all that the layer computes.
+        with reach.without_region():
+            return _call_in(policy, dtype, keras_call, layer, args, kwargs)
     is_model = isinstance(layer, tf.keras.Model)
     if dtype is not None:
         observers.reach_begins()
@@ -89,19 +90,17 @@ def _call_in(
     )
     # A model that Keras 2 builds in its first call would get a layer for each cast.
     if is_at_rim and not any(map(keras_api.is_symbolic_input, tf.nest.flatten((args, kwargs)))):
-        outputs = model_outputs.call(keras_call, layer, dtype, args, kwargs)
-        if not is_model:
-            again_in_float32.mark_activations(outputs)
-        return outputs
+        return model_outputs.call(keras_call, layer, dtype, args, kwargs)
     # In a region, all layers are in reach.
     if dtype is None and (reach.current() is None or reach.region() is not None):
         return keras_call(layer, *args, **kwargs)
+    if dtype is not None and data_layers.is_one(layer):
+        return data_layers.call(keras_call, layer, args, kwargs)
     with reach.entered(dtype), _gradients(policy, dtype):
-        outputs = raw_inputs.call(keras_call, layer, dtype, args, kwargs)
-    if dtype is not None and not keras_api.is_operation(layer):
-        again_in_float32.mark_activations(outputs)
+        outputs = keras_call(layer, *args, **kwargs)
+        outputs = model_outputs.with_float32(layer, data_layers.rounded(layer, dtype, outputs))
     if not is_model:
-        model_outputs.note_policy(outputs, policy)
+        model_outputs.note_call(outputs, layer, args, kwargs)
     return outputs
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from keras_mp.hooks import wrapped
-from keras_mp.layer_calls import raw_inputs
 from keras_mp.support.autograph import do_not_convert
 
 
@@ -87,7 +86,7 @@ def observed(
         call = LayerCall(path, layer, args, kwargs)
         _tell(observer.inputs, call)
         try:
-            outputs = raw_inputs.rounded(layer, function(*args, **kwargs))
+            outputs = function(*args, **kwargs)
         except BaseException:
             _tell(observer.failed, call)
             raise

@@ -2,14 +2,14 @@
 
 A model that no other layer calls returns float32 to the program; it is *at the rim*. A cast would
 only widen numbers that have been rounded already. So the layers that make the outputs of a
-functional or Sequential model are called like layers with `output_dtype="float32"`, and later
-layers take the same tensor. A model among these layers is at the rim, too. An activation, or a
-layer that only moves numbers, is called in this way together with the layer before it.
+functional or Sequential model are exact: their products take 16-bit inputs and float32 weights, and
+all that they compute has a float32 face (`hooks/faces.py`), which is the output. A model among
+these layers is at the rim, too. An activation, or a layer that only moves numbers, is exact
+together with the layer before it.
 
-Before a call, nothing tells which layers make the outputs of a subclassed model. Outputs that come
-in 16 bits are computed again in float32 (`op_autocast/exact_outputs.py`), or cast. A gradient with
-respect to such an output includes the gradient with respect to the 16-bit tensor
-(`kernels/returned_outputs.py`).
+Before a call, nothing tells which layers make the outputs of a subclassed model. If an output is
+what one of Keras's layers has returned, this layer is called once more, as an exact one. All others
+are the float32 face, or a cast.
 """
 
 import collections
@@ -19,20 +19,14 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.hooks import reach
-from keras_mp.hooks.reach import Region
-from keras_mp.kernels import again_in_float32, returned_outputs
-from keras_mp.kernels.again_in_float32 import how_made
-from keras_mp.layer_calls import raw_inputs, unrounded
-from keras_mp.op_autocast import context_manager
-from keras_mp.op_autocast.exact_outputs import ExactOutputs
-from keras_mp.support import objects
-from keras_mp.support import softmax_and_cross_entropy as fusion
+from keras_mp.hooks import faces, reach
+from keras_mp.layer_calls import data_layers
+from keras_mp.support import marks, objects
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
 
@@ -51,10 +45,32 @@ class _Rim(threading.local):
         layers: ids of the layers that make its outputs, including such a layer that is being
             called.
         policy: the policy of the outermost model.
+        calls: the last calls of layers inside of it; None outside of such models.
     """
 
     layers: frozenset[int] = frozenset()
     policy: Any = None
+    calls: "collections.deque[_Call] | None" = None
+
+
+class _Call(NamedTuple):
+    """A call of a layer of Keras that may be made once more.
+
+    Attributes:
+        output: weak reference to what it has returned.
+        layer: the layer.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
+
+    output: "weakref.ref[Any]"
+    layer: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+# More calls would keep more activations alive.
+_CALLS = 32
 
 
 _thread = _Rim()
@@ -74,9 +90,9 @@ def as_last(layer: Any) -> Iterator[None]:
     """
     policy = getattr(layer, "dtype_policy", None)
     with (
-        again_in_float32.kept(),
         replaced(_thread, "layers", frozenset([id(layer)])),
         replaced(_thread, "policy", policy),
+        replaced(_thread, "calls", collections.deque(maxlen=_CALLS)),
     ):
         yield
 
@@ -105,17 +121,20 @@ def call(
     is_to_be = functools.partial(_is_to_be_float32, policy)
     last = [each for each in last_layers(layer) if _has_a_part(each, is_to_be)]
     ids = frozenset(map(id, last if is_outermost else [layer, *last]))
-    is_whole = _computes_itself(layer)
-    region = Region(dtype, gradients_only=True) if is_whole and dtype is not None else None
+    # A layer without others inside computes what it returns.
+    is_exact = not is_outermost and _computes_itself(layer)
+    calls = collections.deque(maxlen=_CALLS) if is_outermost else _thread.calls
     with (
-        reach.entered(dtype),
-        again_in_float32.kept() if is_outermost else contextlib.nullcontext(),
-        contextlib.nullcontext() if region is None else context_manager.entered(region),
+        reach.entered(dtype, is_exact),
         replaced(_thread, "layers", ids),
         replaced(_thread, "policy", policy),
+        replaced(_thread, "calls", calls),
     ):
-        outputs = raw_inputs.call(keras_call, layer, dtype, args, kwargs, is_whole)
-        return widened(outputs, is_to_be)
+        if dtype is not None and data_layers.is_one(layer):
+            outputs = data_layers.call(keras_call, layer, args, kwargs)
+        else:
+            outputs = keras_call(layer, *args, **kwargs)
+        return widened(outputs, is_to_be) if is_outermost else outputs
 
 
 def _computes_itself(layer: Any) -> bool:
@@ -160,7 +179,7 @@ def _policy_of(model: tf.keras.Model) -> Any:
     policies = {
         layer.dtype_policy
         for layer in keras_api.layers_inside(model)
-        if hasattr(layer.dtype_policy, "model_outputs")  # as policies of keras_mp have
+        if getattr(layer.dtype_policy, "low_precision_dtype", None) is not None
     }
     return policies.pop() if len(policies) == 1 else policy
 
@@ -226,21 +245,72 @@ def _passing_on() -> tuple[type, ...]:
     return tuple(cls for cls in classes if cls is not None)
 
 
-def note_policy(outputs: Any, policy: Any) -> None:
-    """Notes the policy of the layer that made a tensor.
+def note_call(outputs: Any, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Notes which layer has made a tensor, inside of a model at the rim.
 
     The innermost layer comes first.
 
     Args:
         outputs: what a layer returns.
-        policy: its dtype policy.
+        layer: the layer.
+        args: its arguments.
+        kwargs: its keyword arguments.
     """
-    if again_in_float32.notes.ended is None:
-        return  # No model at the rim is called.
-    of_layer: list[Any] = [outputs] if isinstance(outputs, tf.Tensor) else tf.nest.flatten(outputs)
-    for output in of_layer:
+    if _thread.calls is None:
+        return
+    flat: list[Any] = [outputs] if isinstance(outputs, tf.Tensor) else tf.nest.flatten(outputs)
+    for output in flat:
         if _is_low(output) and not hasattr(output, "_keras_mp_policy"):
-            output._keras_mp_policy = policy
+            output._keras_mp_policy = layer.dtype_policy
+    if _is_low(outputs) and _may_be_called_again(layer):
+        _thread.calls.append(_Call(weakref.ref(outputs), layer, args, kwargs))
+
+
+def with_float32(layer: Any, outputs: Any) -> Any:
+    """Returns the distributions that a layer returns, with float32 in them.
+
+    The program goes on to compute with them.
+
+    Args:
+        layer: the layer.
+        outputs: what it returns.
+    """
+    if not any(map(_makes_distributions, type(layer).__mro__)):
+        return outputs
+    return tf.nest.map_structure(lambda each: objects.widened(each, faces.widened), outputs)
+
+
+def _makes_distributions(cls: type) -> bool:
+    """Whether a class is tensorflow-probability's base class of such layers."""
+    is_theirs = cls.__module__.partition(".")[0] == "tensorflow_probability"
+    return is_theirs and cls.__name__ == "DistributionLambda"
+
+
+def _may_be_called_again(layer: Any) -> bool:
+    """Whether a layer is one of Keras's that computes the same whenever it is called."""
+    is_kerass = type(layer).__module__.partition(".")[0] in ("keras", "tf_keras")
+    if not is_kerass or keras_api.layers_inside(layer):
+        return False
+    if layer.non_trainable_weights or getattr(layer, "activity_regularizer", None) is not None:
+        return False
+    return bool(layer.trainable_weights) or isinstance(layer, _probabilities())
+
+
+@functools.cache
+def _probabilities() -> tuple[type, ...]:
+    return tf.keras.layers.Activation, tf.keras.layers.Softmax
+
+
+def _again(output: Any) -> Any:
+    """Returns an output that a layer has made as it makes it for a model, or None."""
+    for call in reversed(_thread.calls or ()):
+        if call.output() is output:
+            policy: Any = call.layer.dtype_policy
+            is_last = replaced(_thread, "layers", frozenset([id(call.layer)]))
+            with is_last, faces.made_by(None), reach.entered(policy.low_precision_dtype):
+                made = call.layer(*call.args, **call.kwargs)
+                return faces.widened(made)
+    return None
 
 
 def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
@@ -252,29 +322,30 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
         is_to_be: tells whether an output is to be float32. It takes the policy of the layer that
             made the output, or None if that is not known.
     """
-    exact = ExactOutputs()
+    made: dict[int, Any] = {}
+
+    def again(output: Any) -> Any:
+        # Outputs that were made of one another stay so.
+        if id(output) not in made:
+            made[id(output)] = _again(output)
+        return made[id(output)]
 
     def widen(output: Any) -> Any:
-        is_ragged = isinstance(output, tf.RaggedTensor | tf.SparseTensor)
-        if not _is_low(output) and not (is_ragged and output.dtype in LOW_PRECISION):
+        if isinstance(output, tf.RaggedTensor | tf.SparseTensor):
+            is_low = output.dtype in LOW_PRECISION
+            return marks.cast(output, tf.float32) if is_low and is_to_be(None) else output
+        if not _is_low(output) or not is_to_be(getattr(output, "_keras_mp_policy", None)):
             return output
-        if not is_to_be(getattr(output, "_keras_mp_policy", None)):
-            return output
-        # It may have been rounded by a layer for raw data.
-        result: Any = unrounded.before_rounding(output)
-        if not _is_float32(result):
-            with keras_api.autocast_scope(None), _in_the_scope_of(output):
-                result = exact.of(output)
-            is_cast = result is None
-            if result is None:
-                result = fusion.cast(output, "float32")
-            made = how_made(output)
-            # If the result was rounded to make the output, it gets the gradients of both anyway.
-            if made is None or all(each is not result for each in made.inputs):
-                returned_outputs.note(result, output, is_cast)
-        if hasattr(output, "_keras_mask"):
-            result._keras_mask = output._keras_mask
-        return result
+        with faces.made_by(again):
+            result = faces.float32_of(output)
+        face = faces.of(output)
+        if result is None:
+            result = marks.cast(output, tf.float32)
+            faces.note(result, output, faces.OUTPUT)
+        elif face is None or face.kind == faces.MADE:
+            # Later layers took the 16-bit tensor, which is another one.
+            faces.note(result, output, faces.AGAIN)
+        return marks.copy(output, result)
 
     before = [outputs] if isinstance(outputs, tf.Tensor) else tf.nest.flatten(outputs)
     after = [objects.widened(each, widen) for each in before]
@@ -283,17 +354,6 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
     if all(old is new for old, new in zip(before, after)):
         return outputs
     return tf.nest.pack_sequence_as(outputs, after)
-
-
-def _in_the_scope_of(output: Any) -> contextlib.AbstractContextManager[Any]:
-    """Names operations of a graph as those of the layer that has made a tensor."""
-    is_in_graph = isinstance(output, tf.Tensor) and not tf.executing_eagerly()
-    scope = output.op.name.rpartition("/")[0] if is_in_graph else ""
-    return tf.name_scope(f"{scope}/") if scope else contextlib.nullcontext()
-
-
-def _is_float32(value: object) -> bool:
-    return isinstance(value, tf.Tensor) and value.dtype == tf.float32
 
 
 def _is_low(value: object) -> bool:

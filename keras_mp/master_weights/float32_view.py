@@ -131,6 +131,11 @@ class Float32View(VariableWrapper):
     true_dtype = dtype
 
     @property
+    def stored(self) -> tf.Variable:
+        """The variable in 16 bits."""
+        return self._variable
+
+    @property
     def stored_dtype(self) -> tf.DType:
         """The dtype of the variable in 16 bits."""
         return self._variable.dtype
@@ -231,7 +236,7 @@ class Float32View(VariableWrapper):
         self._updates.wrote(self, operations)
         return operations
 
-    name = AsWrapped("name", holder="_described")
+    name = AsWrapped("name", holder="_described")  # pyright: ignore[reportAssignmentType]
     trainable = AsWrapped("trainable", holder="_described")
     constraint = AsWrapped("constraint", holder="_described")
 

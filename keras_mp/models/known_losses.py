@@ -77,6 +77,8 @@ def key_of(source: Any) -> int:
 
     Keras 3 wraps the same variable in objects of its own.
     """
+    # A view of a weight in 16 bits borrows a variable where it is asked for its own handle.
+    source = getattr(source, "stored", source)
     return id(getattr(source, "handle", source))
 
 

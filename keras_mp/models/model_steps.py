@@ -100,7 +100,7 @@ def scale_own_loops() -> None:
 def _with_loops(original: Callable[..., Any]) -> Callable[..., Any]:
     def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
         model = original(cls, *args, **kwargs)
-        policies = keras_api.get_global_policy(), kwargs.get("dtype")
+        policies: tuple[Any, ...] = keras_api.get_global_policy(), kwargs.get("dtype")
         if any(isinstance(each, Policy) and each.scales_loss for each in policies):
             _scale_loops(model)
         return model
@@ -109,7 +109,7 @@ def _with_loops(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scale_loops(model: tf.keras.Model) -> None:
-    """Puts a function around the `fit` and `train_on_batch` of a class that has its own."""
+    """Puts a function around `fit` and `train_on_batch` of a class with its own."""
     for name in ("fit", "train_on_batch"):
         of_instance, own = vars(model).get(name), getattr(type(model), name)
         is_ours = getattr(of_instance, "func", None) is _loop

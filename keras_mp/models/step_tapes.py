@@ -32,7 +32,6 @@ from keras_mp.support import host, messages
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import parse
-from keras_mp.variables.wrapper import VariableWrapper
 
 # The program has not asked for a loss scale, so a high one must not end its training.
 _MAX_RETRIES = 32
@@ -446,15 +445,13 @@ def note_built(layer: Any) -> None:
 
 
 def _warn_if_nobody_scales(optimizer: Any, variables: list[Any]) -> None:
-    """Warns if a loop of the program's own trains float16 layers, and the program scales nothing.
+    """Warns if a program's own loop trains float16 layers and scales nothing.
 
     Each optimizer is looked at once. In reach is the step of a model, which `compile` has wrapped.
     """
     if scaled_losses.thread.noted.has_scaled or optimizer in _seen or reach.current() is not None:
         return
     _seen.add(optimizer)
-    # A view of a weight in 16 bits has a handle of its own.
-    variables = [v._variable if isinstance(v, VariableWrapper) else v for v in variables]
     if keras_api.is_in_keras_wrapper(optimizer):
         return
     layer = _float16_layer(list(_scaled_layers), variables)

@@ -61,7 +61,7 @@ UNTRACEABLE = ("a custom gradient without dtypes", "dtypes that do not fit")
 _DTYPES = (*LOW_PRECISION_NAMES, "half")
 _AS_IT_IS = tf.compat.v1.ConfigProto()
 _AS_IT_IS.graph_options.rewrite_options.disable_meta_optimizer = True
-_OURS = tuple(each.__file__ for each in (value_hazards, step_hazards, not_finite))
+_OURS = tuple(str(each.__file__) for each in (value_hazards, step_hazards, not_finite))
 
 
 class _Traced(NamedTuple):

@@ -26,8 +26,8 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
 
-# Where keras_mp computes outputs of subclassed models once more.
-_MADE_AGAIN = ("exact_outputs.py", "again_in_float32.py")
+# Where keras_mp calls the last layers of subclassed models once more.
+_MADE_AGAIN = ("model_outputs.py",), ("_again",)
 
 _RETURNED = "the model returns float32"
 
@@ -406,7 +406,7 @@ class _Reader:
         """Whether an operation is in float32 since the model returns that."""
         is_gradient = origins.is_of_backward_pass(path)
         made = self._made.get(origins.forward_name(path, "", self._made) if is_gradient else path)
-        is_made_again = made is not None and origins.is_made_in(made, _MADE_AGAIN)
+        is_made_again = made is not None and origins.is_made_in(made, *_MADE_AGAIN)
         return is_made_again or id(self._layers.layer(path)) in self._last
 
     def _operation(self, node: Node) -> Operation:

@@ -294,17 +294,17 @@ def check(
     Example:
 
     >>> layers = tf.keras.layers
-    >>> class Norm(layers.Layer):
+    >>> class Gram(layers.Layer):
     ...     def call(self, x):
-    ...         return x / tf.sqrt(tf.reduce_sum(x * x, axis=-1, keepdims=True))
+    ...         return tf.matmul(x, x, transpose_a=True) / 1e4
     >>> keras_mp.set_global_policy("mixed_float16")
     >>> model = tf.keras.Sequential(
-    ...     [tf.keras.Input([4]), Norm(name="norm"), layers.Dense(1, dtype="float32")]
+    ...     [tf.keras.Input([4]), Gram(name="gram"), layers.Dense(1, dtype="float32")]
     ... )
     >>> model.compile("sgd", "mse")
-    >>> found = keras_mp.numerics.check(model, (tf.fill([8, 4], 1e-5), tf.ones([8, 1]))).findings
+    >>> found = keras_mp.numerics.check(model, (tf.fill([8, 4], 300.0), tf.ones([4, 1]))).findings
     >>> [(each.hazard, each.where) for each in found]
-    [('an underflow in the forward pass', 'norm')]
+    [('an overflow in the forward pass', 'gram')]
     """
     keras_api.check_model(model)
     made = batches_of.listed(model, batches)

@@ -245,6 +245,7 @@ def _compare_calls(
         if is_off and not are_finite(call.inputs) and are_finite(wide.inputs):
             if all(math.isfinite(each.units) for each in before):
                 what = f"what it takes is beyond {call.dtype}"
+                assert row.output is not None
                 own["forward"].append(TooFar(call, wide, "forward", row.output, what))
             continue
         # The gradient that a layer is to blame for is that of what it takes.
@@ -555,8 +556,12 @@ def _report(
             add("output", call.path, dtype, tensor)
             if name in value.backward and name in exact.backward:
                 both = value.backward[name], exact.backward[name]
-                add("output gradient", call.path, dtype, wide.gradients[i], *both)
-    return Report(rows.values(), step=0, counted=1, loss_scale=scale, takers=_takers(other.calls))
+                gradient = wide.gradients[i]
+                assert gradient is not None
+                add("output gradient", call.path, dtype, gradient, *both)
+    return Report(
+        list(rows.values()), step=0, counted=1, loss_scale=scale, takers=_takers(other.calls)
+    )
 
 
 def _takers(calls: Iterable[Call]) -> dict[str, set[str]]:

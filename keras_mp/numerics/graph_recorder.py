@@ -14,6 +14,7 @@ from keras_mp.numerics import own_thread
 from keras_mp.numerics.operation_rows import PASSED_IN, READS, OperationTable, Read
 from keras_mp.numerics.origins import GraphOrigins, Origin
 from keras_mp.support import function_graphs, kept_casts
+from keras_mp.support.dtypes import LOW_PRECISION
 
 # Rows of a variable. Operations that come later are not watched.
 CAPACITY = 2**14
@@ -76,8 +77,16 @@ class GraphRecorder(OperationTable):
         for value in inputs:
             if not value.dtype.is_floating or self.row_of.of([value]):
                 continue
+            taken = value
+            if value.op.type == "Cast" and value.op.inputs[0].dtype in LOW_PRECISION:
+                value = value.op.inputs[0]  # The door widens what the program has.
+                if found := self.row_of.of([value]):
+                    self.row_of.note([taken], found[0])
+                    continue
             before = []
             source = value.op.inputs[0] if value.op.type == "Cast" else None
+            while source is not None and source.op.type == "Identity":
+                source = source.op.inputs[0]
             was_there = source is not None and source.op.type in PASSED_IN | READS
             if source is not None and was_there and source.dtype.is_floating:
                 # Was it the cast that overflowed, or was it not finite before?
@@ -85,6 +94,7 @@ class GraphRecorder(OperationTable):
                     self._measure(graph, source.op.type, origin, [source], [], is_given=True)
                 before = self.row_of.of([source])
             self._measure(graph, value.op.type, origin, [value], before, is_given=True)
+            self.row_of.note([taken], self.row_of.of([value])[0])
         self._measure(graph, kind, origin, checked, self.row_of.of(inputs))
 
     def _measure(

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.kernels import compositions
+from keras_mp.hooks import faces
+from keras_mp.kernels import door
 from keras_mp.layer_calls import layer_observers
 from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.numerics import watching
@@ -29,6 +30,8 @@ _OTHER_REPLICA = re.compile(r"(^|/)replica_[1-9]\d*/")
 _MAKERS = {"keras": "Keras", "tf_keras": "Keras", "keras_mp": "keras_mp"}
 # Files of tools, and what is around the call of a layer that tools observe.
 _TOOLS = (os.path.dirname(__file__) + os.sep, layer_observers.__file__)
+# They stand in for functions of TensorFlow, whatever their own are called.
+_DOOR = (door.__file__, faces.__file__)
 # They hand on the numbers that they get.
 MOVES = op_table.ops("identities", "reshapes", "views")
 # They move or rename numbers, and compute none.
@@ -59,6 +62,7 @@ _BELOW_TOOLS = (
     os.path.join("tensorflow", "python", ""),
     os.path.join("keras_mp", "support", ""),
     os.path.join("keras_mp", "hooks", ""),
+    *_DOOR,
     os.path.join("keras_mp", "op_autocast", "promotion.py"),
     os.path.join("keras_mp", "kernels", "backward.py"),
     os.sep + "contextlib.py",
@@ -203,8 +207,6 @@ def maker_of(operation: tf.Operation) -> str:
         package = messages.library_of(file)
         if package is None:
             return "user"
-        if file == compositions.__file__:
-            continue  # It stands in for a function of TensorFlow.
         if any(file.endswith(end) and name in names for end, names in _HANDING_ON.items()):
             continue
         if package in _MAKERS and not any(part in file for part in _LIKE_TENSORFLOW):
@@ -324,8 +326,9 @@ def _frames(operation: tf.Operation) -> Iterator[Frame]:
 
 
 def _inside_of_tools(operation: tf.Operation) -> Iterator[Frame]:
-    """Returns the frames of an operation up to those that traced it."""
-    return itertools.takewhile(lambda each: not each.file.startswith(_TOOLS), _frames(operation))
+    """Returns the frames of an operation up to those that traced it, without those of the door."""
+    frames = (each for each in _frames(operation) if each.file not in _DOOR)
+    return itertools.takewhile(lambda each: not each.file.startswith(_TOOLS), frames)
 
 
 def _running_frames() -> Iterator[Frame]:

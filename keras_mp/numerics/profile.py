@@ -244,8 +244,8 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
     >>> model.compile("sgd", "mse")
     >>> from keras_mp.numerics.profile import step_times
     >>> times = step_times(model, (tf.ones([2, 8]), tf.ones([2, 4])), steps=1)
-    >>> times.seconds > 0, sorted(times.tried)[0]
-    (True, 'model.compile(..., jit_compile=True)')
+    >>> times.seconds > 0, "model.compile(..., jit_compile=True)" in times.tried
+    (True, True)
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"Expected at least one step. Received: steps={steps!r}")

@@ -270,7 +270,7 @@ class Quantity:
     @classmethod
     def of(cls, tensor: tf.Tensor, scale: float = 1.0) -> "Quantity":
         """Makes the record of a tensor, which is divided by a scale."""
-        bad = int(tf.math.count_nonzero(~kept_casts.is_finite(tensor)))
+        bad = int(tf.math.count_nonzero(tf.logical_not(kept_casts.is_finite(tensor))))
         return cls(sample(tensor) / scale, tuple(tensor.shape), bad)
 
     @property

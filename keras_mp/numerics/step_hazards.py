@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import kernels
-from keras_mp.layer_calls import raw_inputs
+from keras_mp.layer_calls import data_layers
 from keras_mp.models import low_precision_weights
 from keras_mp.numerics import origins
 from keras_mp.numerics.results import Observed, Said
@@ -72,7 +72,7 @@ def layers_in_float32(step: TracedStep) -> Iterator[Observed]:
     for products in by_layer.values():
         _, operation = max(products, key=lambda each: each[0])
         layer = step.layers.layer(operation.name)
-        if layer is None or id(layer) in step.output_layers or raw_inputs.reads_raw(type(layer)):
+        if layer is None or id(layer) in step.output_layers or data_layers.reads_raw(type(layer)):
             continue
         hazard = _NOT_CAST if any(map(_is_variable, operation.inputs)) else _IGNORES
         if layer.compute_dtype not in LOW_PRECISION_NAMES:

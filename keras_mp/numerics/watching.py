@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.hooks import observers, wrapped
-from keras_mp.layer_calls import layer_observers, unrounded
+from keras_mp.layer_calls import layer_observers
 from keras_mp.layer_calls.layer_observers import LayerCall, LayerObserver
 from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.support import attributes, marks
@@ -61,7 +61,6 @@ class _Outputs(LayerObserver):
             result = self._watcher(call.path, value, tf.nest.flatten((call.args, call.kwargs)))
             if result is value:
                 return value
-            unrounded.copy_note(value, result)
             return marks.copy(value, result)
 
         return tf.nest.map_structure(shown, outputs)

@@ -15,7 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.hooks import reach
-from keras_mp.op_autocast import low_precision_gradients, lower_precision, plans
+from keras_mp.kernels import low_precision_gradients
+from keras_mp.op_autocast import lower_precision, plans
 from keras_mp.op_autocast.lower_precision import Origin
 from keras_mp.op_autocast.plans import Plan
 from keras_mp.tensorflow_api import operations

@@ -21,7 +21,6 @@ This module needs TensorFlow only.
 """
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,13 +29,10 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import hooks, variables
-from keras_mp.hooks import Everywhere, Method, Replacement, When, reach
+from keras_mp.hooks import Everywhere, Method, Replacement, When, faces, reach
 from keras_mp.hooks.once import once
-from keras_mp.kernels import again_in_float32
-from keras_mp.kernels import replaced as kernels_replaced
-from keras_mp.op_autocast import plans, signatures
-from keras_mp.op_autocast.exact_outputs import ExactOutputs
-from keras_mp.support import features, large_numbers
+from keras_mp.op_autocast import signatures
+from keras_mp.support import features
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION, is_low, parse
@@ -66,15 +62,13 @@ _ASSIGNING = {"assign", "assign_add", "assign_sub"}
 
 
 class _Thread(threading.local):
-    """What this thread refuses, and what it is doing about a refusal.
+    """What this thread is doing about a refusal.
 
     Attributes:
-        is_strict: whether mixtures are refused.
         is_retrying: whether a function is called again.
         rounds: whether float32 values are rounded that are assigned to variables in 16 bits.
     """
 
-    is_strict = False
     is_retrying = False
     rounds = False
 
@@ -84,7 +78,7 @@ _thread = _Thread()
 
 def refused() -> contextlib.AbstractContextManager[None]:
     """Returns a context manager in which mixtures are errors, as without keras_mp."""
-    return replaced(_thread, "is_strict", True)
+    return replaced(reach.thread, "is_strict", True)
 
 
 def rounding_assignments() -> contextlib.AbstractContextManager[None]:
@@ -102,15 +96,12 @@ def install() -> None:
 
 def _replacements() -> Iterator[Replacement]:
     for name, make in (
-        (operations.to_one_dtype, _with_a_common_dtype),
-        (operations.raise_error, _falling_back),
         (operations.make_in_graph, _made_in_float32),
-        (operations.to_tensor, _keeping_large_numbers),
+        (operations.to_tensor, _keeping_numbers),
     ):
         yield Replacement(name, make, feature=MIXTURES)
     for original, make in (
-        (tf.constant, _keeping_large_numbers),
-        (tf.cast, _keeping_constants),
+        (tf.constant, _keeping_numbers),
         (tf.matmul, _of_ragged),
     ):
         yield Replacement(Everywhere(original), make, feature=MIXTURES)
@@ -121,70 +112,32 @@ def _replacements() -> Iterator[Replacement]:
         for name in vars(cls).keys() & _ASSIGNING if cls is not tf.Variable else ():
             # Weights that keras_mp keeps in 16 bits are assigned to by optimizers, too.
             yield Replacement(Method(cls, name), _in_the_dtype_of_the_variable, When.ALWAYS)
-    branching: list[Any] = [tf.compat.v1.cond, tf.switch_case, tf.compat.v1.while_loop]
+    yield Replacement(Everywhere(tf.compat.v1.cond), _with_faces_of_branches)
+    branching: list[Any] = [tf.switch_case, tf.compat.v1.while_loop]
     for original in branching:
         yield Replacement(Everywhere(original), _made_again)
     for name in _WRITING:
         yield Replacement(Method(tf.TensorArray, name), _in_the_dtype_of_the_array)
 
 
-def _keeping_large_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that makes tensors, in float32 if the dtype is too narrow."""
+def _keeping_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that makes tensors; a constant in 16 bits keeps its number."""
 
     def make(value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         # It is the fifth argument of one of the two functions; the other one has four.
         preferred = args[2] if len(args) > 2 else kwargs.get("preferred_dtype")
         wanted = parse(preferred if dtype is None else dtype)
-        if not is_low(wanted) or isinstance(value, tf.Tensor) or not _is_active():
+        if reach.thread.is_decided or not _is_active():
             return original(value, dtype, *args, **kwargs)
-        if large_numbers.is_beyond(value, wanted):
-            return original(value, tf.float32, *args, **kwargs)
-        result = original(value, dtype, *args, **kwargs)
-        if isinstance(value, float):
-            again_in_float32.note_number(value, result)
-        return result
+        is_constant = isinstance(value, float | int | np.ndarray | np.generic | list | tuple)
+        is_low_constant = is_constant and is_low(wanted) and not isinstance(value, bool)
+        if wanted is None or not is_low_constant:
+            return original(value, dtype, *args, **kwargs)
+        return faces.constant(
+            lambda value, dtype: original(value, dtype, *args, **kwargs), value, wanted
+        )
 
     return make
-
-
-def _keeping_constants(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a cast that keeps constants in float32 if the dtype cannot hold them."""
-
-    def cast(x: Any, dtype: Any, name: str | None = None) -> Any:
-        wanted = parse(dtype)
-        if is_low(wanted) and _is_active():
-            value = _constant_value(x) if isinstance(x, tf.Tensor) else x
-            # What keras_mp has computed in float32 itself is rounded as it is in graphs.
-            if large_numbers.is_beyond(value, wanted) and not _is_called_by_keras_mp():
-                return original(x, tf.float32, name)
-        return original(x, dtype, name)
-
-    return cast
-
-
-def _constant_value(tensor: tf.Tensor) -> Any:
-    """Returns the value of a tensor that is or may be a constant, or None."""
-    if tf.is_symbolic_tensor(tensor):
-        return tf.get_static_value(tensor) if tensor.op.type == "Const" else None
-    if tensor.dtype != tf.float32:
-        return None
-    if tf.executing_eagerly():
-        # It does not tell how it was made. Reading a number from a GPU would wait for the GPU.
-        is_cheap = tensor.shape.rank == 0 and "CPU" in tensor.device
-    else:
-        is_cheap = tensor.shape.num_elements() <= _LARGEST_CONSTANT
-    return tf.get_static_value(tensor) if is_cheap else None
-
-
-def _is_called_by_keras_mp() -> bool:
-    """Whether keras_mp, not the program, called the function that calls this one.
-
-    That is a function of TensorFlow.
-    """
-    frame: Any = hooks.caller()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("tensorflow."):
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").startswith("keras_mp.")
 
 
 def _of_ragged(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,53 +175,12 @@ def _dispatcher_class() -> type:
     return _Dispatcher
 
 
-def _with_a_common_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
-    def args_to_matching_eager(
-        inputs: Sequence[Any], ctx: Any, allowed: Sequence[tf.DType], *args: Any, **kwargs: Any
-    ) -> Any:
-        if _is_active():
-            dtypes = [_dtype_of(each) for each in inputs]
-            low = [each for each in dtypes if is_low(each)]
-            lacks_kernel = low and _lacks_kernel(hooks.caller().f_code.co_name, low[0])
-            is_beyond = low and any(large_numbers.is_beyond(each, low[0]) for each in inputs)
-            if (
-                lacks_kernel
-                or is_beyond
-                or (not _are_among(allowed, low) and tf.float32 in allowed)
-            ):
-                inputs = [_widened(each) for each in inputs]
-            elif _is_mixed(dtypes):
-                # A variable may appear in another dtype than it says.
-                inputs = [_read(each) for each in inputs]
-                if _is_mixed([_dtype_of(each) for each in inputs]):
-                    inputs = [*map(_widen_for(inputs), inputs)]
-        return original(inputs, ctx, allowed, *args, **kwargs)
-
-    return args_to_matching_eager
-
-
-def _falling_back(original: Callable[..., Any]) -> Callable[..., Any]:
-    def raise_from_not_ok_status(error: Any, name: str | None) -> None:
-        message = str(error.message)
-        lacks_kernel = any(each in message for each in _NO_KERNEL)
-        if not (_is_active() and (lacks_kernel or _MIXED in message)):
-            original(error, name)
-        if _TAKES_E in message:
-            raise _Refused(None, None, message)
-        # Generated code goes on with `args_to_matching_eager`, and then runs the kernel once more.
-
-    return raise_from_not_ok_status
-
-
 def _made_in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that makes an operation in a graph."""
 
     def apply_op_helper(op_type_name: str, name: str | None = None, **inputs: Any) -> Any:
         if not _is_active():
             return original(op_type_name, name, **inputs)
-        missing = _dtypes_without_kernel(op_type_name, kernels_replaced.usual_device())
-        if missing and any(_dtype_of(each) in missing for each in tf.nest.flatten(inputs)):
-            inputs = tf.nest.map_structure(_widened, inputs)
         try:
             return original(op_type_name, name, **inputs)
         except TypeError as error:
@@ -280,30 +192,6 @@ def _made_in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply_op_helper
 
 
-def _lacks_kernel(function: str, dtype: tf.DType | None) -> bool:
-    """Whether a function that is run the slower way has a kernel for float32 only."""
-    op = _ops_by_slow_way().get(function)
-    return op is not None and dtype in _dtypes_without_kernel(op, kernels_replaced.device_type())
-
-
-@functools.cache
-def _ops_by_slow_way() -> dict[str, str]:
-    """Returns operations by the names of the functions that run them the slower way."""
-    functions = ((name, getattr(tf.raw_ops, name)) for name in dir(tf.raw_ops) if name[0] != "_")
-    return {f"{function.__name__}_eager_fallback": name for name, function in functions}
-
-
-@functools.cache
-def _dtypes_without_kernel(op: str, device: str) -> frozenset[tf.DType]:
-    """Returns the 16-bit dtypes that an operation takes, but computes in float32."""
-    if not plans.has_kernel(op, tf.float32, device):
-        return frozenset()
-    taken = [dtype for dtype in LOW_PRECISION if plans.dtype_attr(op, dtype)]
-    if op in _WRONG_IN_XLA:
-        return frozenset(taken)
-    return frozenset(dtype for dtype in taken if not plans.has_kernel(op, dtype, device))
-
-
 def _in_the_dtype_of_the_variable(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method of variables that assigns."""
 
@@ -312,10 +200,57 @@ def _in_the_dtype_of_the_variable(original: Callable[..., Any]) -> Callable[...,
         if is_mixed and (
             _thread.rounds or (variable.dtype == tf.float32 and _is_active_in_reach())
         ):
-            value = tf.cast(value, variable.dtype)
+            value = (
+                _widened(value) if variable.dtype == tf.float32 else tf.cast(value, variable.dtype)
+            )
         return original(variable, value, *args, **kwargs)
 
     return assign
+
+
+def _with_faces_of_branches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that makes two branches, whose results keep faces."""
+
+    def cond(
+        pred: Any, true_fn: Any = None, false_fn: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if tf.executing_eagerly() or not _is_active() or reach.region() is not None:
+            return original(pred, true_fn, false_fn, *args, **kwargs)
+        kinds: list[list[int | None]] = []
+        low: Any = reach.current()
+
+        def widening(branch: Any) -> Any:
+            @do_not_convert
+            def call() -> Any:
+                results = tf.nest.map_structure(_read, branch(), expand_composites=True)
+                flat = tf.nest.flatten(results, expand_composites=True)
+                kinds.append([_kind_of(each) for each in flat])
+                return tf.nest.map_structure(_widened, results, expand_composites=True)
+
+            return call if callable(branch) else branch
+
+        def rounded(result: Any, of_branches: tuple[int | None, ...]) -> Any:
+            known = [each for each in of_branches if each is not None]
+            if len(known) < len(of_branches):  # One of them has float32.
+                return result
+            return faces.rounded(result, low, min(known))
+
+        results = original(pred, widening(true_fn), widening(false_fn), *args, **kwargs)
+        flat = tf.nest.flatten(results, expand_composites=True)
+        if len(kinds) != 2 or any(len(each) != len(flat) for each in kinds):
+            return results
+        flat = [rounded(*each) for each in zip(flat, zip(*kinds))]
+        return tf.nest.pack_sequence_as(results, flat, expand_composites=True)
+
+    return cond
+
+
+def _kind_of(value: Any) -> int | None:
+    """Returns the kind of a 16-bit tensor's face, 0 without one; else None."""
+    if not isinstance(value, tf.Tensor) or not is_low(value.dtype):
+        return None
+    face = faces.of(value)
+    return 0 if face is None else face.kind
 
 
 def _made_again(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -366,7 +301,7 @@ def _in_the_dtype_of_the_array(original: Callable[..., Any]) -> Callable[..., An
 
 def _is_active() -> bool:
     """Whether mixtures are allowed, in reach."""
-    return not _thread.is_strict
+    return not reach.thread.is_strict
 
 
 def _is_active_in_reach() -> bool:
@@ -398,27 +333,12 @@ def _in_other_dtypes(inputs: Any) -> Iterator[Any]:
     dtypes = [_dtype_of(each) for each in values]
     is_mixed, low = _is_mixed(dtypes), [dtype for dtype in dtypes if is_low(dtype)]
     numbers = [each for each in values if _is_number(each)]
-    if low and numbers and not is_mixed and not large_numbers.is_beyond(numbers, low[0]):
+    if low and numbers and not is_mixed:
         yield tf.nest.map_structure(
             lambda value: tf.constant(value, low[0]) if _is_number(value) else value, inputs
         )
     if low or is_mixed or any(isinstance(each, tf.DType) and is_low(each) for each in values):
-        yield tf.nest.map_structure(_widen_for(values), inputs)
-
-
-def _widen_for(values: Sequence[Any]) -> Callable[[Any], Any]:
-    """Returns a function that widens one of some values that meet.
-
-    A product of many terms that is divided by their number afterwards overflows in float16 first.
-    So beside a float32 scalar, the product is made again in float32.
-    """
-    scalars = [each for each in values if isinstance(each, tf.Tensor) and each.shape.rank == 0]
-    return _widened_exactly if tf.float32 in map(_dtype_of, scalars) else _widened
-
-
-def _widened_exactly(value: Any) -> Any:
-    exact = ExactOutputs().of(value) if _dtype_of(value) is tf.float16 else None
-    return _widened(value) if exact is None else exact
+        yield tf.nest.map_structure(_widened, inputs)
 
 
 def _is_number(value: Any) -> bool:
@@ -436,7 +356,9 @@ def _widened(value: Any) -> Any:
         return tf.float32 if value in LOW_PRECISION else value
     if _dtype_of(value) not in LOW_PRECISION:
         return value
-    if isinstance(value, tf.Tensor) or not hasattr(value, "assign"):
+    if isinstance(value, tf.Tensor):
+        return faces.widened(value)
+    if not hasattr(value, "assign"):
         return tf.cast(value, tf.float32)
     with variables.autocast_scope(None):  # A variable has all digits of float32.
         return tf.cast(value, tf.float32)

@@ -194,9 +194,11 @@ def _expect_all() -> None:
         _expect(values == [_GRADIENTS] * 3, "a wrong gradient")
         traces = function.experimental_get_tracing_count()
         _expect(traces == 2, f"{traces} traces of a function that was called inside and outside")
-        casts = {f"{node.name}:y:0" for node in nodes if node.op == "Cast"}
+        # A product that is slow in 16 bits is in float32 with a cast of its own.
+        casts = {f"{node.name}:y:0": node.input[0] for node in nodes if node.op == "Cast"}
         relus = [node for node in nodes if node.op == "Relu"]
-        _expect(len(relus) == 1 and relus[0].input[0] not in casts, "a cast that nothing needs")
+        is_pair = len(relus) != 1 or casts.get(relus[0].input[0]) in casts
+        _expect(not is_pair, "a cast that nothing needs")
     with tf.Graph().as_default(), reach.in_region(_TRIAL):
         _gradients(tf.constant([[_X]]), "in a graph")
 

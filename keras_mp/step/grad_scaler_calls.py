@@ -359,7 +359,7 @@ class GradScalerCalls(UnscaledGradScalerCalls):
         return _key_of(optimizer)
 
     def _is_wrong(self, wrong: Mapping[Stage, str], stage: Stage, prefix: str = "") -> bool:
-        """Whether a call is wrong; raises an error, or warns in a function that knows nothing."""
+        """Whether a call is wrong; raises, or warns where nothing is known."""
         if stage not in wrong:
             return False
         is_unknown = stage is Stage.READY or (stage is Stage.SPOILED and wrong is _WRONG_STEP)

@@ -318,8 +318,12 @@ class OptimizerCalls(UnscaledOptimizerCalls):
             return self._loss_scale()
         if is_here and step.scaled_by is not None:
             return step.scaled_by
-        in_variable = self._scaled_by is not None and not host.in_v1_graph()
-        return tf.convert_to_tensor(self._scaled_by) if in_variable else self._loss_scale()
+        scaled_by: Any = self._scaled_by
+        in_variable = scaled_by is not None and not host.in_v1_graph()
+        if not in_variable:
+            return self._loss_scale()
+        assert scaled_by is not None
+        return tf.convert_to_tensor(scaled_by)
 
     def _remember_results(self, results: Iterable[Any]) -> None:
         self._record.notes().results = tuple(weakref.ref(r) for r in results if r is not None)

@@ -87,14 +87,15 @@ class Notebook(Generic[N]):
             of this graph or of eager code, unless nothing was called here: then they are of a graph
             around this one, or else those where a step was begun last.
         """
-        own, graph = self.notes(), host.current_graph()
+        own = self.notes()
+        graph: Any = host.current_graph()
         if (own.has_begun() and prefers(own)) or (graph is not None and own.time):
             return own, True
         while _has_function_around(graph):
             around = self._around(graph)
             if around.has_begun():
                 return around, True
-            graph = graph.outer_graph
+            graph = graph.outer_graph  # pyright: ignore[reportOptionalMemberAccess]
         in_eager = list(self._of_replicas.values())
         if self._of_last_thread is not None:
             in_eager.append(self._of_last_thread)
@@ -127,7 +128,7 @@ class Notebook(Generic[N]):
                 around.before_branches = count, dict(vars(around))
             vars(around).update(known, time=time, scaled_by=None, losses=())
             self._keep(around)
-            graph = graph.outer_graph
+            graph = graph.outer_graph  # pyright: ignore[reportOptionalMemberAccess]
 
     def _around(self, graph: Any) -> N:
         """Returns the notes of the graph around one.

@@ -158,6 +158,7 @@ def make_step(
 
         def select() -> Operation:
             assert scaler is not None
+            assert finite is not None
             skipped = _skipped(adapter, steps, paths)
             _write_if(finite, apply)
             for each in steps:

@@ -161,7 +161,7 @@ _GOOD, _UNFINISHED, _OVERFLOWED, _BAD = 0, 1, 2, 3
 
 
 class SharedScaler(Scaler[C]):
-    """A `Scaler` of several optimizers, whose scale moves, and whose step ends, at `update`.
+    """A `Scaler` of several optimizers, whose step ends at `update`.
 
     PyTorch's AMP feature proposal, "Gradient scaling".
     """
@@ -177,7 +177,7 @@ class SharedScaler(Scaler[C]):
         """Does nothing, since `update` ends the step of all optimizers."""
 
     def outcome(self, finite: Truth, skipped: SkippedStep | None = None) -> list[Any]:
-        """Notes the outcome of a step until `update`, and counts and reports a skipped one."""
+        """Notes the outcome of a step, and counts and reports a skipped one."""
         # GOOD is no worse than any outcome.
         return [] if finite is True else super().outcome(finite, skipped)
 

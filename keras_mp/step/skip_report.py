@@ -1,4 +1,4 @@
-"""Notes which gradients were not finite in a skipped step, and warns when many are skipped.
+"""Notes which gradients were not finite, and warns of many skipped steps.
 
 All that a report needs is noted in the branch that skips, in one small variable for each list of
 variables that steps were made with. Three warnings are given once each: many steps in a row were
@@ -190,7 +190,8 @@ class SkipReport:
         return number, note
 
     def _last_note(self) -> "_Note | None":
-        return self._notes.get(int(tf.convert_to_tensor(self._last)))
+        last: Any = self._last
+        return self._notes.get(int(tf.convert_to_tensor(last)))
 
     def _call_python(self, noted: Sequence[Any]) -> None:
         line = messages.users_line()
@@ -236,7 +237,7 @@ class SkipReport:
         self._quiet = max(1, min(each for each in left if each > 0))
 
     def _falls_to_floor(self) -> int | None:
-        """Returns how many more skips take the scale to its floor, at least; None if none do."""
+        """Returns how many more skips take the scale to its floor; None if none do."""
         scale = self._loss_scale
         if not isinstance(scale, DynamicLossScale):
             return None

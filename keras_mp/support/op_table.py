@@ -39,6 +39,25 @@ _TABLE = {
     "squared differences": "SquaredDifference",
     "squares": "Square",
     "powers": "Pow",
+    "functions of analysis": (
+        "Acos Acosh Asin Asinh Atan Atan2 Atanh Cos Cosh Digamma Erfinv Lgamma Ndtri Polygamma Sin "
+        "Sinh Tan Xlog1py Xlogy Zeta Betainc Igamma Igammac BesselI0e BesselI1e "
+        "LogMatrixDeterminant"
+    ),
+    "running logarithms of sums": "CumulativeLogsumexp",
+    "products of segments": "SegmentProd UnsortedSegmentProd",
+    "remainders": "FloorMod Mod TruncateDiv",
+    "linear algebra": (
+        "Cholesky MatrixDeterminant MatrixInverse MatrixSolve MatrixTriangularSolve Qr "
+        "SelfAdjointEigV2 Svd Lu MatrixExponential MatrixSquareRoot"
+    ),
+    "colours": "AdjustContrastv2 AdjustHue AdjustSaturation HSVToRGB RGBToHSV LRN",
+    "boxes and histograms": (
+        "NonMaxSuppressionV3 NonMaxSuppressionV4 NonMaxSuppressionV5 HistogramFixedWidth "
+        "DenseBincount SparseBincount RaggedBincount"
+    ),
+    "ranges": "LinSpace Range",
+    "choices by probability": "Multinomial StatelessMultinomial",
     "divisions": "RealDiv Div Xdivy",
     "divisions without NaN": "DivNoNan",
     "divisions without remainder": "FloorDiv",
@@ -128,6 +147,19 @@ _TABLE = {
 
 BY_KIND: dict[str, tuple[str, ...]] = {kind: tuple(ops.split()) for kind, ops in _TABLE.items()}
 
+# Random numbers in the dtype of an attribute, and whether they are compared with a rate: 16 bits
+# hold too few of them.
+DRAWS = {
+    **dict.fromkeys(("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2"), True),
+    **dict.fromkeys(
+        (
+            *("RandomStandardNormal", "TruncatedNormal", "StatelessRandomNormal"),
+            *("StatelessRandomNormalV2", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2"),
+        ),
+        False,
+    ),
+}
+
 # The kinds whose outputs are the numbers of their inputs, at most rounded.
 SAME_NUMBERS = (
     *("casts", "casts of bits", "identities", "identities of lists"),
@@ -167,6 +199,38 @@ def gradients_of(op: str) -> tuple[str, ...]:
     """
     return _GRADIENTS.get(op) or tuple({f"{op}Grad"} & _GRAD)
 
+
+# What an operation takes in a layer of 16 bits (`kernels/door.py`). Kinds that are in neither of
+# these tables stay in 16 bits unless a face among their inputs counts.
+LOW = ops(
+    *("matrix products", "matrix products into another dtype", "convolutions"),
+    *("padded convolutions", "transposed convolutions", "recurrent cells", "gradients"),
+    *("transposed convolutions to the shape of a tensor", "gradients of kernels"),
+    *("gradients of biases", "batch normalization", "fusions", "variables", "arguments", "data"),
+    *("looks at variables", "writes of variables", "files", "results", "calls", "conditions"),
+    *("loops", "entries of frames", "exits of frames", "frames", "lists of a loop", "constants"),
+    *("identities of lists", "shapes", "fills", "empty tensors", "no numbers", "casts of bits"),
+    "sparse matrix products",
+) - {"Fill", "OneHot"}
+PRODUCTS = ops(
+    *("matrix products", "convolutions", "transposed convolutions"),
+    "transposed convolutions to the shape of a tensor",
+)
+# Near each other, large and small: sums, squares, quotients, logarithms, and all that 16 bits end.
+EXACT = ops(
+    *("sums over axes", "running sums", "sums of tensors", "norms", "products over axes"),
+    *("squared differences", "squares", "powers", "divisions", "divisions without NaN"),
+    *("divisions without remainder", "reciprocals", "roots", "exponentials", "logarithms"),
+    *("log softmax", "cross entropies", "softplus", "exponential units", "interpolations"),
+    *("functions of analysis", "running logarithms of sums", "products of segments"),
+    *("remainders", "linear algebra", "colours", "boxes and histograms", "ranges"),
+    "choices by probability",
+) | {"AvgPool3D", "ResizeArea", "ResizeBicubic", "ScaleAndTranslate"}
+MOVES = ops(
+    *("identities", "identities without a gradient", "identities that check", "reshapes"),
+    *("views", "moves"),
+)
+READS = frozenset({*ops("reads of variables"), "ResourceGather", "ResourceGatherNd"})
 
 _GRAD = ops("gradients", "gradients of biases")
 # The gradients whose names are not the operation's with "Grad" at the end.

@@ -46,7 +46,8 @@ GRADIENTS = Feature(
     "TensorFlow computes them: sums of gradients in 16 bits may be wrong, and some are slow.",
     (
         *(*_TRACED, gradients.registry, gradients.find, gradients.of_tape),
-        *(gradients.should_record, graphs.create_op),
+        *(gradients.could_record, gradients.stop_recording, graphs.create_op),
+        *(operations.make_in_graph, operations.TakeSlowerWay, *_KERNELS),
     ),
 )
 REGIONS = Feature(
@@ -79,9 +80,6 @@ MIXTURES = Feature(
     (
         *_KERNELS,
         operations.make_in_graph,
-        operations.to_one_dtype,
-        operations.raise_error,
-        operations.TakeSlowerWay,
         operations.to_tensor,
         operations.GlobalOpDispatcher,
     ),

@@ -6,10 +6,6 @@ from keras_mp.tensorflow_api.names import Name
 run_in_eager = Name("tensorflow.python.pywrap_tfe.TFE_Py_FastPathExecute")
 # Makes an operation in a graph.
 make_in_graph = Name("tensorflow.python.framework.op_def_library._apply_op_helper")
-# Gives the inputs of an operation in eager one dtype, where the quick way has failed.
-to_one_dtype = Name("tensorflow.python.eager.execute.args_to_matching_eager")
-# Raises the error of an operation in eager.
-raise_error = Name("tensorflow.python.framework.ops.raise_from_not_ok_status")
 # What the quick way raises, and generated code catches.
 QuickWayFailed = Name("tensorflow.python.eager.core._NotOkStatusException")
 # What makes it take its slower way at once.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.hooks import own_gradient
+from keras_mp.hooks import faces, own_gradient, reach
 from keras_mp.support import features, function_graphs, host, variable_ops
 from keras_mp.support.attributes import replaced
 from keras_mp.tensorflow_api.features import SHARED_CASTS
@@ -120,9 +120,13 @@ def read_as(value: tf.Tensor, cast_before: tf.Tensor) -> tf.Tensor:
     Gradients go to `value`, in its dtype.
     """
     if tf.executing_eagerly():
-        return _read_as_in_eager(value, cast_before)
-    gradient = _register_gradient(value.dtype, str(value.shape))
-    return own_gradient.identity(gradient, [value, cast_before]).outputs[1]
+        result = _read_as_in_eager(value, cast_before)
+    else:
+        gradient = _register_gradient(value.dtype, str(value.shape))
+        result = own_gradient.identity(gradient, [value, cast_before]).outputs[1]
+    if value.dtype == tf.float32 and reach.current() is not None:
+        faces.note(result, value, faces.WEIGHT)
+    return result
 
 
 @functools.cache

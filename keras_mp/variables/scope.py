@@ -91,7 +91,7 @@ def autocast_scope(dtype: str | tf.DType | None) -> AbstractContextManager[None]
 @contextlib.contextmanager
 def _in_reach(dtype: tf.DType) -> Iterator[None]:
     observers.reach_begins()
-    with reach.entered(dtype), _scope.enter(dtype):
+    with reach.entered(dtype, reach.thread.is_exact), _scope.enter(dtype):
         yield
 
 

@@ -59,7 +59,7 @@ _SAID = "TensorFlow said: "
 
 
 class _Explained:
-    """An error whose explanation comes before the lines of AutoGraph, which put it last.
+    """An error whose explanation comes before the lines of AutoGraph.
 
     AutoGraph and Keras make an error of the same class, with a longer message.
     """

@@ -100,7 +100,7 @@ def has_all_reduce(optimizer: Any) -> bool:
 
 
 def refuse_second_sum(optimizer: Any, wrapper: str) -> None:
-    """Refuses an optimizer that sums gradients itself inside of a wrapper that does so.
+    """Refuses an optimizer that sums gradients inside of a wrapper that does so.
 
     Args:
         optimizer: An optimizer of `tf.keras`, or anything else.

@@ -58,10 +58,14 @@ class Case(NamedTuple):
 
 
 class Computes(L.Layer):
-    """A layer that computes a function."""
+    """A layer that computes a function.
 
-    def __init__(self, function: str, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    Its policy is Keras's own: under one of keras_mp, much of what suffers here does not.
+    """
+
+    def __init__(self, function: str, dtype: Any = None, **kwargs: Any) -> None:
+        dtype = dtype or K.mixed_precision.Policy(keras_mp.global_policy().name)
+        super().__init__(dtype=dtype, **kwargs)
         self.function = function
 
     def call(self, x: Any) -> Any:
@@ -142,10 +146,6 @@ class Branch(L.Layer):
 
 
 SUFFERING = {
-    "a length whose square overflows": Case(
-        lambda: [Times(300.0, name="large"), Computes("length", name="norm")],
-        inputs=(1.0, 2.0),
-    ),
     "squares of large numbers": Case(
         lambda: [
             dense(),
@@ -268,15 +268,6 @@ SUFFERING = {
     ),
     "a branch that is scaled down": Case(
         lambda: [dense(), Branch(name="branch"), dense("last")], factor=2.0**12
-    ),
-    "off by a little more than is tolerated": Case(
-        lambda: [Computes("there and back", name="back"), Times(2.0**-6, name="small")],
-        inputs=(-28.0, 28.0),
-    ),
-    "positions in bfloat16": Case(
-        lambda: [Computes("positions", name="sine"), dense("last")],
-        inputs=(0.0, 10.0),
-        dtype="bfloat16",
     ),
 }
 

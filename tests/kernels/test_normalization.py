@@ -11,6 +11,11 @@ pytestmark = pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has one kernel i
 K = tf.keras
 
 
+@pytest.fixture(autouse=True)
+def in_reach():
+    """Only layers are in reach here, not what they are compared with."""
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """What the kernel was asked for, and whether it was taken."""

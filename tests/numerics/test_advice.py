@@ -187,7 +187,7 @@ class Normalized(K.layers.Layer):
     """Divides each row by its length, whose square overflows in float16."""
 
     def call(self, x):
-        return x / tf.sqrt(tf.reduce_sum(x * x, -1, keepdims=True))
+        return x / tf.sqrt(tf.matmul(x[:, None], x[:, :, None])[:, 0])
 
 
 def test_an_output_that_becomes_zero_is_lost():
@@ -199,7 +199,9 @@ def test_an_output_that_becomes_zero_is_lost():
     assert advice.policies == {"norm": "float32"}
     assert advice.sentences[0].startswith("Run `norm` in float32: Overflow")
     cured = keras_mp.convert(model, advice.policies)
-    assert not keras_mp.numerics.check(cured, batch, loss=squares).findings
+    # Its product is half of this model's work, so that a float32 layer is worth a line.
+    findings = keras_mp.numerics.check(cured, batch, loss=squares).findings
+    assert {each.hazard for each in findings} <= {"a layer of another policy"}
 
 
 @once

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.numerics import NotFiniteError, check, watch
+from tests.numerics.tools import of_keras
 
 L = tf.keras.layers
 rng = np.random.default_rng(0)
@@ -99,7 +100,7 @@ def with_a_mask(is_cured):
 
 
 def with_a_norm(is_cured):
-    norm = Norm(name="norm", dtype="float32" if is_cured else None)
+    norm = Norm(name="norm", dtype="float32" if is_cured else of_keras())
     return compiled(norm, optimizer=optimizer_of(is_cured)), X * 1e-5
 
 

@@ -95,7 +95,7 @@ def test_a_loop_of_ones_own(how):
     outputs = ["first", "inner/second", "last"]
     rows = [("gradient", path) for path in gradients] + [("output", path) for path in outputs]
     assert [(row.kind, row.path) for row in report.rows] == rows
-    assert [row.dtype for row in report.rows[4:]] == ["float16", "float32", "float32"]
+    assert [row.dtype for row in report.rows[4:]] == ["float16", "float16", "float32"]
     for place, path in enumerate(gradients):
         values = [scaled[place].numpy().ravel() / 2.0**12 for _, scaled in (seen[0], seen[2])]
         assert report["gradient", path].histogram == Histogram.of(np.concatenate(values))

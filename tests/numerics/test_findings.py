@@ -1,5 +1,6 @@
 """What `check` says first, where, and what to paste: the cause before what follows from it."""
 
+import functools
 import json
 import os
 
@@ -12,6 +13,7 @@ from keras_mp.__main__ import main
 from keras_mp.numerics import check, watch
 from keras_mp.numerics.compare import cure_in
 from tests.common import IS_KERAS_3, once
+from tests.numerics.tools import of_keras
 
 K, L = tf.keras, tf.keras.layers
 X = np.random.default_rng(5).normal(size=[32, 24]).astype("float32")
@@ -45,7 +47,8 @@ def log_loss(y, p):
 
 def test_what_the_loss_makes_of_rounded_probabilities_is_no_second_finding():
     policy = keras_mp.Policy("mixed_float16", model_outputs=None)
-    model = made(relu("in"), policy=policy, loss=log_loss, head=lambda: L.Dense(4, "softmax"))
+    head = functools.partial(L.Dense, 4, "softmax", dtype=of_keras())
+    model = made(relu("in"), policy=policy, loss=log_loss, head=head)
     wrong = np.asarray(model(X * 12), "float32").argmin(-1).astype("int32")
     [finding] = check(model, (X * 12, wrong)).findings
     assert finding.hazard == "a softmax in 16 bits"

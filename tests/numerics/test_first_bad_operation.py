@@ -13,6 +13,7 @@ import keras_mp
 from keras_mp.numerics import NotFiniteError, graph_recorder
 from keras_mp.numerics.first_bad import FirstBadOperation
 from tests import common
+from tests.numerics.tools import of_keras
 
 L = tf.keras.layers
 
@@ -422,9 +423,10 @@ class Norm(L.Layer):
 
 
 def test_fit_names_the_layer_and_is_quick_again_after_it():
+    norm = Norm(name="norm", dtype=of_keras())
     with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=None)):
         model = tf.keras.Sequential(
-            [tf.keras.Input([4]), L.Dense(4, name="first"), Norm(name="norm"), L.Dense(1)],
+            [tf.keras.Input([4]), L.Dense(4, name="first"), norm, L.Dense(1)],
             name="model",
         )
     model.compile("sgd", "mse", jit_compile=False)

@@ -7,7 +7,7 @@ from keras_mp.layer_calls import layer_observers
 from keras_mp.numerics import run
 from keras_mp.numerics.origins import Frame, of_stack
 from tests.common import once
-from tests.numerics.tools import audit
+from tests.numerics.tools import audit, of_keras
 
 L = tf.keras.layers
 TAPE, TOOL = "tensorflow/python/eager/backprop.py", run.__file__
@@ -34,7 +34,7 @@ class Model(tf.keras.Model):
     def __init__(self):
         super().__init__()
         self.first = L.Dense(4, kernel_initializer="identity")
-        self.probabilities = L.Softmax(name="probabilities")
+        self.probabilities = L.Softmax(name="probabilities", dtype=of_keras())
 
     def call(self, x):
         return self.probabilities(self.first(x))

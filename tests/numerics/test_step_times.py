@@ -9,6 +9,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import hardware
 from keras_mp.hardware import turns
+from keras_mp.kernels import slow
 from keras_mp.numerics.profile import StepTimes, class_of, step_times
 from tests.common import once, value
 
@@ -84,7 +85,10 @@ def test_what_is_tried(policy, optimizer, expected):
     model = model_of(policy, optimizer if isinstance(optimizer, str) else optimizer())
     before = [value(each) for each in model.weights]
     profiled = keras_mp.numerics.profile(model, (X, Y), steps=1)
-    assert policy.removeprefix("mixed_") in profiled.census.traced.work()
+    dtype = policy.removeprefix("mixed_")
+    if dtype != "float32" and slow.is_slow("MatMul", tf.as_dtype(dtype)):
+        dtype = "float32"  # as keras_mp computes it here
+    assert dtype in profiled.census.traced.work()
     assert str(profiled).startswith("A step of 'sequential")
     assert json.loads(profiled.to_json())["times"]["seconds"] > 0
     found = profiled.times

@@ -21,10 +21,10 @@ L = tf.keras.layers
 
 @K.utils.register_keras_serializable("test_tune")
 class Norm(L.Layer):
-    """Its squares overflow in float16, and not in bfloat16."""
+    """Its products overflow in float16, and not in bfloat16."""
 
     def call(self, x):
-        return x / tf.sqrt(tf.reduce_sum(x * x, axis=-1, keepdims=True))
+        return x / tf.sqrt(tf.matmul(x[:, None], x[:, :, None])[:, 0])
 
 
 def batches(count=4, size=1.0, seed=0):
@@ -63,7 +63,7 @@ def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_pat
     before = model.get_weights()
     tuned = tune(model, batches(6))
     assert {path for path, policy in tuned.policies.items() if policy == "float32"} == {"norm"}
-    assert tuned.share == 1.0
+    assert tuned.share == pytest.approx(1024 / 1072)
     assert (len(tuned.errors), len(tuned.held_out)) == (4, 2)
     assert all(0 < each.largest <= 0.05 for each in (*tuned.errors, *tuned.held_out))
     rows = {layer.path: layer for layer in tuned.layers}
@@ -88,9 +88,9 @@ def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_pat
     assert dtypes(loaded) == dtypes(tuned.model)
     np.testing.assert_array_equal(tuned.model.predict(x), loaded.predict(x))
     text = str(tuned)
-    assert "model: 4 of 5 layers in mixed_float16, 100.0% of the multiplications" in text
+    assert "model: 4 of 5 layers in mixed_float16, 95.5% of the multiplications" in text
     assert re.search(
-        r"^norm \(Norm\) +float32 +0 +1.0e\+00 +(outputs|gradients of) ", text, re.MULTILINE
+        r"^norm \(Norm\) +float32 +48 +1.0e\+00 +(outputs|gradients of) ", text, re.MULTILINE
     )
     assert max(map(len, text.splitlines())) <= 100
     assert len(tuned.to_text(rows=None).splitlines()) == 10 + 5

@@ -21,7 +21,7 @@ Y = np.random.default_rng(1).normal(size=[16, 1]).astype("float32")
 
 class Norm(L.Layer):
     def call(self, x):
-        return x / tf.sqrt(tf.reduce_sum(x * x, axis=-1, keepdims=True))
+        return x / tf.sqrt(tf.matmul(x[:, None], x[:, :, None])[:, 0])
 
 
 class Logarithm(L.Layer):
@@ -41,7 +41,8 @@ class NoConfig(L.Layer):
         super().__init__(dtype=kwargs.get("dtype"))
 
     def call(self, x):
-        return tf.sqrt(tf.square(x * 400) + 1) / 400
+        y = x * 400
+        return x * tf.matmul(y[:, None], y[:, :, None])[:, 0] / 160_000
 
 
 def small_model(*layers, policy="mixed_float16", optimizer="sgd", **compiled):

@@ -39,7 +39,7 @@ def test_each_watcher_gets_the_paths_that_it_gave(in_graph):
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
-def test_a_layer_for_raw_data_is_seen_as_it_returns_and_passes_on_what_was_not_rounded(in_graph):
+def test_a_layer_for_raw_data_is_seen_in_float32_and_passes_on_what_was_not_rounded(in_graph):
     layers = tf.keras.layers
     with keras_mp.policy_scope("mixed_float16"):
         first = layers.Rescaling(1e6, name="first")
@@ -58,7 +58,7 @@ def test_a_layer_for_raw_data_is_seen_as_it_returns_and_passes_on_what_was_not_r
 
     x = tf.constant([[1.0, 3.0]])
     assert (tf.function(step) if in_graph else step)(x).numpy().tolist() == x.numpy().tolist()
-    assert seen == [("first", "float16", "float32"), ("second", "float16", "float32")]
+    assert seen == [("first", "float32", "float32"), ("second", "float32", "float32")]
 
 
 def test_the_innermost_layer_is_named_while_it_runs():

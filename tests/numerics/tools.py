@@ -1,5 +1,7 @@
 """The tools behind `check`, each by itself, on a model and a batch."""
 
+import tensorflow as tf
+
 from keras_mp.numerics import audit as auditing
 from keras_mp.numerics import batches, origins, own_thread
 from keras_mp.numerics import compare as comparing
@@ -54,3 +56,8 @@ def both(model, *batch, policy=None, **how):
 def compare(model, *batch, **how):
     """Returns a `Comparison`, on a copy of the model if there is a policy."""
     return both(model, *batch, **how)[0]
+
+
+def of_keras(dtype="float16"):
+    """Returns Keras's own mixed policy: in its layers all operations compute in 16 bits."""
+    return tf.keras.mixed_precision.Policy(f"mixed_{dtype}")

@@ -253,7 +253,9 @@ def test_every_read_casts_in_the_scope(dtype, mode):
             return [READS[read](v) for read in reads]
 
     run = function if mode == "eager" else tf.function(function, jit_compile=mode == "jit")
-    bound = {tf.float16: 1e-3, tf.bfloat16: 1e-2}.get(dtype, 1e-6) if mode == "jit" else 0
+    # Among themselves, weights are float32, and what is computed from them is rounded once.
+    exact = 1e-6 if mode == "jit" else 0
+    bound = {tf.float16: 4e-3, tf.bfloat16: 3e-2}.get(dtype, exact)
     for read, got in zip(reads, run(), strict=True):
         expected = READS[read](tf.Variable(tf.cast(v.numpy(), dtype)))
         assert got.dtype == dtype, read

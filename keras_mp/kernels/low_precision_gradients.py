@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from keras_mp.hooks import reach
-from keras_mp.op_autocast import lower_precision
+from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import gradients, graphs
 
 _Results = TypeVar("_Results")
@@ -73,9 +73,9 @@ class _InLowPrecision:
 
     def __init__(self, op: tf.Operation, dtype: tf.DType) -> None:
         self._op, self._dtype = op, dtype
-        # As `kernels/backward.py` marks what was made in reach; a tape has no mark of this one.
+        # As `backward.py` marks what was made in reach; a tape has no mark of this one.
         self.attrs, self._keras_mp_made_in = None, dtype
-        self.inputs = [lower_precision.cast(each, dtype) for each in op.inputs]
+        self.inputs = [_cast(each, dtype) for each in op.inputs]
 
     def get_attr(self, name: str) -> object:
         value = self._op.get_attr(name)
@@ -106,10 +106,16 @@ class _Gradient:
         if not isinstance(op, tf.Operation):
             op.type = self._op  # On a tape, the name of the gradient is there.
         differentiate = gradients.registry.get().lookup(self._op)
-        low = [lower_precision.cast(each, self._dtype) for each in upstream]
+        low = [_cast(each, self._dtype) for each in upstream]
         with reach.entered(self._dtype):
             found = differentiate(_InLowPrecision(op, self._dtype), *low)
-        return tf.nest.map_structure(lambda each: lower_precision.cast(each, tf.float32), found)
+        return tf.nest.map_structure(lambda each: _cast(each, tf.float32), found)
+
+
+def _cast(value: Any, dtype: tf.DType) -> Any:
+    """Casts a float32 or 16-bit tensor; returns anything else as it is."""
+    is_float = isinstance(value, tf.Tensor) and value.dtype in (tf.float32, *LOW_PRECISION)
+    return tf.cast(value, dtype) if is_float and value.dtype != dtype else value
 
 
 _gradient_of = functools.cache(_Gradient)

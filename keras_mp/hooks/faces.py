@@ -1,0 +1,524 @@
+"""The two faces of a 16-bit tensor.
+
+In code in reach, a 16-bit tensor has two faces: the 16-bit one, which the program sees and products
+take, and the float32 one that it was rounded from, which whatever must be exact takes
+(`kernels/door.py`). A tensor has a note of its float32 face. In a graph, that is the input of the
+cast that made the tensor; in eager, the note keeps it.
+
+A face is *exact* if what it was rounded from was meant so: results of operations that compute in
+float32, inputs that a layer casts, whole numbers, and constants that 16 bits do not hold. What
+meets it is computed in float32. Other faces are weak: they are taken where an exact operation, or
+another face, asks for them. Weights are exact among themselves.
+
+This module needs TensorFlow only.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.hooks import reach
+from keras_mp.support import marks
+from keras_mp.support.attributes import replaced
+from keras_mp.support.dtypes import is_low
+from keras_mp.tensorflow_api import gradients
+
+# The kinds of faces; a larger one decides. `MADE` is computed again if an exact operation takes it;
+# `CAST` is what a cast of the program has rounded.
+# `LAST` is exact, and made by a layer that makes outputs of a model.
+MADE, CAST, WEIGHT, EXACT, LAST = 1, 2, 3, 4, 5
+# Notes of float32 tensors, which models return in the place of 16-bit ones: casts of these, or
+# computed a second time.
+OUTPUT, AGAIN = 6, 7
+# How many operations a face is made of at the most. In eager they keep their inputs alive.
+_DEPTH = 8
+NOTE = "_keras_mp_face"
+# How far a constant in 16 bits may be from the number, as a part of it. Constants that lose more
+# keep a face that is exact.
+_ROUNDS_BY = 2.0**-8
+
+
+class Face(NamedTuple):
+    """A note on a tensor.
+
+    Attributes:
+        tensor: the float32 tensor that a 16-bit one was rounded from; a number in place of a
+            constant; a `Lazy`, which makes the tensor. On a float32 tensor that is read from a
+            weight, None; on an output of a model, the 16-bit tensor that was cast.
+        kind: int. `MADE`, `CAST`, `WEIGHT`, `EXACT`, `LAST`, `OUTPUT` or `AGAIN`.
+    """
+
+    tensor: Any
+    kind: int
+
+
+class _Rim(threading.local):
+    """What makes outputs of layers once more, where a model returns them.
+
+    Attributes:
+        make: takes a 16-bit tensor and returns a float32 one, or None; None elsewhere.
+    """
+
+    make: Callable[[Any], Any] | None = None
+
+
+_thread = _Rim()
+
+
+def made_by(make: Callable[[Any], Any] | None) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager in which something else may make a face.
+
+    Args:
+        make: takes a 16-bit tensor without an exact face, and returns a float32 one or None. None
+            is nothing else.
+    """
+    return replaced(_thread, "make", make)
+
+
+class Lazy:
+    """A face that is made when it is taken.
+
+    Attributes:
+        made: the float32 tensor, once it has been made.
+        depth: int. How many operations it is made of.
+
+    Args:
+        op: str. The operation that made the 16-bit tensor.
+        inputs: its inputs.
+        pairs: names and values of its attributes in turn.
+        position: int. Which of its results the tensor is; None for its only one.
+    """
+
+    __slots__ = ("_inputs", "_op", "_pairs", "_position", "depth", "made")
+
+    def __init__(
+        self, op: str, inputs: Sequence[Any], pairs: Sequence[Any], position: int | None
+    ) -> None:
+        self._op, self._inputs, self._pairs = op, inputs, pairs
+        self._position, self.made, self.depth = position, None, 1
+
+    def make(self) -> tf.Tensor:
+        """Returns the tensor."""
+        if self.made is None or not _is_in_this_graph(self.made):
+            wide = [widened(each) for each in self._inputs]
+            with reach.decided():
+                results = run(self._op, wide, self._pairs)
+            self.made = results if self._position is None else results[self._position]
+        return self.made
+
+
+def _is_in_this_graph(tensor: Any) -> bool:
+    if not tf.is_symbolic_tensor(tensor):
+        return True
+    return not tf.executing_eagerly() and tensor.graph is tf.compat.v1.get_default_graph()
+
+
+@functools.cache
+def _parameters(op: str) -> tuple[str, ...]:
+    """Returns the names of an operation's inputs, and then those of its attributes."""
+    return tuple(inspect.signature(getattr(tf.raw_ops, op)).parameters)
+
+
+def run(op: str, inputs: Sequence[Any], pairs: Sequence[Any]) -> Any:
+    """Runs an operation by its public function.
+
+    Args:
+        op: str. The operation.
+        inputs: its inputs.
+        pairs: names and values of its attributes in turn.
+    """
+    arguments = dict(zip(_parameters(op), inputs)) | attributes(op, len(inputs), pairs)
+    return getattr(tf.raw_ops, op)(**arguments)
+
+
+def attributes(op: str, inputs: int, pairs: Sequence[Any]) -> dict[str, Any]:
+    """Returns the attributes of an operation that its function takes.
+
+    Args:
+        op: str. The operation.
+        inputs: int. How many inputs it has.
+        pairs: names and values of attributes in turn, as generated code has them.
+    """
+    names = _parameters(op)[inputs:]
+    found = dict(zip(pairs[::2], pairs[1::2]))
+    return {each: found[old] for each in names for old in _names(each) if old in found}
+
+
+def _names(name: str) -> tuple[str, ...]:
+    return (name, "squeeze_dims") if name == "axis" else (name,)
+
+
+def of(value: Any) -> Face | None:
+    """Returns the note of a tensor, or None."""
+    return value.__dict__.get(NOTE)
+
+
+def note(result: Any, tensor: Any, kind: int) -> None:
+    """Notes a face on a tensor.
+
+    Args:
+        result: tensor.
+        tensor: as in `Face`.
+        kind: int, as in `Face`.
+    """
+    result._keras_mp_face = Face(tensor, kind)
+
+
+def kind_of(value: Any) -> int:
+    """Returns the kind of a tensor's face, or 0 without one."""
+    face = of(value)
+    return 0 if face is None else face.kind
+
+
+def is_exact(value: Any) -> bool:
+    """Whether a tensor has a face that is exact."""
+    return kind_of(value) in (EXACT, LAST)
+
+
+def drop(value: Any) -> None:
+    """Forgets the face of a tensor, as if the program had made it in 16 bits."""
+    if isinstance(value, tf.Tensor):
+        value.__dict__.pop(NOTE, None)
+
+
+def lazily(op: str, args: Sequence[Any], pairs: Sequence[Any], results: Any, kind: int) -> None:
+    """Notes faces on the results of an operation that are made when they are taken.
+
+    Args:
+        op: str. The operation.
+        args: its inputs.
+        pairs: names and values of its attributes in turn.
+        results: its result, or a list of them.
+        kind: int, as in `Face`.
+    """
+    depth = 1
+    for value in args:
+        for each in value if isinstance(value, list | tuple) else (value,):
+            face = of(each) if isinstance(each, tf.Tensor) else None
+            if face is not None and type(face.tensor) is Lazy:
+                depth = max(depth, face.tensor.depth + 1)
+    if depth > _DEPTH:
+        return
+    is_list = isinstance(results, list | tuple)
+    for i, result in enumerate(results if is_list else (results,)):
+        if isinstance(result, tf.Tensor) and is_low(result.dtype):
+            face = Lazy(op, args, pairs, i if is_list else None)
+            face.depth = depth
+            note(result, face, kind)
+
+
+def float32_of(value: Any) -> tf.Tensor | None:
+    """Returns the float32 face of a 16-bit tensor, or None."""
+    face = value.__dict__.get(NOTE)
+    if _thread.make is not None and (face is None or face.kind == MADE):
+        made = _thread.make(value)
+        if made is not None:
+            return made
+    if face is None or face.kind >= OUTPUT:
+        return None
+    if type(face.tensor) is Lazy:
+        return face.tensor.make()
+    return tf.constant(face.tensor, tf.float32) if type(face.tensor) is float else face.tensor
+
+
+def widened(value: Any) -> Any:
+    """Returns the float32 face of a 16-bit tensor, or a cast of it.
+
+    Args:
+        value: tensor, or a list of them. Anything else is returned as it is.
+    """
+    if isinstance(value, list | tuple):
+        return [widened(each) for each in value]
+    if not isinstance(value, tf.Tensor) or not is_low(value.dtype):
+        return value
+    face = float32_of(value)
+    if face is not None:
+        return face
+    with reach.decided():
+        return tf.cast(value, tf.float32)
+
+
+def factor(value: Any) -> Any:
+    """Returns a factor of an exact product: the face of a weight, or a cast.
+
+    Args:
+        value: tensor, or a list of them. Anything else is returned as it is.
+    """
+    if isinstance(value, list | tuple):
+        return [factor(each) for each in value]
+    if not isinstance(value, tf.Tensor) or not is_low(value.dtype):
+        return value
+    face = of(value)
+    if face is not None and face.kind in (WEIGHT, LAST):
+        return widened(value)
+    with reach.decided():
+        return tf.cast(value, tf.float32)
+
+
+def rounded(value: Any, dtype: tf.DType, kind: int) -> Any:
+    """Rounds a float32 tensor to 16 bits, which keeps it as its face.
+
+    Args:
+        value: float32 tensor. Anything else is returned as it is.
+        dtype: DType of 16 bits.
+        kind: int, as in `Face`; 0 keeps no face.
+    """
+    if not isinstance(value, tf.Tensor) or value.dtype != tf.float32:
+        return value
+    with reach.decided():
+        result = tf.cast(value, dtype)
+    if kind:
+        note(result, value, kind)
+    return result
+
+
+def of_its_own(value: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor for a face, whose gradient has no other uses of `value`."""
+    if tf.executing_eagerly() and not gradients.could_record():
+        return value
+    with reach.decided():
+        return tf.identity(value)
+
+
+def cast_input(value: Any, result: Any) -> Any:
+    """Returns what a layer or a model of keras_mp takes in the place of an input.
+
+    Args:
+        value: the input.
+        result: what it was cast to.
+
+    Returns:
+        A tensor equal to `result`, with a face if it is a 16-bit tensor, and the input was a
+        float32 or float64 one.
+    """
+    if value is result or not isinstance(value, tf.Tensor) or not isinstance(result, tf.Tensor):
+        return result
+    if not is_low(result.dtype) or value.dtype not in (tf.float32, tf.float64):
+        return result
+    with reach.decided():
+        own = of_its_own(tf.cast(value, tf.float32))
+        if own is not value:
+            # A 16-bit tensor is a cast of its face.
+            result = marks.copy(result, tf.cast(own, result.dtype))
+    note(result, own, EXACT)
+    return result
+
+
+def note_cast(value: tf.Tensor, result: tf.Tensor, is_weight: bool) -> None:
+    """Notes on the result of a cast that the program has written what was cast.
+
+    Args:
+        value: tensor of another dtype than 16 bits.
+        result: the 16-bit tensor.
+        is_weight: bool. Whether `value` was read from a weight.
+    """
+    if is_weight:
+        note(result, value, WEIGHT)
+    elif value.dtype == tf.float32:
+        number = _number(value)
+        is_number_held = number is None or is_held(number, result.dtype)
+        note(result, value, CAST if is_number_held else EXACT)
+    elif value.dtype in _WHOLE_NUMBERS:
+        with reach.decided():
+            note(result, tf.cast(value, tf.float32), EXACT)
+    elif value.dtype == tf.float64:
+        with reach.decided():
+            note(result, tf.cast(value, tf.float32), CAST)
+
+
+# Those that 16 bits may not hold.
+_WHOLE_NUMBERS = (tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64)
+# The largest number of values in a constant of a graph that are looked at.
+_LARGEST_CONSTANT = 2**20
+
+
+def _number(value: tf.Tensor) -> Any:
+    """Returns the value of a float32 tensor that is or may be a constant, or None."""
+    if tf.is_symbolic_tensor(value):
+        return tf.get_static_value(value) if value.op.type == "Const" else None
+    if tf.executing_eagerly():
+        # It does not tell how it was made. Reading a number from a GPU would wait for the GPU.
+        is_cheap = value.shape.rank == 0 and "CPU" in value.device
+    else:
+        is_cheap = value.shape.num_elements() <= _LARGEST_CONSTANT
+    return value.numpy() if is_cheap else None
+
+
+def is_held(value: Any, dtype: tf.DType) -> bool:
+    """Whether a constant in 16 bits is about the number that the program wrote.
+
+    Args:
+        value: a number, or an array of them.
+        dtype: DType of 16 bits.
+    """
+    if type(value) is float or type(value) is int:
+        size = abs(value)
+        if dtype is tf.bfloat16:
+            return not _LARGEST_BFLOAT16 < size <= _MAX
+        return size == 0 or _SMALLEST_FLOAT16 <= size <= _LARGEST_FLOAT16 or not size <= _MAX
+    wide = np.asarray(value, np.float64)
+    with np.errstate(all="ignore"):
+        low = wide.astype(dtype.as_numpy_dtype).astype(np.float64)
+        lost = np.abs(low - wide) > _ROUNDS_BY * np.abs(wide)
+    return not np.any(lost & (np.abs(wide) <= _MAX))
+
+
+_MAX = float(tf.float32.max)
+_LARGEST_BFLOAT16, _LARGEST_FLOAT16 = float(tf.bfloat16.max), float(tf.float16.max)
+# From here on, float16 has 7 digits or more.
+_SMALLEST_FLOAT16 = 2.0**-18
+
+
+def constant(make: Callable[..., Any], value: Any, low: tf.DType) -> Any:
+    """Makes a constant in 16 bits, which keeps the number that the program wrote.
+
+    Args:
+        make: takes a value and a dtype, and returns a tensor.
+        value: a number, or a list or array of numbers and tensors.
+        low: DType of 16 bits.
+    """
+    if type(value) in (float, int) and is_held(value, low):
+        result = make(value, low)
+        if isinstance(result, tf.Tensor) and result.shape.rank == 0:
+            note(result, float(value), WEIGHT)
+        return result
+    try:
+        is_lossy = not is_held(value, low)
+    except (TypeError, ValueError, NotImplementedError):  # There are tensors in it.
+        is_lossy = False
+    if not is_lossy:
+        return make(value, low)
+    with reach.decided():
+        face = make(value, tf.float32)
+        result = tf.cast(face, low)
+    note(result, face, EXACT)
+    return result
+
+
+def without_face(values: Any) -> None:
+    """Forgets the faces of all tensors in a structure."""
+    flat = [values] if isinstance(values, tf.Tensor) else tf.nest.flatten(values)
+    for each in flat:
+        drop(each)
+
+
+# Gradients with respect to tensors that have a face.
+
+
+def on_tapes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that computes the gradients of a tape."""
+
+    @functools.wraps(original)
+    def imperative_grad(
+        tape: Any,
+        target: Any,
+        sources: Sequence[Any],
+        output_gradients: Any = None,
+        sources_raw: Sequence[Any] | None = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        stands_for = _Sources(sources)
+        if not stands_for.found:
+            return original(
+                tape, target, sources, output_gradients, sources_raw, unconnected_gradients
+            )
+        found = original(tape, target, stands_for.all, output_gradients)
+        return stands_for.merged(found, unconnected_gradients)
+
+    return imperative_grad
+
+
+def in_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that differentiates a graph."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def differentiate(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        xs, stops = (_Sources(_as_list(given[name])) for name in ("xs", "stop_gradients"))
+        if not xs.found and not stops.found:
+            return original(*args, **kwargs)
+        unconnected = given["unconnected_gradients"]
+        given["unconnected_gradients"] = tf.UnconnectedGradients.NONE
+        given["xs"], given["stop_gradients"] = xs.all, [*stops.given, *stops.all]
+        return xs.merged(original(*call.args, **call.kwargs), unconnected)
+
+    return differentiate
+
+
+class _Sources:
+    """Sources of gradients: the faces in their places.
+
+    A 16-bit tensor is a cast of its face, so the gradient of the face has that of both. A face that
+    was made later has a gradient of its own, which is added.
+
+    Attributes:
+        given: the sources.
+        found: dict from positions to the tensors in their places.
+        all: the sources, with these in their places, and then the faces that were made later.
+
+    Args:
+        sources: sequence of tensors and variables.
+    """
+
+    def __init__(self, sources: Sequence[Any]) -> None:
+        self.given = list(sources)
+        self.found: dict[int, Any] = {}
+        self._later: list[int] = []
+        self.all, later = list(sources), []
+        for i, source in enumerate(sources):
+            face = of(source) if isinstance(source, tf.Tensor) else None
+            if face is None:
+                continue
+            tensor = face.tensor.made if type(face.tensor) is Lazy else face.tensor
+            if not isinstance(tensor, tf.Tensor) or not _is_of_same_graph(source, tensor):
+                continue
+            self.found[i] = tensor
+            if type(face.tensor) is Lazy or face.kind == AGAIN:
+                self._later.append(i)
+                later.append(tensor)
+            else:
+                self.all[i] = tensor
+        self.all += later
+
+    def merged(self, found: Sequence[Any], unconnected: Any) -> list[Any]:
+        """Returns the gradients of the sources that were given.
+
+        Args:
+            found: gradients of `all`, or None for each.
+            unconnected: the `tf.UnconnectedGradients`.
+        """
+        results = list(found[: len(self.given)])
+        for i, gradient in zip(self._later, found[len(self.given) :]):
+            if gradient is not None:
+                of_face = tf.cast(gradient, self.given[i].dtype)
+                results[i] = of_face if results[i] is None else results[i] + of_face
+        for i in self.found:
+            if results[i] is not None:
+                results[i] = tf.cast(tf.convert_to_tensor(results[i]), self.given[i].dtype)
+        if tf.UnconnectedGradients(unconnected) is tf.UnconnectedGradients.ZERO:
+            pairs = zip(results, self.given)
+            results = [tf.zeros_like(source) if each is None else each for each, source in pairs]
+        return results
+
+
+def _is_of_same_graph(source: Any, tensor: Any) -> bool:
+    """Whether a face may stand for a source; a function may capture either."""
+    if not tf.is_symbolic_tensor(source):
+        return not tf.is_symbolic_tensor(tensor)
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    return tf.is_symbolic_tensor(tensor) and tensor.graph is graph
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,686 @@
+"""The door: every operation of code in reach takes the faces that it needs.
+
+Generated code makes operations through one function in eager and through another one in graphs.
+Both ask here. The table `support/op_table.py` has each kind of operation:
+
+- products and what belongs to them take the 16-bit faces;
+- what must be exact takes the float32 faces, computes in float32, and returns 16 bits whose
+  float32 face is exact (`hooks/faces.py`);
+- all others do so if a face among their inputs is exact, or if these are weights and constants
+  only. Else they stay in 16 bits.
+
+What TensorFlow cannot compute in 16 bits counts as exact, and so does a kernel that is wrong in 16
+bits. In gradient functions, where the dtypes of the forward pass decide, only the last holds.
+
+This module needs TensorFlow only.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_mp.hooks import faces, reach
+from keras_mp.hooks.faces import CAST, EXACT, LAST, MADE, NOTE, WEIGHT
+from keras_mp.kernels import low_precision_gradients, slow, sums
+from keras_mp.kernels.replaced import usual_device
+from keras_mp.support import op_table, registered_kernels
+from keras_mp.support.dtypes import LOW_PRECISION, is_low
+from keras_mp.tensorflow_api import gradients, operations
+
+_thread = reach.thread
+_FLOAT32, _RESOURCE = tf.float32.as_datatype_enum, tf.resource.as_datatype_enum
+_LOW = {dtype.as_datatype_enum: dtype for dtype in LOW_PRECISION}
+MARK = "keras_mp_reach"
+# By whether the dtype is bfloat16. Each operation needs one, and asking a DType takes long.
+MARKS = [(MARK, dtype.as_datatype_enum) for dtype in (tf.float16, tf.bfloat16)]
+# The types of arguments that generated code hands over as they are, and TensorFlow converts.
+_NUMBERS = (float, int)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """What the door knows about an operation.
+
+    Attributes:
+        name: str. Its type.
+        kind: str, "exact", "other", "product", "low", "cast", "read" or "draw".
+        inputs: names of all its inputs.
+        positions: the positions of those inputs that share the dtype.
+        others: dict of the DTypes of other inputs that are one tensor each, by their positions;
+            None where several are allowed.
+        has_list: bool. Whether one of these is a list.
+        attribute: str. The attribute that is the dtype.
+        outputs: positions of the outputs in this dtype; None stands for all.
+        is_one: bool. Whether it has just one output.
+        refuses: 16-bit DTypes in which TensorFlow does not compute it.
+        is_move: bool. Whether it moves numbers and changes none.
+        slow_in: the 16-bit DTypes in which its kernel is slow on a CPU, whatever its arguments.
+        may_be_wrong: bool. Whether its kernel may add up in 16 bits (`kernels/sums.py`), or be slow
+            on a CPU (`kernels/slow.py`).
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...] = ()
+    positions: tuple[int, ...] = ()
+    others: Mapping[int, tf.DType | None] = dataclasses.field(default_factory=dict)
+    has_list: bool = False
+    attribute: str = ""
+    outputs: tuple[int, ...] | None = ()
+    is_one: bool = True
+    refuses: frozenset[tf.DType] = frozenset()
+    is_move: bool = False
+    slow_in: frozenset[tf.DType] = frozenset()
+    may_be_wrong: bool = False
+
+
+def _find(name: str) -> Operation | None:
+    """Returns what the door needs to know about an operation; None if that is nothing."""
+    op_def = operations.definition(name)
+    may_be_wrong = name in sums.KERNELS or name in slow.OPS
+    is_low = name in op_table.LOW
+    if op_def is None or (is_low and not may_be_wrong and name not in op_table.PRODUCTS):
+        return None
+    if any(arg.type == _RESOURCE for arg in op_def.input_arg):
+        return None  # A variable decides.
+    for attr in op_def.attr:
+        allowed = {*attr.allowed_values.list.type}
+        if attr.type != "type" or (allowed and _FLOAT32 not in allowed):
+            continue
+        # The threshold of a sparse sum has the real dtype of its numbers, under another name.
+        has_dtype = [arg.type_attr in (attr.name, "Treal") for arg in op_def.input_arg]
+        if any(has_dtype) or name in op_table.DRAWS:
+            refuses = frozenset(
+                dtype
+                for low, dtype in _LOW.items()
+                if (allowed and low not in allowed) or not _has_kernel(name, attr.name, low)
+            )
+            outputs = [arg.type_attr == attr.name for arg in op_def.output_arg]
+            return _described(op_def, attr.name, has_dtype, outputs, refuses)
+    has_dtype = [arg.type == _FLOAT32 for arg in op_def.input_arg]
+    if not any(has_dtype):
+        return None
+    outputs = [arg.type == _FLOAT32 for arg in op_def.output_arg]
+    return _described(op_def, "", has_dtype, outputs, frozenset(LOW_PRECISION))
+
+
+def _described(
+    op_def: Any,
+    attribute: str,
+    has_dtype: Sequence[bool],
+    outputs: Sequence[bool],
+    refuses: frozenset[tf.DType],
+) -> Operation:
+    """Returns what the definition of an operation and the tables say about it."""
+    name, args = op_def.name, list(enumerate(op_def.input_arg))
+    has_lists = any(arg.number_attr or arg.type_list_attr for arg in op_def.output_arg)
+    is_slow = name in slow.OPS
+    return Operation(
+        name=name,
+        kind=_kind_of(name),
+        inputs=tuple(arg.name for _, arg in args),
+        positions=tuple(i for i, _ in args if has_dtype[i]),
+        others={
+            i: tf.as_dtype(arg.type) if arg.type else None
+            for i, arg in args
+            if not (has_dtype[i] or arg.number_attr or arg.type_list_attr)
+        },
+        has_list=any(arg.number_attr for i, arg in args if has_dtype[i]),
+        attribute=attribute,
+        outputs=None if has_lists else tuple(i for i, each in enumerate(outputs) if each),
+        is_one=len(outputs) == 1 and not has_lists,
+        refuses=refuses,
+        is_move=name in op_table.MOVES,
+        slow_in=frozenset(d for d in LOW_PRECISION if is_slow and slow.is_slow(name, d)),
+        may_be_wrong=name in sums.KERNELS or is_slow,
+    )
+
+
+def _kind_of(name: str) -> str:
+    if name in op_table.LOW:
+        return "product" if name in op_table.PRODUCTS else "low"
+    if name == "Cast":
+        return "cast"
+    if name in op_table.DRAWS:
+        return "draw"
+    return "exact" if name in op_table.EXACT else "other"
+
+
+def _has_kernel(op: str, attribute: str, low: int) -> bool:
+    """Whether an operation has a kernel in 16 bits, or has none in float32 either."""
+    device = usual_device()
+    of_float32 = registered_kernels.has_kernel(op, {attribute: _FLOAT32}, device)
+    return registered_kernels.has_kernel(op, {attribute: low}, device) or not of_float32
+
+
+class _Operations(dict[str, Any]):
+    """What is known about operations, by their types."""
+
+    def __missing__(self, name: str) -> Operation | None:
+        self[name] = Operation(name, "read") if name in op_table.READS else _find(name)
+        return self[name]
+
+
+_operations = _Operations()
+
+
+def _follows_others() -> bool:
+    """Whether dtypes are those of a forward pass, or of a region."""
+    return _thread.in_gradient or _thread.region is not None
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, list | tuple):
+            found += value
+        else:
+            found.append(value)
+    return found
+
+
+def _low_dtype_of(values: Sequence[Any]) -> tf.DType | None:
+    for value in values:
+        if isinstance(value, tf.Tensor):
+            if is_low(value.dtype):
+                return value.dtype
+        elif isinstance(value, list | tuple):
+            dtype = _low_dtype_of(value)
+            if dtype is not None:
+                return dtype
+        elif hasattr(value, "__tf_tensor__") or isinstance(value, tf.Variable):
+            # It casts itself when it is read.
+            dtype = tf.as_dtype(value.dtype)
+            if dtype in LOW_PRECISION:
+                return dtype
+    return None
+
+
+def _as_tensor(value: Any, low: tf.DType, is_first: bool = False) -> Any:
+    """Returns an input as a tensor; a number after others gets their dtype anyway."""
+    if isinstance(value, tf.Tensor) or (type(value) in _NUMBERS and not is_first):
+        return value
+    if isinstance(value, tf.Variable) or hasattr(value, "__tf_tensor__"):
+        return tf.convert_to_tensor(value)
+    if isinstance(value, list | tuple) and any(map(tf.is_tensor, _flat(value))):
+        return [_as_tensor(each, low) for each in value]
+    return tf.convert_to_tensor(value, low)
+
+
+class _Choice:
+    """How an operation is computed in float32.
+
+    Attributes:
+        low: DType of 16 bits that its results will have; None if they stay float32.
+        kind: int. The kind of their faces; 0 if they have none, and inputs are only cast.
+    """
+
+    __slots__ = ("kind", "low")
+
+    def __init__(self, low: tf.DType | None, kind: int) -> None:
+        self.low: Any = low
+        self.kind = kind
+
+
+def _cast(value: Any) -> Any:
+    """Returns a 16-bit tensor, or a list of them, in float32, as it was rounded."""
+    if isinstance(value, list | tuple):
+        return [_cast(each) for each in value]
+    if not isinstance(value, tf.Tensor) or not is_low(value.dtype):
+        return value
+    with reach.decided():
+        return tf.cast(value, tf.float32)
+
+
+# By the kind of a `_Choice`: the function that makes float32 of an input.
+_WIDEN = {kind: faces.widened if kind else _cast for kind in (0, WEIGHT, EXACT, LAST)}
+
+
+def _choose(known: Operation, values: Sequence[Any]) -> _Choice | None:
+    """Decides whether an operation is computed in float32.
+
+    Args:
+        known: the `Operation`.
+        values: its inputs that share a dtype: tensors and numbers.
+    """
+    low, kind, are_weights, is_mixed = None, 0, True, False
+    for value in values:
+        if not isinstance(value, tf.Tensor):
+            continue
+        dtype = value.dtype
+        if dtype is tf.bfloat16 or dtype is tf.float16:
+            low = dtype
+            face = value.__dict__.get(NOTE)
+            of_value = 0 if face is None else face.kind
+            if of_value > kind:
+                kind = of_value
+            if of_value != WEIGHT:
+                are_weights = False
+        elif dtype is tf.float32:
+            is_mixed = True
+        else:
+            return None  # TensorFlow refuses it.
+    if low is None:
+        return None
+    if is_mixed:
+        return None if _thread.is_strict else _Choice(None, EXACT)
+    if known.kind == "low" or (known.kind == "product" and not _thread.is_exact):
+        return None
+    if known.kind == "product":
+        return _Choice(low, LAST)
+    if known.kind == "exact" or kind >= EXACT or _thread.is_exact:
+        return _Choice(low, max(kind, EXACT))
+    if low in known.refuses:
+        return None if _thread.is_strict else _Choice(low, EXACT)
+    if are_weights and not known.is_move:
+        return _Choice(low, WEIGHT)
+    if known.name == "Mul" and values[0] is values[1]:
+        return _Choice(low, EXACT)
+    if not _thread.is_strict:
+        for value in values:
+            if not isinstance(value, tf.Tensor) and not faces.is_held(value, low):
+                return _Choice(low, EXACT)
+    return None
+
+
+def _note_lazily(known: Operation, args: Sequence[Any], pairs: Sequence[Any], results: Any) -> None:
+    """Notes faces that are made only if an exact operation takes them.
+
+    Moves keep a face, and its kind.
+    """
+    kind = MADE
+    if known.is_move:
+        values = _flat([args[i] for i in known.positions])
+        notes = [faces.of(each) for each in values if isinstance(each, tf.Tensor)]
+        if not any(notes):
+            return
+        kind = min(MADE if each is None else each.kind for each in notes)
+    if not known.is_one or not isinstance(results, list):
+        faces.lazily(known.name, args, pairs, results, kind)
+    else:
+        faces.lazily(known.name, args, pairs, results[0], kind)
+
+
+_ARITHMETIC = op_table.ops("additions", "multiplications", "signs", "softmax", "sigmoids") - {
+    *("BiasAdd", "BiasAddV1")
+}
+# Operations whose results have faces that are made when they are taken.
+_LAZY = op_table.MOVES | _ARITHMETIC
+
+
+# In eager.
+
+
+def run_in_eager(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that runs an operation, and marks it for tapes.
+
+    TensorFlow runs an operation with the attributes that it knows, and tells tapes of all.
+
+    Args:
+        original: takes the context, the operation, a name, inputs and attributes; TensorFlow's own.
+    """
+
+    def execute(context: Any, op: str, name: Any, *args: Any) -> Any:
+        thread = _thread
+        mark = MARKS[thread.dtype is tf.bfloat16]
+        if thread.is_decided:
+            return original(context, op, name, *args, *mark)
+        known = _operations[op]
+        if known is None or (not known.may_be_wrong and _follows_others()):
+            return original(context, op, name, *args, *mark)
+        kind = known.kind
+        if kind == "product" and _is_plain_product(known, args):
+            return original(context, op, name, *args, *mark)
+        if kind == "cast":
+            return _cast_in_eager(original, context, name, args, mark)
+        if kind == "read":
+            result = original(context, op, name, *args, *mark)
+            if isinstance(result, tf.Tensor) and result.dtype is tf.float32:
+                faces.note(result, None, WEIGHT)
+            return result
+        if kind == "draw":
+            return _drawn_in_eager(original, context, known, name, args, mark)
+        if kind == "other" and not known.may_be_wrong and _is_plain(known, args):
+            return original(context, op, name, *args, *mark)
+        low = _low_dtype_of([args[i] for i in known.positions])
+        if low is None:
+            return original(context, op, name, *args, *mark)
+        number = len(known.inputs)
+        given = list(args[:number])
+        for i in range(number):
+            if i in known.positions:
+                given[i] = _as_tensor(given[i], low, i == known.positions[0])
+            elif i in known.others and type(given[i]) in (list, tuple, tf.TensorShape):
+                # Else TensorFlow takes its slower way, which does not come here.
+                dtype = known.others[i] or (None if given[i] else tf.int32)
+                given[i] = tf.convert_to_tensor(given[i], dtype)
+        choice = _choice_of(known, given, args[number:], low)
+        if choice is None:
+            results = original(context, op, name, *given, *args[number:], *mark)
+            if op in _LAZY and not _follows_others():
+                _note_lazily(known, given, args[number:], results)
+            return results
+        is_exact_product = kind == "product" and choice.kind == LAST
+        widen = faces.factor if is_exact_product else _WIDEN[choice.kind]
+        wide = [widen(value) if i in known.positions else value for i, value in enumerate(given)]
+        attributes = [
+            _FLOAT32 if i % 2 and args[number + i - 1] == known.attribute else each
+            for i, each in enumerate(args[number:])
+        ]
+        if is_exact_product:
+            run = functools.partial(original, context, op, name)
+            all_args = [*wide, *attributes]
+            results = low_precision_gradients.run_in_eager(run, op, all_args, number, choice.low)
+        else:
+            try:
+                results = original(context, op, name, *wide, *attributes, *mark)
+            except operations.TakeSlowerWay.get():
+                results = _the_slower_way(op, wide, args[number:])
+        if choice.low is None:
+            return results
+
+        def rounded(face: Any) -> Any:
+            if isinstance(face, list):
+                return [rounded(each) for each in face]
+            if face.dtype is not tf.float32:
+                return face
+            enum = choice.low.as_datatype_enum
+            result = original(context, "Cast", None, face, "DstT", enum, "Truncate", False, *mark)
+            if choice.kind and not _follows_others():
+                faces.note(result, face, choice.kind)
+            return result
+
+        return _rounded(known, results, rounded)
+
+    return execute
+
+
+def _the_slower_way(op: str, inputs: Sequence[Any], pairs: Sequence[Any]) -> Any:
+    """Runs an operation whose arguments TensorFlow does not take in the quick way."""
+    with reach.decided():
+        return faces.run(op, inputs, pairs)
+
+
+def _is_plain_product(known: Operation, args: Sequence[Any]) -> bool:
+    """Whether a product has tensors of one dtype to multiply, which it takes."""
+    if _thread.is_exact or known.has_list or known.name in sums.KERNELS:
+        return False
+    values = [args[i] for i in known.positions]
+    if not all(isinstance(each, tf.Tensor) for each in values):
+        return False
+    dtype = values[0].dtype
+    return dtype not in known.slow_in and all(each.dtype is dtype for each in values)
+
+
+def _is_plain(known: Operation, args: Sequence[Any]) -> bool:
+    """Whether an operation takes just tensors without a face, and common numbers."""
+    if (
+        type(args[known.positions[0]]) in _NUMBERS
+        or known.has_list
+        or known.name in _ARITHMETIC
+        or _thread.is_exact
+    ):
+        return False
+    for i in known.positions:
+        value = args[i]
+        if isinstance(value, tf.Tensor):
+            dtype = value.dtype
+            if dtype is tf.float32:
+                if len(known.positions) > 1:
+                    return False
+            elif is_low(dtype) and (NOTE in value.__dict__ or dtype in known.refuses):
+                return False
+        elif type(value) not in _NUMBERS or not faces.is_held(value, tf.float16):
+            return False
+    return True
+
+
+def _rounded(known: Operation, results: Any, rounded: Callable[[Any], Any]) -> Any:
+    """Rounds those of an operation's results that have its dtype."""
+    if known.is_one:
+        return rounded(results) if known.outputs else results
+    parts = [
+        rounded(each) if known.outputs is None or i in known.outputs else each
+        for i, each in enumerate(results)
+    ]
+    is_tuple = isinstance(results, tuple) and hasattr(results, "_fields")
+    return type(results)(*parts) if is_tuple else parts
+
+
+def _choice_of(
+    known: Operation, given: list[Any], pairs: Sequence[Any], low: tf.DType
+) -> _Choice | None:
+    """Returns what an operation is to do; None leaves it in 16 bits."""
+    if known.may_be_wrong:
+        attributes = faces.attributes(known.name, len(known.inputs), pairs)
+        if known.name in sums.KERNELS and sums.is_wrong_for(known.name, low, given, attributes):
+            return _Choice(low, EXACT)
+        arguments = {**dict(zip(known.inputs, given)), **attributes}
+        can_be_slow = known.name in slow.OPS and low not in known.refuses
+        is_slow = can_be_slow and slow.is_slow_here(known.name, low, arguments)
+    else:
+        is_slow = False
+    if _follows_others():
+        return _Choice(low, 0) if is_slow else None
+    choice = _choose(known, _flat([given[i] for i in known.positions]))
+    return _Choice(low, 0) if choice is None and is_slow else choice
+
+
+def _cast_in_eager(
+    original: Callable[..., Any], context: Any, name: Any, args: Any, mark: Any
+) -> Any:
+    value, wanted = args[0], tf.as_dtype(args[2])
+    if not isinstance(value, tf.Tensor):
+        return original(context, "Cast", name, *args, *mark)
+    if is_low(value.dtype):
+        face = None if wanted is value.dtype else faces.float32_of(value)
+        if face is None:
+            return original(context, "Cast", name, *args, *mark)
+        if wanted is tf.float32:
+            return faces.of_its_own(face)
+        result = original(context, "Cast", name, face, *args[1:], *mark)
+        if is_low(wanted):
+            faces.note(result, face, faces.kind_of(value))
+        return result
+    if not is_low(wanted):
+        return original(context, "Cast", name, *args, *mark)
+    is_weight = _is_weight_in_eager(value)
+    own = value if is_weight or value.dtype is not tf.float32 else faces.of_its_own(value)
+    result = original(context, "Cast", name, own, *args[1:], *mark)
+    faces.note_cast(own, result, is_weight)
+    return result
+
+
+def _is_weight_in_eager(value: Any) -> bool:
+    face = faces.of(value)
+    return face is not None and face.kind == WEIGHT
+
+
+def _drawn_in_eager(
+    original: Callable[..., Any], context: Any, known: Operation, name: Any, args: Any, mark: Any
+) -> Any:
+    place = args.index(known.attribute, len(known.inputs)) + 1
+    wanted = tf.as_dtype(args[place])
+    if not is_low(wanted):
+        return original(context, known.name, name, *args, *mark)
+    wide = [*args[:place], _FLOAT32, *args[place + 1 :]]
+    face = original(context, known.name, name, *wide, *mark)
+    enum = wanted.as_datatype_enum
+    result = original(context, "Cast", None, face, "DstT", enum, "Truncate", False, *mark)
+    faces.note(result, face, EXACT if op_table.DRAWS[known.name] else CAST)
+    return result
+
+
+# In graphs.
+
+
+def make_in_graph(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that makes an operation in a graph.
+
+    Args:
+        original: takes the operation, a name, inputs and attributes; returns four things, of which
+            the last is the list of results. TensorFlow's own.
+    """
+
+    def apply(op_type_name: str, name: str | None = None, **keywords: Any) -> Any:
+        thread = _thread
+        if thread.is_decided:
+            return original(op_type_name, name, **keywords)
+        known = _operations[op_type_name]
+        if known is None or known.kind == "read":
+            return original(op_type_name, name, **keywords)
+        if not known.may_be_wrong and _follows_others():
+            return original(op_type_name, name, **keywords)
+        if known.kind == "cast":
+            return _cast_in_graph(original, name, keywords)
+        if known.kind == "draw":
+            return _drawn_in_graph(original, known, name, keywords)
+        low = _low_dtype_of([keywords[known.inputs[i]] for i in known.positions])
+        if low is None:
+            return original(op_type_name, name, **keywords)
+        given = [keywords.pop(each) for each in known.inputs]
+        for i in known.positions:
+            given[i] = _as_tensor(given[i], low, i == known.positions[0])
+        pairs = [each for pair in keywords.items() for each in pair]
+        choice = _choice_of(known, given, pairs, low)
+        if choice is None:
+            parts = original(op_type_name, name, **dict(zip(known.inputs, given)), **keywords)
+            if op_type_name in _LAZY and not _follows_others():
+                _note_lazily(known, given, pairs, parts[3])
+            return parts
+        is_exact_product = known.kind == "product" and choice.kind == LAST
+        widen = faces.factor if is_exact_product else _WIDEN[choice.kind]
+        for i in known.positions:
+            given[i] = widen(given[i])
+        if known.attribute in keywords:
+            keywords[known.attribute] = tf.float32
+        structure, is_stateful, op, outputs = _decided(
+            original, op_type_name, name, {**dict(zip(known.inputs, given)), **keywords}
+        )
+        if choice.low is not None:
+            if is_exact_product:
+                low_precision_gradients.set_in_graph(op, choice.low)
+            rounded = functools.partial(_rounded_in_graph, original, choice)
+            outputs = [
+                rounded(each) if known.outputs is None or i in known.outputs else each
+                for i, each in enumerate(outputs)
+            ]
+        return structure, is_stateful, op, outputs
+
+    return apply
+
+
+def _decided(original: Callable[..., Any], op: str, name: str | None, keywords: Any) -> Any:
+    """Makes an operation whose dtype keras_mp has decided."""
+    with reach.decided():
+        return original(op, name, **keywords)
+
+
+def _rounded_in_graph(original: Callable[..., Any], choice: _Choice, face: Any) -> Any:
+    if face.dtype != tf.float32:
+        return face
+    with gradients.stop_recording():  # Tapes hear of it in `on_tape`.
+        keywords = {"x": face, "DstT": choice.low, "Truncate": False}
+        result = _decided(original, "Cast", None, keywords)[3][0]
+    if choice.kind and not _follows_others():
+        faces.note(result, face, choice.kind)
+    return result
+
+
+def _is_weight_in_graph(value: Any) -> bool:
+    if not tf.is_symbolic_tensor(value):
+        return _is_weight_in_eager(value)
+    op = value.op
+    while op.type == "Identity":
+        op = op.inputs[0].op
+    return op.type in op_table.READS
+
+
+def _cast_in_graph(original: Callable[..., Any], name: Any, keywords: dict[str, Any]) -> Any:
+    value, wanted = keywords["x"], tf.as_dtype(keywords["DstT"])
+    if not isinstance(value, tf.Tensor):
+        return original("Cast", name, **keywords)
+    if is_low(value.dtype):
+        face = None if wanted is value.dtype else faces.float32_of(value)
+        if face is None:
+            return original("Cast", name, **keywords)
+        parts = original("Cast", name, **{**keywords, "x": face})
+        if is_low(wanted):
+            faces.note(parts[3][0], face, faces.kind_of(value))
+        return parts
+    if not is_low(wanted):
+        return original("Cast", name, **keywords)
+    is_weight = _is_weight_in_graph(value)
+    if not is_weight and value.dtype is tf.float32 and not _is_constant(value):
+        keywords["x"] = faces.of_its_own(value)
+    parts = original("Cast", name, **keywords)
+    faces.note_cast(keywords["x"], parts[3][0], is_weight)
+    return parts
+
+
+def _is_constant(value: Any) -> bool:
+    return not tf.is_symbolic_tensor(value) or value.op.type == "Const"
+
+
+def _drawn_in_graph(
+    original: Callable[..., Any], known: Operation, name: Any, keywords: dict[str, Any]
+) -> Any:
+    wanted = tf.as_dtype(keywords[known.attribute])
+    if not is_low(wanted):
+        return original(known.name, name, **keywords)
+    keywords[known.attribute] = tf.float32
+    structure, is_stateful, op, outputs = _decided(original, known.name, name, keywords)
+    choice = _Choice(wanted, EXACT if op_table.DRAWS[known.name] else CAST)
+    outputs = [_rounded_in_graph(original, choice, each) for each in outputs]
+    return structure, is_stateful, op, outputs
+
+
+def on_tape(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns the function that tells tapes of an operation in a graph, and marks it.
+
+    An operation that was computed in float32 is followed by the casts of its results.
+
+    Args:
+        original: takes the operation, its inputs, attributes and results; TensorFlow's own.
+    """
+
+    def record(op: str, inputs: Any, attributes: Any, results: Sequence[Any]) -> None:
+        mark = MARKS[_thread.dtype is tf.bfloat16]
+        wide = [_face_before(op, each) for each in results]
+        computed = [result if face is None else face for face, result in zip(wide, results)]
+        gradient = low_precision_gradients.name_of_gradient(op, computed)
+        original(gradient, inputs, (*(attributes or ()), *mark), computed)
+        for face, result in zip(wide, results):
+            if face is not None:
+                enum = result.dtype.as_datatype_enum
+                cast = ("SrcT", _FLOAT32, "DstT", enum, "Truncate", False)
+                original("Cast", [face], (*cast, *mark), [result])
+
+    return record
+
+
+def _face_before(op: str, result: Any) -> Any:
+    """Returns the float32 result of an operation that the door has rounded, or None."""
+    if not isinstance(result, tf.Tensor) or not tf.is_symbolic_tensor(result):
+        return None
+    is_rounded = result.op.type == "Cast" != op and is_low(result.dtype)
+    return result.op.inputs[0] if is_rounded else None
+
+
+def watch(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns the method by which a tape watches tensors, which then have no face.
+
+    Args:
+        original: `tf.GradientTape.watch`.
+    """
+
+    @functools.wraps(original)
+    def call(self: Any, tensor: Any) -> None:
+        for each in tf.nest.flatten(tensor, expand_composites=True):
+            faces.drop(each)
+        return original(self, tensor)
+
+    return call
