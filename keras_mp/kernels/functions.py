@@ -19,8 +19,8 @@ from keras_mp.hooks import Everywhere, Replacement, faces, reach
 from keras_mp.hooks.faces import EXACT
 from keras_mp.support.dtypes import is_low
 
-# They refuse 16 bits.
-_REFUSING = ("complex", "signal.rfft", "signal.rfft2d", "signal.rfft3d")
+# They refuse 16 bits, `range` on TensorFlow 2.16.
+_REFUSING = ("complex", "range", "signal.rfft", "signal.rfft2d", "signal.rfft3d")
 # They multiply matrices, or images by a few numbers.
 _MULTIPLYING = (
     *("linalg.expm", "linalg.lstsq", "image.ssim", "image.ssim_multiscale"),
