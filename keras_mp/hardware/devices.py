@@ -47,12 +47,6 @@ def has_tpu() -> bool:
     return bool(tf.config.get_visible_devices("TPU"))
 
 
-def are_in_tables() -> bool:
-    """Whether all devices here that compute are known ones, and no CPU."""
-    found = gpus()
-    return has_tpu() or (bool(found) and all(gpu.capability is not None for gpu in found))
-
-
 def cpu_has(dtype: str) -> bool:
     """Whether the CPU has native instructions for a dtype, so that it could be fast.
 

@@ -170,6 +170,11 @@ def note(result: Any, tensor: Any, kind: int) -> None:
     result._keras_mp_face = Face(tensor, kind)
 
 
+def is_low_tensor(value: Any) -> bool:
+    """Whether a value is a 16-bit tensor, which may have a face."""
+    return isinstance(value, tf.Tensor) and is_low(value.dtype)
+
+
 def kind_of(value: Any) -> int:
     """Returns the kind of a tensor's face, or 0 without one."""
     face = of(value)
@@ -207,7 +212,7 @@ def lazily(op: str, args: Sequence[Any], pairs: Sequence[Any], results: Any, kin
         return
     is_list = isinstance(results, list | tuple)
     for i, result in enumerate(results if is_list else (results,)):
-        if isinstance(result, tf.Tensor) and is_low(result.dtype):
+        if is_low_tensor(result):
             face = Lazy(op, args, pairs, i if is_list else None)
             face.depth = depth
             note(result, face, kind)
@@ -233,15 +238,7 @@ def widened(value: Any) -> Any:
     Args:
         value: tensor, or a list of them. Anything else is returned as it is.
     """
-    if isinstance(value, list | tuple):
-        return [widened(each) for each in value]
-    if not isinstance(value, tf.Tensor) or not is_low(value.dtype):
-        return value
-    face = float32_of(value)
-    if face is not None:
-        return face
-    with reach.decided():
-        return tf.cast(value, tf.float32)
+    return _in_float32(value, float32_of)
 
 
 def factor(value: Any) -> Any:
@@ -250,13 +247,25 @@ def factor(value: Any) -> Any:
     Args:
         value: tensor, or a list of them. Anything else is returned as it is.
     """
+    return _in_float32(
+        value, lambda each: float32_of(each) if kind_of(each) in (WEIGHT, LAST) else None
+    )
+
+
+def cast(value: Any) -> Any:
+    """Returns a 16-bit tensor, or a list of them, in float32, as it was rounded."""
+    return _in_float32(value, lambda _: None)
+
+
+def _in_float32(value: Any, face_of: Callable[[Any], tf.Tensor | None]) -> Any:
+    """Returns a face of each 16-bit tensor, or a cast where there is none."""
     if isinstance(value, list | tuple):
-        return [factor(each) for each in value]
-    if not isinstance(value, tf.Tensor) or not is_low(value.dtype):
+        return [_in_float32(each, face_of) for each in value]
+    if not is_low_tensor(value):
         return value
-    face = of(value)
-    if face is not None and face.kind in (WEIGHT, LAST):
-        return widened(value)
+    face = face_of(value)
+    if face is not None:
+        return face
     with reach.decided():
         return tf.cast(value, tf.float32)
 

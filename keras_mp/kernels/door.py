@@ -225,18 +225,8 @@ class _Choice:
         self.kind = kind
 
 
-def _cast(value: Any) -> Any:
-    """Returns a 16-bit tensor, or a list of them, in float32, as it was rounded."""
-    if isinstance(value, list | tuple):
-        return [_cast(each) for each in value]
-    if not isinstance(value, tf.Tensor) or not is_low(value.dtype):
-        return value
-    with reach.decided():
-        return tf.cast(value, tf.float32)
-
-
 # By the kind of a `_Choice`: the function that makes float32 of an input.
-_WIDEN = {kind: faces.widened if kind else _cast for kind in (0, WEIGHT, EXACT, LAST)}
+_WIDEN = {kind: faces.widened if kind else faces.cast for kind in (0, WEIGHT, EXACT, LAST)}
 
 
 def _choose(known: Operation, values: Sequence[Any]) -> _Choice | None:
@@ -298,10 +288,9 @@ def _note_lazily(known: Operation, args: Sequence[Any], pairs: Sequence[Any], re
         if not any(notes):
             return
         kind = min(MADE if each is None else each.kind for each in notes)
-    if not known.is_one or not isinstance(results, list):
-        faces.lazily(known.name, args, pairs, results, kind)
-    else:
-        faces.lazily(known.name, args, pairs, results[0], kind)
+    if known.is_one and isinstance(results, list):
+        results = results[0]
+    faces.lazily(known.name, args, pairs, results, kind)
 
 
 _ARITHMETIC = op_table.ops("additions", "multiplications", "signs", "softmax", "sigmoids") - {
@@ -387,11 +376,7 @@ def run_in_eager(original: Callable[..., Any]) -> Callable[..., Any]:
                 return [rounded(each) for each in face]
             if face.dtype is not tf.float32:
                 return face
-            enum = choice.low.as_datatype_enum
-            result = original(context, "Cast", None, face, "DstT", enum, "Truncate", False, *mark)
-            if choice.kind and not _follows_others():
-                faces.note(result, face, choice.kind)
-            return result
+            return _rounded_in_eager(original, context, choice, face, mark)
 
         return _rounded(known, results, rounded)
 
@@ -487,16 +472,11 @@ def _cast_in_eager(
         return result
     if not is_low(wanted):
         return original(context, "Cast", name, *args, *mark)
-    is_weight = _is_weight_in_eager(value)
+    is_weight = faces.kind_of(value) == WEIGHT
     own = value if is_weight or value.dtype is not tf.float32 else faces.of_its_own(value)
     result = original(context, "Cast", name, own, *args[1:], *mark)
     faces.note_cast(own, result, is_weight)
     return result
-
-
-def _is_weight_in_eager(value: Any) -> bool:
-    face = faces.of(value)
-    return face is not None and face.kind == WEIGHT
 
 
 def _drawn_in_eager(
@@ -508,9 +488,17 @@ def _drawn_in_eager(
         return original(context, known.name, name, *args, *mark)
     wide = [*args[:place], _FLOAT32, *args[place + 1 :]]
     face = original(context, known.name, name, *wide, *mark)
-    enum = wanted.as_datatype_enum
+    choice = _Choice(wanted, EXACT if op_table.DRAWS[known.name] else CAST)
+    return _rounded_in_eager(original, context, choice, face, mark)
+
+
+def _rounded_in_eager(
+    original: Callable[..., Any], context: Any, choice: _Choice, face: Any, mark: Any
+) -> Any:
+    enum = choice.low.as_datatype_enum
     result = original(context, "Cast", None, face, "DstT", enum, "Truncate", False, *mark)
-    faces.note(result, face, EXACT if op_table.DRAWS[known.name] else CAST)
+    if choice.kind and not _follows_others():
+        faces.note(result, face, choice.kind)
     return result
 
 
@@ -592,7 +580,7 @@ def _rounded_in_graph(original: Callable[..., Any], choice: _Choice, face: Any) 
 
 def _is_weight_in_graph(value: Any) -> bool:
     if not tf.is_symbolic_tensor(value):
-        return _is_weight_in_eager(value)
+        return faces.kind_of(value) == WEIGHT
     op = value.op
     while op.type == "Identity":
         op = op.inputs[0].op

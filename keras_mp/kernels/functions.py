@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from keras_mp.hooks import Everywhere, Replacement, faces, reach
 from keras_mp.hooks.faces import EXACT
-from keras_mp.support.dtypes import is_low
 
 # They refuse 16 bits, `range` on TensorFlow 2.16.
 _REFUSING = ("complex", "range", "signal.rfft", "signal.rfft2d", "signal.rfft3d")
@@ -62,7 +61,7 @@ def in_float32(original: Callable[..., Any], rounds: bool = True) -> Callable[..
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves = tf.nest.flatten((args, kwargs))
-        low = next((each.dtype for each in leaves if _is_low(each)), None)
+        low = next((each.dtype for each in leaves if faces.is_low_tensor(each)), None)
         with reach.without_region():
             if low is None:
                 return original(*args, **kwargs)
@@ -74,7 +73,3 @@ def in_float32(original: Callable[..., Any], rounds: bool = True) -> Callable[..
         return tf.nest.map_structure(lambda each: faces.rounded(each, low, EXACT), result)
 
     return call
-
-
-def _is_low(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and is_low(value.dtype)

@@ -133,12 +133,15 @@ class Table:
             args: its inputs.
             kwargs: its attributes.
         """
-        kernel = self.kernels[op]
-        if not self.enabled or op in self._only_ops:
-            return False
-        device = device_type()
+        is_asked = self.enabled and op not in self._only_ops
+        return is_asked and self._is_wrong_here(op, dtype, args, kwargs)
+
+    def _is_wrong_here(
+        self, op: str, dtype: tf.DType, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        kernel, device = self.kernels[op], device_type()
         is_wrong = self._is_wrong(op, dtype, kernel.case(*args, **kwargs), device)
-        return is_wrong or _is_long(kernel, dtype, device, tuple(args), dict(kwargs))
+        return is_wrong or _is_long(kernel, dtype, device, args, kwargs)
 
     def _is_wrong(self, op: str, dtype: tf.DType, case: Any, device: str) -> bool:
         if case is False:
@@ -156,9 +159,7 @@ class Table:
                 dtype = region.dtype
             if dtype is None or not self.enabled or reach.thread.is_exact:
                 return original(*args, **kwargs)
-            device = device_type()
-            is_wrong = self._is_wrong(op, dtype, kernel.case(*args, **kwargs), device)
-            if is_wrong or _is_long(kernel, dtype, device, args, kwargs):
+            if self._is_wrong_here(op, dtype, args, kwargs):
                 with reach.decided():
                     return correct(original, *args, **kwargs)
             return original(*args, **kwargs)
@@ -167,7 +168,7 @@ class Table:
 
 
 def _is_long(
-    kernel: Kernel, dtype: tf.DType, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    kernel: Kernel, dtype: tf.DType, device: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
     """Whether a sum on a GPU may have more terms than float16 counts.
 

@@ -10,12 +10,9 @@ All this is only for code in the reach of keras_mp (`hooks/reach.py`), and only 
 refuses: any other program runs as if this module did not exist. A function that is refused has made
 nothing, so it is called again, with float32 in the place of 16 bits. In graphs, that is the
 function that makes an operation. Elsewhere it is the public function that was called: TensorFlow
-then asks its dispatchers for other types of arguments, one of which is ours. In eager, where dtypes
-are mixed or a kernel is missing, generated code falls back to a slower way, in which the inputs of
-an operation get a common dtype. Branches and loops are made again with float32 in the place of 16
-bits. What is written into a `tf.TensorArray` gets the dtype of the array, and what is assigned to a
-float32 variable is cast. A float32 value is rounded to a 16-bit variable only if keras_mp has put
-it in 16 bits.
+then asks its dispatchers for other types of arguments, one of which is ours. Branches and loops are
+made again with float32 in the place of 16 bits. What is written into a `tf.TensorArray` gets the
+dtype of the array, and what is assigned to a float32 variable is cast.
 
 This module needs TensorFlow only.
 """
@@ -29,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import hooks, variables
-from keras_mp.hooks import Everywhere, Method, Replacement, When, faces, reach
+from keras_mp.hooks import Everywhere, Method, Replacement, faces, reach
 from keras_mp.hooks.once import once
 from keras_mp.op_autocast import signatures
 from keras_mp.support import features
@@ -39,12 +36,6 @@ from keras_mp.support.dtypes import LOW_PRECISION, is_low, parse
 from keras_mp.tensorflow_api import operations
 from keras_mp.tensorflow_api.features import MIXTURES
 
-_MIXED = "was expected to be a"
-# The generated code of SelectV2 cannot go on: it has an argument `e`, and calls the error so, too.
-_TAKES_E = "cannot compute SelectV2"
-_NO_KERNEL = ("Could not find device for node", "is not in the list of allowed values")
-# XLA cannot compile them in float16.
-_WRONG_IN_XLA = {"LRN"}
 # The errors that functions raise if dtypes do not fit.
 _ERRORS = (
     AttributeError,
@@ -53,9 +44,6 @@ _ERRORS = (
     tf.errors.InvalidArgumentError,
     tf.errors.NotFoundError,
 )
-
-# The largest number of values in a constant that a graph captures; they are looked at once.
-_LARGEST_CONSTANT = 2**20
 # The methods of `tf.TensorArray` that take tensors of its dtype.
 _WRITING = ("write", "unstack", "scatter", "split")
 _ASSIGNING = {"assign", "assign_add", "assign_sub"}
@@ -66,11 +54,9 @@ class _Thread(threading.local):
 
     Attributes:
         is_retrying: whether a function is called again.
-        rounds: whether float32 values are rounded that are assigned to variables in 16 bits.
     """
 
     is_retrying = False
-    rounds = False
 
 
 _thread = _Thread()
@@ -79,11 +65,6 @@ _thread = _Thread()
 def refused() -> contextlib.AbstractContextManager[None]:
     """Returns a context manager in which mixtures are errors, as without keras_mp."""
     return replaced(reach.thread, "is_strict", True)
-
-
-def rounding_assignments() -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager in which float32 is rounded to 16-bit variables."""
-    return replaced(_thread, "rounds", True)
 
 
 @once
@@ -110,8 +91,7 @@ def _replacements() -> Iterator[Replacement]:
     # The classes of variables, below one of them that is public.
     for cls in tf.experimental.dtensor.DVariable.__mro__:
         for name in vars(cls).keys() & _ASSIGNING if cls is not tf.Variable else ():
-            # Weights that keras_mp keeps in 16 bits are assigned to by optimizers, too.
-            yield Replacement(Method(cls, name), _in_the_dtype_of_the_variable, When.ALWAYS)
+            yield Replacement(Method(cls, name), _in_the_dtype_of_the_variable)
     yield Replacement(Everywhere(tf.compat.v1.cond), _with_faces_of_branches)
     branching: list[Any] = [tf.switch_case, tf.compat.v1.while_loop]
     for original in branching:
@@ -150,10 +130,6 @@ def _of_ragged(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(a, b, *args, **kwargs)
 
     return multiply
-
-
-class _Refused(tf.errors.InvalidArgumentError, TypeError):
-    """A refusal in eager as in a graph, for which TensorFlow asks its dispatchers."""
 
 
 def _dispatcher_class() -> type:
@@ -196,13 +172,9 @@ def _in_the_dtype_of_the_variable(original: Callable[..., Any]) -> Callable[...,
     """Returns a method of variables that assigns."""
 
     def assign(variable: tf.Variable, value: Any, *args: Any, **kwargs: Any) -> Any:
-        is_mixed = _is_mixed([_dtype_of(value), variable.dtype])
-        if is_mixed and (
-            _thread.rounds or (variable.dtype == tf.float32 and _is_active_in_reach())
-        ):
-            value = (
-                _widened(value) if variable.dtype == tf.float32 else tf.cast(value, variable.dtype)
-            )
+        is_float32 = variable.dtype == tf.float32
+        if is_float32 and is_low(_dtype_of(value)) and _is_active():
+            value = _widened(value)
         return original(variable, value, *args, **kwargs)
 
     return assign
@@ -247,10 +219,7 @@ def _with_faces_of_branches(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _kind_of(value: Any) -> int | None:
     """Returns the kind of a 16-bit tensor's face, 0 without one; else None."""
-    if not isinstance(value, tf.Tensor) or not is_low(value.dtype):
-        return None
-    face = faces.of(value)
-    return 0 if face is None else face.kind
+    return faces.kind_of(value) if faces.is_low_tensor(value) else None
 
 
 def _made_again(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -310,11 +279,6 @@ def _is_active_in_reach() -> bool:
 
 def _is_mixed(dtypes: Sequence[tf.DType | None]) -> bool:
     return any(map(is_low, dtypes)) and tf.float32 in dtypes
-
-
-def _are_among(allowed: Sequence[tf.DType], dtypes: Sequence[tf.DType | None]) -> bool:
-    """Whether all dtypes are allowed; they are unique, and comparing takes long."""
-    return all(any(each is one for one in allowed) for each in dtypes)
 
 
 def _dtype_of(value: Any) -> tf.DType | None:
