@@ -80,7 +80,7 @@ setuptools.setup(
         "bench": [*_PARITY, *_LEGACY, "torch"],
         # Hugging Face's models for TensorFlow, which are made with tf_keras, end with version 4.
         # Those libraries that cannot be resolved with TensorFlow's version are named in
-        # benchmarks/third_party_programs.py.
+        # benchmarks/acceptance/third_party_programs.py.
         "third-party": [
             *_LEGACY,
             "bayesflow",

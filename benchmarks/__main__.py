@@ -9,51 +9,34 @@ import pathlib
 import sys
 
 from benchmarks import (
-    autocast,
     common,
-    defects,
-    faults,
     first,
-    fit,
     gpu_compiled,
-    gpu_kernels,
     gpu_targets,
-    layers,
-    losses,
-    lstm,
     memory,
     numerics,
     overhead,
-    parity,
     soak,
     step,
     sums,
-    third_party,
-    third_party_numerics,
     tracing,
 )
+from benchmarks.acceptance import defects, faults, parity, third_party
 
 BENCHMARKS = {
-    "autocast": autocast.run,
     "overhead": overhead.run,
-    "fit": fit.run,
+    "step": step.run,
     "memory": memory.run,
-    "losses": losses.run,
-    "lstm": lstm.run,
     "tracing": tracing.run,
     "first": first.run,
-    "step": step.run,
     "sums": sums.run,
-    "layers": layers.run,
-    "gpu_kernels": gpu_kernels.run,
     "gpu_compiled": gpu_compiled.run,
     "numerics": numerics.run,
+    "soak": soak.run,
     "defects": defects.run,
     "faults": faults.run,
-    "soak": soak.run,
     "parity": parity.run,
     "third_party": third_party.run,
-    "third_party_numerics": third_party_numerics.run,
 }
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import tensorflow as tf
 
 import keras_mp
-from benchmarks import common, gpu_steps, step_models
+from benchmarks import common, models, small_steps
 from keras_mp.kernels import convolutions, replaced, sums
 from keras_mp.support import attributes
 
-# Steps of `gpu_steps`, compiled as a whole.
+# Steps of `small_steps`, compiled as a whole.
 KINDS = (
     *("float32, no wrapper", "Keras's LossScaleOptimizer", "LossScaleOptimizer, dynamic"),
     *("LossScaleOptimizer, fixed", "GradScaler"),
@@ -32,8 +32,8 @@ KINDS = (
 )
 # XLA has no kernel for cuDNN's recurrent layers, so there is no LSTM.
 MODELS = {
-    **{name: (name, each) for name, each in step_models.SIZES["full"].items() if name != "LSTM"},
-    "GPT of 12 blocks": ("language model", step_models.Sizes(12, 768, 16, 512, 32000)),
+    **{name: (name, each) for name, each in models.SIZES["full"].items() if name != "LSTM"},
+    "GPT of 12 blocks": ("language model", models.Sizes(12, 768, 16, 512, 32000)),
 }
 VARIANTS = {
     "float32": ("float32", False),
@@ -94,7 +94,7 @@ def model_step(name: str, variant: str) -> tuple[Callable[..., Any], Any, Any]:
         keras_mp.set_global_policy(policy)
     try:
         # Keras's guide asks for a head in float32; keras_mp gives float32 outputs by itself.
-        model, x, y = step_models.make(*MODELS[name], None if is_ours else "float32")
+        model, x, y = models.make(*MODELS[name], None if is_ours else "float32")
     finally:
         keras_mp.set_global_policy(None)
         own.set_global_policy("float32")
@@ -123,7 +123,7 @@ def step_of(name: str) -> bytes:
         name: str. One of `names`.
     """
     if name in KINDS:
-        return hlo(gpu_steps.STEPS[name].make().python_function, tf.zeros(gpu_steps.X.shape))
+        return hlo(small_steps.STEPS[name].make().python_function, tf.zeros(small_steps.X.shape))
     model = next(each for each in MODELS if name.startswith(f"{each}{SEPARATOR}"))
     return hlo(*model_step(model, name.removeprefix(f"{model}{SEPARATOR}")))
 

@@ -21,7 +21,7 @@ def measure(name: str) -> dict[str, list[float]]:
     from keras_mp.numerics.counting import ExponentHistograms
 
     keras_mp.set_global_policy("mixed_bfloat16")
-    model, inputs, labels = models.make(name)
+    model, inputs, labels = models.make(name, models.SIZES["full"][name])
     model.compile("adam", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 
     def make_step(every):
@@ -61,7 +61,7 @@ def run() -> dict:
     """Measures both Kerases, and prints a table."""
     results, rows = {}, []
     for keras in common.KERASES:
-        for name in models.MODELS:
+        for name in models.SIZES["full"]:
             seconds = common.in_own_process("benchmarks.numerics", name, keras=keras)
             results.setdefault(keras, {})[name] = seconds
             rows.append(

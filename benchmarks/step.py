@@ -1,4 +1,4 @@
-"""A step of training: float32, Keras's own policy, ours, a region of `autocast`, and PyTorch.
+"""A step of training: float32, Keras's own policies, ours, `autocast`, the rewrite, and PyTorch.
 
 All of them take turns in one process. Where the time of TensorFlow's goes is added up by class of
 operation, from its profiler.
@@ -11,30 +11,43 @@ import os
 import statistics
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks import common, step_models
+from benchmarks import common, models
 
 REPEATS, PROFILED = 7, 3
-POLICY, KERAS = "mixed_bfloat16", "Keras's own"
+REWRITE = "auto_mixed_precision_onednn_bfloat16"
 VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {},
-    KERAS: {"keras": POLICY},
-    "ours": {"policy": POLICY},
+    "Keras's bfloat16": {"keras": "mixed_bfloat16"},
+    "bfloat16": {"policy": "mixed_bfloat16"},
+    "Keras's float16": {"keras": "mixed_float16"},
+    "float16": {"policy": "mixed_float16"},
     "autocast": {"autocast": True},
+    "graph rewrite": {"rewrite": True},
 }
 TORCH = {"torch float32": False, "torch autocast": True}
 
 
 def make_step(
     name: str,
-    sizes: step_models.Sizes,
+    sizes: models.Sizes,
     keras: str = "float32",
     policy: str | None = None,
     autocast: bool = False,
+    rewrite: bool = False,
 ) -> Callable[[], Any]:
-    """A function that makes one step of training with Adam."""
+    """A function that makes one step of training with Adam.
+
+    Args:
+        name: a model of `models`.
+        sizes: its sizes.
+        keras: the policy of Keras's own.
+        policy: one of keras_mp's in its place.
+        autocast: whether the forward pass is in a region of bfloat16.
+        rewrite: whether grappler rewrites the graph to bfloat16.
+    """
     import tensorflow as tf
 
     import keras_mp
@@ -46,10 +59,12 @@ def make_step(
         keras_mp.set_global_policy(policy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
-        model, x, y = step_models.make(name, sizes)
+        model, x, y = models.make(name, sizes)
     keras_mp.set_global_policy(None)
     own.set_global_policy("float32")
-    optimizer = tf.keras.optimizers.Adam(1e-4)
+    optimizer: Any = tf.keras.optimizers.Adam(1e-4)
+    if "mixed_float16" in (keras, policy):
+        optimizer = common.WRAPPERS["keras_mp" if policy else "Keras"](optimizer)
     losses = keras_mp.losses if policy else tf.keras.losses
     loss = losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer.build(model.trainable_variables)
@@ -59,27 +74,43 @@ def make_step(
         region = keras_mp.autocast("bfloat16") if autocast else contextlib.nullcontext()
         with region, tf.GradientTape() as tape:
             value = loss(y, model(x, training=True))
-        gradients = tape.gradient(value, model.trainable_variables)
+            scaled, unscale = common.scaled(optimizer, value)
+        gradients = unscale(tape.gradient(scaled, model.trainable_variables))
         with tf.name_scope(UPDATE):
             optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return value
 
-    return lambda: step(x, y).numpy()
+    def run() -> Any:
+        with rewriting(rewrite):
+            return step(x, y).numpy()
+
+    return run
+
+
+@contextlib.contextmanager
+def rewriting(is_on: bool) -> Iterator[None]:
+    """A context manager in which grappler rewrites graphs to bfloat16, or does not."""
+    import tensorflow as tf
+
+    # The option is part of how a function is called: it holds where it was set.
+    tf.config.optimizer.set_experimental_options({REWRITE: is_on})
+    yield
+    tf.config.optimizer.set_experimental_options({REWRITE: False})
 
 
 def measure(name: str, size: str) -> dict[str, Any]:
     """Seconds a step of each variant, and where those of TensorFlow's go."""
     from keras_mp.numerics.profile import profiled
 
-    sizes = step_models.SIZES[size][name]
+    sizes = models.SIZES[size][name]
     steps = {variant: make_step(name, sizes, **how) for variant, how in VARIANTS.items()}
     if importlib.util.find_spec("torch"):
         # Its threads would wait in a loop, on cores that TensorFlow needs.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        from benchmarks import step_torch
+        from benchmarks import torch_models
 
         for variant, autocast in TORCH.items():
-            steps[variant] = step_torch.make_step(name, sizes, autocast)
+            steps[variant] = torch_models.make_step(name, sizes, autocast)
     seconds = common.interleaved(steps, REPEATS)
     classes = {}
     for variant in VARIANTS:
@@ -91,38 +122,63 @@ def measure(name: str, size: str) -> dict[str, Any]:
 
 
 def run(small: bool = False) -> dict:
-    """Measures each model on both Kerases, and prints two tables."""
+    """Measures each model on both Kerases, and prints tables."""
     size = "small" if small else "full"
     results = {
         keras: {
             name: common.in_own_process("benchmarks.step", name, size, keras=keras)
-            for name in step_models.SIZES[size]
+            for name in models.SIZES[size]
         }
         for keras in common.KERASES
     }
-    rows, parts, order = [], [], []
-    for keras, models in results.items():
-        for name, found in models.items():
-            seconds = {v: statistics.median(each) * 1e3 for v, each in found["seconds"].items()}
-            columns = [f"{seconds[v]:,.0f}" if v in seconds else "" for v in (*VARIANTS, *TORCH)]
-            ours = seconds["ours"]
-            against = ours / seconds["torch autocast"] if "torch autocast" in seconds else None
-            ratios = [f"{ours / seconds[KERAS]:.2f}"]
-            ratios.append("" if against is None else f"{against:.2f}")
-            rows.append([keras, name, *columns, *ratios])
-            for variant, classes in found["classes"].items():
-                order = list(classes)
-                milliseconds = [f"{classes[each] * 1e3:,.0f}" for each in order]
-                parts.append([keras, name, variant, *milliseconds])
+    found = [
+        (keras, name, of_model["seconds"], of_model["classes"])
+        for keras, of_keras in results.items()
+        for name, of_model in of_keras.items()
+    ]
+    columns = (*VARIANTS, *TORCH)
     common.print_table(
-        f"Milliseconds a step ({size} sizes); ours against Keras's own, and against PyTorch",
-        ["", "", *VARIANTS, *TORCH, "ours / Keras's own", "ours / torch"],
-        rows,
+        f"Milliseconds a step, medians of {REPEATS} ({size} sizes)",
+        ["", "", *columns],
+        [[keras, name, *_milliseconds(seconds, columns)] for keras, name, seconds, _ in found],
     )
+    pairs = [
+        *((dtype, against) for dtype in ("bfloat16", "float16") for against in _against(dtype)),
+        ("autocast", "bfloat16"),
+        ("graph rewrite", "bfloat16"),
+        ("bfloat16", "torch autocast"),
+    ]
     common.print_table(
-        "Milliseconds of operations a step, of all threads", ["", "", "", *order], parts
+        "Ratios of medians, and quartiles of the ratios of steps made one after the other",
+        ["", "", *(f"{ours} / {other}" for ours, other in pairs)],
+        [
+            [keras, name, *(_ratio(seconds, *pair) for pair in pairs)]
+            for keras, name, seconds, _ in found
+        ],
+    )
+    order = list(found[0][3]["float32"])
+    common.print_table(
+        f"Milliseconds of operations a step, of all threads, means of {PROFILED}",
+        ["", "", "", *order],
+        [
+            [keras, name, variant, *(f"{1e3 * of_variant[each]:,.0f}" for each in order)]
+            for keras, name, _, classes in found
+            for variant, of_variant in classes.items()
+        ],
     )
     return results
+
+
+def _against(dtype: str) -> tuple[str, str]:
+    return "float32", f"Keras's {dtype}"
+
+
+def _milliseconds(seconds: dict[str, list[float]], variants: tuple[str, ...]) -> list[str]:
+    return [f"{1e3 * statistics.median(seconds[v]):,.1f}" if v in seconds else "" for v in variants]
+
+
+def _ratio(seconds: dict[str, list[float]], ours: str, other: str) -> str:
+    return common.ratio(seconds, ours, other) if other in seconds else ""
 
 
 if __name__ == "__main__":

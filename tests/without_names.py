@@ -10,7 +10,7 @@ import sys
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
-from benchmarks import core_program
+from benchmarks.acceptance import core_program
 
 MARK = "without: "
 

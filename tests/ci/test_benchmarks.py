@@ -11,29 +11,18 @@ import tensorflow as tf
 import keras_mp
 from benchmarks import __main__ as command
 from benchmarks import (
-    autocast,
     common,
-    defects,
     first,
-    fit,
-    layers,
-    losses,
-    lstm,
-    master_weights,
     memory,
     models,
     numerics,
     overhead,
     soak,
     step,
-    step_models,
     sums,
-    third_party,
-    third_party_models,
-    third_party_numerics,
-    third_party_programs,
     tracing,
 )
+from benchmarks.acceptance import defects, third_party, third_party_models, third_party_programs
 from keras_mp import keras_api
 from keras_mp.numerics.profile import CLASSES
 from tests.common import mirrored, needs_bfloat16_rewrite, once
@@ -134,60 +123,14 @@ def test_overhead_is_what_is_added_to_the_bare_step():
     }
 
 
-@pytest.mark.parametrize("name", models.MODELS)
-def test_models_give_logits_in_float32(name):
-    model, inputs, labels = models.make(name, batch=2)
-    logits = model(inputs)
-    assert logits.shape == (2, models.CLASSES)
-    assert logits.dtype == tf.float32
-    assert labels.shape == (2,)
-
-
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr(models, "MODELS", {"MLP": (lambda layers, x: layers.Dense(3)(x), 4, [3])})
-
-
-def test_fit_is_measured_for_every_variant(tiny, monkeypatch):
-    monkeypatch.setattr(fit, "TURNS", 2)
-    monkeypatch.setattr(fit, "MATMUL", 8)
-    seconds = fit.measure("MLP", KERAS)
-    assert list(seconds) == [
-        *("float32", "Keras mixed_bfloat16", "keras_mp mixed_bfloat16", "graph rewrite"),
-        *("Keras mixed_float16", "keras_mp mixed_float16"),
-        *(fit.ONLY_MLP_KERAS_3 if KERAS == "Keras 3" else ()),
-        *("matmul float32", "matmul bfloat16"),
-    ]
-    assert {len(of_variant) for of_variant in seconds.values()} == {2}
-    assert not tf.config.optimizer.get_experimental_options().get(fit.REWRITE)
-
-
-@once
-def test_autocast_is_measured_for_every_variant(tiny, monkeypatch):
-    monkeypatch.setattr(fit, "TURNS", 2)
-    monkeypatch.setattr(autocast, "EAGER_REPEATS", 2)
-    monkeypatch.setattr(autocast, "EAGER_BLOCK", 1)
-    seconds = autocast.measure_time("MLP")
-    assert seconds.keys() == autocast.VARIANTS.keys()
-    assert {len(turns) for turns in seconds.values()} == {2}
-    casts = autocast.measure_casts("MLP")
-    assert casts["float32"] == 0 < casts["policy"]
-    # In terms of the policy, the last layer is autocast as well.
-    assert 0 < casts["autocast"] <= casts["policy"] + 6
-    assert autocast.measure_memory("MLP", "autocast") >= 0
-    assert {len(turns) for turns in autocast.measure_eager().values()} == {2}
-
-
-@once
-@needs_bfloat16_rewrite
-def test_the_graph_rewrite_computes_in_bfloat16(tiny):
-    a = 1 + tf.random.uniform([64, 64])
-    multiply = tf.function(lambda a: tf.nn.relu(a @ a))
-    exact = multiply(a)
-    with fit._rewriting(True):
-        assert tf.reduce_max(tf.abs(multiply(a) - exact)) > 0.01
-    with fit._rewriting(False):
-        assert tf.reduce_all(multiply(a) == exact)
+    """Full sizes are as small as they can be."""
+    of_full = {
+        name: sizes._replace(batch=2, width=64, blocks=1)
+        for name, sizes in models.SIZES["small"].items()
+    }
+    monkeypatch.setitem(models.SIZES, "full", of_full)
 
 
 def dense():
@@ -247,26 +190,8 @@ def test_programs_of_others_are_held_against_float32(monkeypatch):
 
 
 @once
-def test_tools_look_at_models_of_others(monkeypatch):
-    applications = third_party_numerics.APPLICATIONS
-    assert [name for name in applications if hasattr(tf.keras.applications, name)] == [
-        *applications
-    ]
-    makers = {"dense": dense, "broken": broken}
-    monkeypatch.setattr(third_party_numerics, "models", lambda keras: makers)
-    results = third_party_numerics.measure(KERAS)
-    assert results["dense"]["audit, float16"]["findings"] == []
-    compared = results["dense"]["compare, bfloat16"]
-    assert compared["findings"] == []
-    assert 0 <= compared["own_output"] < 2
-    assert results["broken"]["audit, bfloat16"]["error"] == "KeyError: 'vocabulary'"
-    rows = [third_party_numerics._columns(results[name]) for name in makers]
-    assert [row[3] for row in rows] == ["0, 0", "error, error"]
-
-
-@once
 def test_memory_peaks_while_a_model_is_trained(tiny):
-    peaks = memory.measure("MLP", "keras_mp mixed_bfloat16")
+    peaks = memory.measure_model("MLP", "bfloat16")
     assert peaks["peak"] >= peaks["before"] > 1e7
 
 
@@ -274,48 +199,30 @@ def test_memory_peaks_while_a_model_is_trained(tiny):
 @pytest.mark.parametrize("outcome", ["made", "skipped"])
 def test_memory_peaks_where_statistics_are_restored(outcome, monkeypatch):
     monkeypatch.setattr(memory, "CHANNELS", 64)
-    peaks = memory.measure_statistics("keras_mp", is_skipped=outcome == "skipped")
+    peaks = memory.measure_statistics("keras_mp", outcome)
     assert peaks["peak"] >= peaks["before"] > 1e7
 
 
 @once
 def test_weights_in_16_bits_are_held_against_mixed_bfloat16(monkeypatch):
-    monkeypatch.setattr(master_weights, "SHAPE", (8, 1000))
+    monkeypatch.setattr(memory, "SHAPE", (8, 1000))
     expected = {"mixed_bfloat16": 12, "copy": 14, "split": 12.125, "split, bfloat16 slots": 8.125}
     for variant, size in expected.items():
-        assert master_weights.measure_step(variant)["bytes"] == pytest.approx(size, abs=0.01)
+        assert memory.measure_weights(variant)["bytes"] == pytest.approx(size, abs=0.01)
 
 
 @once
 def test_what_weights_in_16_bits_learn_is_held_against_mixed_bfloat16(monkeypatch):
-    monkeypatch.setattr(losses, "SEEDS", 2)
+    monkeypatch.setattr(memory, "SEEDS", 2)
     found = {
-        variant: losses.measure("regression", variant)
+        variant: memory.measure_losses("regression", variant)
         for variant in ("mixed_bfloat16", "split", "bfloat16, Keras's own")
     }
     reference = found["mixed_bfloat16"]
-    assert losses.difference(found["split"], reference) == (0, 0)
-    mean, error = losses.difference(found["bfloat16, Keras's own"], reference)
+    assert memory.difference(found["split"], reference) == (0, 0)
+    mean, error = memory.difference(found["bfloat16, Keras's own"], reference)
     assert mean > 2 * error > 0
-    assert losses.digits(variant="split", seed=0) < 0.2
-
-
-@once
-def test_layers_take_turns(monkeypatch):
-    monkeypatch.setattr(layers, "LAYERS", {"Dense": ("Dense", {"units": 2}, (3, 4))})
-    monkeypatch.setattr(layers, "_REPEATS", 2)
-    [seconds] = layers.measure().values()
-    assert [len(of_policy) for of_policy in seconds.values()] == [2, 2, 2]
-
-
-def test_lstms_take_turns(monkeypatch):
-    monkeypatch.setattr(lstm, "SHAPES", [(2, 3, 4)])
-    monkeypatch.setattr(lstm, "_REPEATS", 2)
-    [seconds] = lstm.measure().values()
-    variants = [f"{dtype}, {loop}" for dtype in lstm.DTYPES for loop in lstm.LOOPS]
-    assert {name: len(each) for name, each in seconds.items()} == dict.fromkeys(
-        ("float32", *variants), 2
-    )
+    assert memory.digits(variant="split", seed=0) < 0.2
 
 
 @once
@@ -378,16 +285,17 @@ def test_the_machine_is_named():
 
 
 @once
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", models.SIZES["small"])
 def test_models_of_pytorch_have_the_same_weights(name):
     torch_models = pytest.importorskip("benchmarks.torch_models", reason="PyTorch is optional")
-    torch_models.make_step(name, autocast=True, batch=2)()
-    layers, width = torch_models.MODELS[name]()
-    weights = [p for layer in layers for p in layer.parameters()]
-    expected, _, _ = models.make(name, batch=2)
-    head = (width + 1) * models.CLASSES
-    second_biases = 4 * width if name == "LSTM" else 0
-    assert sum(w.numel() for w in weights) + head - second_biases == sum(
+    sizes = models.SIZES["small"][name]._replace(batch=2)
+    torch_models.make_step(name, sizes, autocast=True)()
+    layers, width = torch_models.layers_of(name, sizes)
+    found = sum(w.numel() for layer in layers for w in layer.parameters())
+    head = (width + 1) * sizes.classes
+    second_biases = 4 * width * sizes.blocks if name == "LSTM" else 0
+    expected, _, _ = models.make(name, sizes)
+    assert found + head - second_biases == sum(
         w.shape.num_elements() for w in expected.trainable_variables
     )
 
@@ -397,7 +305,7 @@ def test_a_wrong_name_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmarks", "speed"])
     with pytest.raises(SystemExit):
         command.main()
-    assert "there are ['autocast', 'defects', 'faults', 'first', 'fit', " in capsys.readouterr().err
+    assert "there are ['defects', 'faults', 'first', 'gpu_compiled', " in capsys.readouterr().err
 
 
 @once
@@ -413,7 +321,7 @@ def test_histograms_are_held_against_a_step_without_them(tiny, monkeypatch):
 
 @once
 def test_defects_are_planted_and_found(monkeypatch):
-    from benchmarks import defective_models
+    from benchmarks.acceptance import defective_models
 
     def first_layers(**kwargs):
         model = tf.keras.applications.VGG16(**kwargs)
@@ -455,16 +363,26 @@ def test_a_soak_counts_the_models_that_live(kind):
 
 
 @once
-@pytest.mark.parametrize("name", step_models.SIZES["small"])
-def test_steps_are_measured_and_taken_apart(name, monkeypatch):
-    monkeypatch.setattr(step, "REPEATS", 1)
+@pytest.mark.parametrize("name", models.SIZES["small"])
+def test_steps_are_measured_and_taken_apart(name, tiny, monkeypatch):
+    monkeypatch.setattr(step, "REPEATS", 2)
     monkeypatch.setattr(step, "PROFILED", 1)
-    tiny = step_models.SIZES["small"][name]._replace(batch=2, width=64, blocks=1)
-    monkeypatch.setitem(step_models.SIZES, "small", {name: tiny})
-    found = step.measure(name, "small")
+    found = step.measure(name, "full")
     assert set(step.VARIANTS) <= set(found["seconds"])
     for variant, classes in found["classes"].items():
         assert set(classes) == set(CLASSES)
         assert classes["products"] > 0
         assert classes["update"] + classes["compiled"] > 0
-        assert (classes["casts"] > 0) >= (variant != "float32")
+        assert (classes["casts"] > 0) >= (variant not in ("float32", "graph rewrite"))
+
+
+@once
+@needs_bfloat16_rewrite
+def test_the_graph_rewrite_computes_in_bfloat16():
+    a = 1 + tf.random.uniform([64, 64])
+    multiply = tf.function(lambda a: tf.nn.relu(a @ a))
+    exact = multiply(a)
+    with step.rewriting(True):
+        assert tf.reduce_max(tf.abs(multiply(a) - exact)) > 0.01
+    with step.rewriting(False):
+        assert tf.reduce_all(multiply(a) == exact)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import one_line, one_line_layers, one_line_programs, one_line_reported
+from benchmarks.acceptance import one_line, one_line_layers, one_line_programs, one_line_reported
 
 assert one_line_layers
 assert one_line_reported

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from benchmarks import third_party_models
+from benchmarks.acceptance import third_party_models
 from keras_mp import graph_rewrite
 from tests.common import IS_KERAS_3, needs_cuda
 from tests.grappler import rewritten

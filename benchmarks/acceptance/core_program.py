@@ -1,6 +1,6 @@
 """The core of keras_mp in one program: what must work with any private name missing.
 
-python -m benchmarks.core_program [--plain]
+python -m benchmarks.acceptance.core_program [--plain]
 
 Each part runs by itself and prints a line: its name, then "passed" or the error. The last line of
 a part that a private name is missing for begins with "off". `--plain` runs the parts that Keras has
@@ -199,7 +199,9 @@ def _said(error: Exception) -> str:
 
 def main() -> int:
     """Runs the parts and prints a line for each."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.core_program", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.acceptance.core_program", description=__doc__
+    )
     parser.add_argument("--plain", action="store_true")
     found, warned = results(parser.parse_args().plain)
     for name, result in found.items():

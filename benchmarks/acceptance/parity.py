@@ -17,7 +17,8 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from benchmarks import common, parity_page
+from benchmarks import common
+from benchmarks.acceptance import parity_page
 
 SEEDS = 5
 RESULTS = pathlib.Path("parity.jsonl")
@@ -151,7 +152,7 @@ def measure(
         names: of the tasks.
         most_steps: at which training ends.
     """
-    from benchmarks import parity_tasks
+    from benchmarks.acceptance import parity_tasks
 
     done = {(r["task"], r["variant"], r["seed"]) for r in read(path) if r["keras"] == keras}
     for name in names:
@@ -190,7 +191,7 @@ def read(path: pathlib.Path) -> list[dict]:
 
 
 def run(seeds: int = SEEDS, only: Iterable[str] = ()) -> list[dict]:
-    """Trains on both Kerases side by side, prints tables, and draws two pictures.
+    """Trains on both Kerases side by side, and prints tables.
 
     Args:
         seeds: how many.
@@ -200,14 +201,12 @@ def run(seeds: int = SEEDS, only: Iterable[str] = ()) -> list[dict]:
 
     def train(keras: str) -> None:
         arguments = (keras, str(path), str(seeds), *only)
-        common.in_own_process("benchmarks.parity", *arguments, keras=keras)
+        common.in_own_process("benchmarks.acceptance.parity", *arguments, keras=keras)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(train, common.KERASES))
     results = read(path)
     parity_page.print_tables(results)
-    parity_page.draw(results, path.with_suffix(".png"))
-    parity_page.draw_scales(results, path.with_name("parity_long.png"))
     return results
 
 
@@ -215,7 +214,7 @@ def main(keras: str, path: str, seeds: str, *only: str) -> None:
     """Trains in this process, on one thread, so that seconds of the CPU mean something."""
     import tensorflow as tf
 
-    from benchmarks import parity_tasks
+    from benchmarks.acceptance import parity_tasks
 
     tf.config.threading.set_inter_op_parallelism_threads(1)
     tf.config.threading.set_intra_op_parallelism_threads(1)

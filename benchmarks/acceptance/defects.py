@@ -52,7 +52,7 @@ def defects() -> dict[str, Defect]:
     import tensorflow as tf
 
     import keras_mp
-    from benchmarks import defective_models as models
+    from benchmarks.acceptance import defective_models as models
 
     dense = tf.keras.layers.Dense
     found: dict[str, Defect] = {}
@@ -368,7 +368,7 @@ def measure(names: list[str] | None = None) -> dict[str, dict]:
 
 def measure_clean(names: list[str] | None = None) -> dict[str, dict]:
     """The same models without a defect: says what audit and compare find in them."""
-    from benchmarks import defective_models as models
+    from benchmarks.acceptance import defective_models as models
 
     results: dict[str, dict] = {}
     for name in names or models.MODELS:
@@ -385,7 +385,7 @@ def run() -> dict:
     """Plants all defects on both Kerases, looks at the models without them, and prints a table."""
     results = {
         keras: {
-            what: common.in_own_process("benchmarks.defects", what, keras=keras)
+            what: common.in_own_process("benchmarks.acceptance.defects", what, keras=keras)
             for what in ("defects", "clean")
         }
         for keras in common.KERASES

@@ -8,15 +8,12 @@ needed, and nothing is run.
 
 import collections
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.framework import kernels as _kernels
 from tensorflow.python.framework import op_def_registry as _op_defs
-
-from benchmarks import common
 
 # They move no data: handles of variables live on the host, and TensorFlow makes a constant where
 # it is used.
@@ -313,78 +310,3 @@ def _memory_of_argument(dtype: int, device: str) -> str:
 def _with_dtypes(node: Any) -> str:
     dtypes = {tf.as_dtype(value.type).name for value in node.attr.values() if value.type}
     return f"{node.op}({', '.join(sorted(dtypes))})"
-
-
-def good_and_skipped(kind: Any) -> tuple[Step, Step]:
-    """Places a good step, and one that is skipped.
-
-    Args:
-        kind: one of `gpu_steps.STEPS`.
-    """
-    from benchmarks import gpu_steps
-
-    function = kind.make()
-    good, skipped = (
-        step(function, gpu_steps.X, skipped=skipped, replicas=kind.replicas)
-        for skipped in (False, True)
-    )
-    return good, skipped
-
-
-def measure() -> dict[str, dict]:
-    """Places the steps of `benchmarks.gpu_steps`."""
-    from benchmarks import gpu_steps
-
-    common.replicas(3)  # for the steps that make a strategy: the first one is the host
-    steps = {name: good_and_skipped(kind) for name, kind in gpu_steps.STEPS.items()}
-    found: dict[str, dict] = {}
-    for name, kind in gpu_steps.STEPS.items():
-        good, skipped = steps[name]
-        without, _ = steps[kind.compared_with or name]
-        found[name] = {
-            "operations": good.operations.total(),
-            "added": good.operations - without.operations,
-            "without_gpu_kernel": good.without_gpu_kernel + skipped.without_gpu_kernel,
-            "waits": len(good.to_host),
-            "copies_to_gpu": len(good.to_gpu),
-            "copies_between_gpus": len(good.between_gpus),
-            "waits_if_skipped": len(skipped.to_host),
-        }
-    return found
-
-
-def run() -> dict:
-    """Looks at both Kerases, and prints a table for each."""
-    from benchmarks import gpu_steps
-
-    results = {}
-    ways = ("", gpu_steps.XLA, gpu_steps.REPLICAS)
-    for keras in common.KERASES:
-        results[keras] = found = common.in_own_process(
-            "benchmarks.gpu_kernels", keras=keras, on_cpu=True
-        )
-        rows = [
-            [
-                name,
-                str(of_step["operations"]),
-                ", ".join(of_step["without_gpu_kernel"]) or "none",
-                *(
-                    str(found[f"{name}{way}"][count]) if f"{name}{way}" in found else ""
-                    for count in ("waits", "waits_if_skipped")
-                    for way in ways
-                ),
-            ]
-            for name, of_step in found.items()
-            if not name.endswith(ways[1:])
-        ]
-        counts = [f"{count}{way}" for count in ("waits", "skipped: waits") for way in ways]
-        common.print_table(
-            f"Steps as TensorFlow would place them on a GPU ({keras})",
-            ["", "operations", "without a GPU kernel", *counts],
-            rows,
-        )
-    return results
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure()))

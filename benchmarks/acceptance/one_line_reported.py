@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from benchmarks import one_line_programs
-from benchmarks.one_line_programs import (
+from benchmarks.acceptance import one_line_programs
+from benchmarks.acceptance.one_line_programs import (
     L,
     Steps,
     _apply,

@@ -551,7 +551,9 @@ def run() -> dict:
             if not importlib.util.find_spec(program.package):
                 print(f"\n{name} was not run: {program.package} is not installed.")
                 continue
-            found = common.in_own_process("benchmarks.third_party_programs", name, keras=keras)
+            found = common.in_own_process(
+                "benchmarks.acceptance.third_party_programs", name, keras=keras
+            )
             results[keras][name] = found
             rows += [[keras, name, variant, *_columns(found[variant])] for variant in found]
     common.print_table(

@@ -13,7 +13,8 @@ import sys
 import traceback
 import warnings
 
-from benchmarks import common, one_line, third_party_models, third_party_programs
+from benchmarks import common
+from benchmarks.acceptance import one_line, third_party_models, third_party_programs
 
 STEPS, MORE_STEPS, LEARNING_RATE = 12, 3, 3e-3
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -179,7 +180,9 @@ def run() -> dict:
         if not importlib.util.find_spec(package):
             print(f"\nModels of {package} were not trained: it is not installed.")
             continue
-        results[keras] = common.in_own_process("benchmarks.third_party", keras, keras=keras)
+        results[keras] = common.in_own_process(
+            "benchmarks.acceptance.third_party", keras, keras=keras
+        )
         for name, of_model in results[keras].items():
             rows += [
                 [name, variant, *_columns(of_model[variant]), verdict(of_model, variant)]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from benchmarks import parity, parity_data, parity_models
-from benchmarks.parity_task import (
+from benchmarks.acceptance import parity, parity_data, parity_models
+from benchmarks.acceptance.parity_task import (
     Task,
     accuracy,
     as_float32,

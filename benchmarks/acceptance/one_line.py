@@ -27,7 +27,7 @@ def measure(names: list[str] | None = None) -> dict[str, dict]:
     Args:
         names: of the kinds; all by default.
     """
-    from benchmarks import one_line_layers, one_line_programs, one_line_reported
+    from benchmarks.acceptance import one_line_layers, one_line_programs, one_line_reported
 
     assert one_line_layers
     assert one_line_reported
@@ -102,7 +102,7 @@ def run() -> dict:
     """Trains all programs on both Kerases, and prints a table for each."""
     results: dict[str, dict] = {}
     for keras in ("Keras 3", "tf_keras"):
-        results[keras] = common.in_own_process("benchmarks.one_line", keras=keras)
+        results[keras] = common.in_own_process("benchmarks.acceptance.one_line", keras=keras)
         common.print_table(
             f"{keras}: how far losses are from float32's at most, in terms of the largest; "
             f"milliseconds a step; {common.machine()}",

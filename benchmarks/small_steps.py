@@ -1,16 +1,13 @@
-"""Training steps of every kind that keras_mp makes, for `benchmarks.gpu_kernels` to look at."""
+"""Small training steps of every kind that keras_mp makes, to be compiled and looked at."""
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.kernels import convolutions, sums
-from keras_mp.support import attributes
 
 X = tf.TensorSpec([8, 16])
 # The ends of the names of steps that XLA compiles, and of those on two replicas.
@@ -128,96 +125,6 @@ def _scaling_tape_step() -> Any:
     return tf.function(step, autograph=False)
 
 
-def _losses_step(keras_losses: Any, dtype: str) -> Any:
-    """Cross entropies of outputs in 16 bits; Keras takes them in float32."""
-    logits = tf.Variable(tf.ones([8, 16], dtype))
-    ids = tf.zeros([8], tf.int32)
-    pairs = [
-        (keras_losses.SparseCategoricalCrossentropy(from_logits=True), ids),
-        (keras_losses.CategoricalCrossentropy(from_logits=True), tf.one_hot(ids, 16)),
-        (keras_losses.BinaryCrossentropy(from_logits=True), tf.one_hot(ids, 16)),
-        (keras_losses.MeanSquaredError(), tf.one_hot(ids, 16)),
-        (keras_losses.Huber(), tf.one_hot(ids, 16)),
-        (keras_losses.KLDivergence(), tf.one_hot(ids, 16)),
-        (keras_losses.CosineSimilarity(), tf.one_hot(ids, 16)),
-    ]
-
-    def step(x: tf.Tensor) -> Any:
-        with tf.GradientTape() as tape:
-            outputs = tf.cast(x, dtype) * logits
-            if keras_losses is tf.keras.losses:
-                outputs = tf.cast(outputs, tf.float32)
-            loss = tf.add_n([loss(labels, outputs) for loss, labels in pairs])
-        return tape.gradient(loss, [logits])
-
-    return tf.function(step, autograph=False)
-
-
-def _histograms_step(optimizer: Any, watches: bool) -> Any:
-    """A step of a loop that counts exponents, one in which it is time to."""
-    model = _model()
-    optimizer.build(model.trainable_variables)
-    step = contextlib.nullcontext
-    if watches:
-        histograms = keras_mp.numerics.counting.ExponentHistograms(
-            model, optimizer=optimizer, output_gradients=True
-        )
-        step = histograms.step
-
-    def train(x: tf.Tensor) -> None:
-        with step():
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(model(x, training=True) ** 2)
-                scale = getattr(optimizer, "get_scaled_loss", None) or optimizer.scale_loss
-                loss = scale(loss)
-            gradients = tape.gradient(loss, model.trainable_variables)
-            if hasattr(optimizer, "get_unscaled_gradients"):
-                gradients = optimizer.get_unscaled_gradients(gradients)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-    return tf.function(train, autograph=False)
-
-
-@contextlib.contextmanager
-def _replacing(all_kernels: bool) -> Iterator[None]:
-    """Replaces all kernels that may be wrong, or none, whatever those of this machine are."""
-    with contextlib.ExitStack() as stack:
-        for table in (sums._TABLE, convolutions._TABLE):
-            stack.enter_context(attributes.replaced(table, "_asks", lambda *_: all_kernels))
-        yield
-
-
-def _kernels_step(dtype: str, replaced: bool) -> Any:
-    """Sums and convolutions, forward and backward."""
-    table, bias = tf.Variable(tf.ones([32, 16], dtype)), tf.Variable(tf.ones([16], dtype))
-    filters = [tf.Variable(tf.ones(shape, dtype)) for shape in ([4, 4, 1, 8], [2, 2, 8, 1])]
-    variables, ids = [table, bias, *filters], tf.range(8, dtype=tf.int64)
-    # Kernels are replaced in code of keras_mp's users only.
-    ours = keras_mp.autocast_scope(dtype) if replaced else contextlib.nullcontext()
-
-    def step(x: tf.Tensor) -> Any:
-        with tf.GradientTape() as tape, ours:
-            h = tf.nn.bias_add(tf.cast(x, dtype), bias)
-            h += tf.math.unsorted_segment_sum(table, tf.range(32, dtype=tf.int64) % 8, 8)
-            h += tf.math.segment_sum(h, ids) + tf.math.segment_mean(h, ids)
-            h = tf.tensor_scatter_nd_add(h, ids[:, None], h)
-            h = tf.tensor_scatter_nd_sub(h, ids[:, None], h / 2)
-            h += tf.scatter_nd(ids[:, None], h, tf.constant([8, 16], tf.int64))
-            h = tf.cumsum(tf.nn.softmax(h) + tf.nn.log_softmax(h), axis=1)
-            image = tf.reshape(h, [8, 4, 4, 1])
-            image = tf.nn.conv2d(tf.image.resize(image, [8, 8], "nearest"), filters[0], 4, "SAME")
-            image = tf.nn.depthwise_conv2d(image, filters[1], [1] * 4, "SAME")
-            pooled = tf.nn.avg_pool2d(image, 2, 1, "VALID")
-            loss = tf.reduce_sum(pooled) + tf.reduce_mean(image)
-            loss += tf.reduce_sum(tf.raw_ops.EuclideanNorm(input=h, axis=1))
-        return tape.gradient(loss, variables)
-
-    function = tf.function(step, autograph=False)
-    with _replacing(all_kernels=replaced):
-        function.get_concrete_function(X)
-    return function
-
-
 def _compiled(make: Callable[[], Any]) -> Any:
     """A step that XLA compiles, called as `fit` of Keras 3 calls it."""
     step = tf.function(make().python_function, jit_compile=True, autograph=False)
@@ -309,25 +216,6 @@ STEPS: dict[str, Kind] = {
     "MasterWeightOptimizer, stochastic_rounding": Kind(
         lambda: _master_weights(method="stochastic_rounding", slot_dtype="bfloat16"), _FLOAT32
     ),
-    "losses of Keras": Kind(lambda: _losses_step(tf.keras.losses, "float16")),
-    "losses": Kind(lambda: _losses_step(keras_mp.losses, "float16"), "losses of Keras"),
-    "a model, Keras's LossScaleOptimizer": Kind(
-        lambda: _histograms_step(tf.keras.mixed_precision.LossScaleOptimizer(_adam()), False)
-    ),
-    "a model, ExponentHistograms": Kind(
-        lambda: _histograms_step(keras_mp.LossScaleOptimizer(_adam()), True),
-        "a model, Keras's LossScaleOptimizer",
-    ),
-    **{
-        f"sums and convolutions, {dtype}, {how}": Kind(
-            functools.partial(_kernels_step, dtype, bool(compared_with)), compared_with
-        )
-        for dtype in ("float16", "bfloat16")
-        for how, compared_with in (
-            ("TensorFlow's", None),
-            ("replaced", f"sums and convolutions, {dtype}, TensorFlow's"),
-        )
-    },
     **_all_through(_compiled, XLA),
     **_all_through(_replicated, REPLICAS, 2),
 }

@@ -1,19 +1,15 @@
-"""The tables and pictures of `benchmarks parity`."""
+"""The tables of `benchmarks parity`."""
 
 import math
-import pathlib
 import statistics
 
 from benchmarks import common
 
 REFERENCE = "float32"
-COLORS = {
-    "mixed_float16": "tab:red",
-    "mixed_bfloat16": "tab:blue",
-    "bfloat16": "tab:green",
-    "Keras's mixed_float16": "tab:orange",
-    "Keras's mixed_bfloat16": "tab:cyan",
-}
+VARIANTS = (
+    *("mixed_float16", "mixed_bfloat16", "bfloat16"),
+    *("Keras's mixed_float16", "Keras's mixed_bfloat16"),
+)
 
 
 class Runs:
@@ -93,7 +89,7 @@ def _costs(runs: Runs, variant: str) -> str:
 
 def print_tables(results: list[dict]) -> None:
     """Prints what was trained so far."""
-    variants = (REFERENCE, *COLORS)
+    variants = (REFERENCE, *VARIANTS)
     for keras in common.KERASES:
         tasks = of_tasks(results, keras)
         header = ["task, measure", *variants]
@@ -112,7 +108,7 @@ def print_tables(results: list[dict]) -> None:
             ["task", *variants],
             [[task, *(_costs(runs, v) for v in variants)] for task, runs in tasks.items()],
         )
-        compared = [(runs, v) for runs in tasks.values() for v in COLORS]
+        compared = [(runs, v) for runs in tasks.values() for v in VARIANTS]
         verdicts = [runs.verdict(variant) for runs, variant in compared]
         print(
             f"\nMore than two standard errors from float32, of {len(compared)}: "
@@ -135,61 +131,3 @@ def _long_rows(results: list[dict], keras: str) -> list[list[str]]:
         ]
         for row in rows
     ]
-
-
-def draw(results: list[dict], path: pathlib.Path) -> None:
-    """Draws how far each variant is from float32."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 7), sharey=True, layout="constrained")
-    for ax, keras in zip(axes, common.KERASES):
-        tasks = of_tasks(results, keras)
-        for i, (variant, color) in enumerate(COLORS.items()):
-            for y, runs in enumerate(tasks.values()):
-                mean, error = runs.difference(variant)
-                exact = _mean([*runs.values(REFERENCE, "quality").values()])
-                share = (-100 if runs.is_error else 100) / exact
-                ax.errorbar(
-                    mean * share,
-                    y + (i - 2) * 0.14,
-                    xerr=2 * error * abs(share),
-                    color=color,
-                    fmt="o" if variant.startswith("Keras") else "s",
-                    markersize=4,
-                    label=variant if y == 0 else None,
-                )
-        ax.axvline(0, color="black", linewidth=0.8)
-        ax.set_xscale("symlog", linthresh=1)
-        ax.set_yticks(range(len(tasks)), tasks)
-        ax.set(title=keras, xlabel="% better than float32 (two standard errors)")
-        ax.grid(axis="x", alpha=0.3)
-    axes[0].invert_yaxis()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def draw_scales(results: list[dict], path: pathlib.Path) -> None:
-    """Draws the loss scales of the long task."""
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(8, 3.5), layout="constrained")
-    for row in (r for r in results if r.get("scales")):
-        steps, scales = zip(*row["scales"], (row["steps"], row["scales"][-1][1]))
-        ours = not row["variant"].startswith("Keras")
-        ax.step(
-            steps,
-            scales,
-            where="post",
-            color=COLORS[row["variant"]],
-            linestyle="-" if row["keras"] == "Keras 3" else "--",
-            linewidth=2.5 if ours else 1,
-            label=f"{row['keras']}, {row['variant']}",
-        )
-    ax.set_yscale("log", base=2)
-    ax.set(xlabel="step", ylabel="loss scale")
-    ax.grid(alpha=0.3)
-    if ax.has_data():
-        ax.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

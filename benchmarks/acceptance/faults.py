@@ -25,7 +25,7 @@ LATEST = 1.0
 
 def programs() -> dict[str, str]:
     """The programs of the page, by the name that stands above them."""
-    page = pathlib.Path(__file__).parent.parent / "docs" / "replicas.md"
+    page = pathlib.Path(__file__).parents[2] / "docs" / "replicas.md"
     return dict(
         re.findall(r"`(\w+\.py)`[^\n]*\n\n```python\n(.*?)```", page.read_text(), re.DOTALL)
     )

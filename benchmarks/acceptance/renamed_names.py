@@ -1,6 +1,6 @@
 """Renames private names of TensorFlow and Keras, one at a time, as a release of theirs may do.
 
-python -m benchmarks.renamed_names [--keras 2] [names]
+python -m benchmarks.acceptance.renamed_names [--keras 2] [names]
 
 It links the installed packages into a folder, and renames one name of docs/private_names.md there
 wherever their Python code has it. Then it runs `core_program` with keras_mp, and without it: a name
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = {"3": ("tensorflow", "keras"), "2": ("tensorflow", "tf_keras")}
 _OTHERS = {"3": "Keras 2", "2": "Keras 3"}
 
@@ -93,7 +93,7 @@ def _run(copy: Copy, keras: str, *arguments: str) -> str:
         "PYTHONPATH": os.pathsep.join([str(copy.folder), str(ROOT)]),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    command = [sys.executable, "-m", "benchmarks.core_program", *arguments]
+    command = [sys.executable, "-m", "benchmarks.acceptance.core_program", *arguments]
     if os.environ.get("KERAS_MP_SLOT"):
         command = [os.environ["KERAS_MP_SLOT"], *command]
     done = subprocess.run(
@@ -105,7 +105,9 @@ def _run(copy: Copy, keras: str, *arguments: str) -> str:
 
 def main() -> int:
     """Renames each name in turn and prints what fails then."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.renamed_names", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.acceptance.renamed_names", description=__doc__
+    )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--keras", choices=["2", "3"], default="3")
     parser.add_argument("--output", type=pathlib.Path)

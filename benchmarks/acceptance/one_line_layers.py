@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from benchmarks.one_line_programs import (
+from benchmarks.acceptance.one_line_programs import (
     L,
     Steps,
     _apply,

@@ -1,0 +1,1 @@
+"""Acceptance: what others write trains, ends as good, and goes on after faults."""
