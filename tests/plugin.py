@@ -21,7 +21,7 @@ tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
 )
 
-speed.say_nothing()
+speed.settle()
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:

@@ -1,17 +1,27 @@
-"""What tests hear of the speed of this machine: nothing, whatever is fast here.
+"""What tests take this CPU for: one with 16-bit units, whatever it has.
 
-keras_mp warns once in a process of a policy that is slower than float32, and warnings are errors in
-tests and in their workers. This is the one place that takes the warning away; tests of the warning
-describe a machine, and a process in which nobody was warned (`tests/hardware/test_hardware.py`).
+Without units for a dtype keras_mp computes products in float32, and warns that 16 bits are slow.
+Tests, their workers and the programs that they start would differ between machines by it. This is
+the one place that decides for all of them; tests of the units and of the warning describe a
+machine of their own (`tests/hardware/test_hardware.py`, `tests/kernels/test_slow.py`).
+
+`KERAS_MP_TEST_UNITS` names the dtypes that have units, for example "none": with it `.ci/run` tests
+what a CPU without units computes.
 """
 
+import functools
+import os
 import warnings
 
 import keras_mp
+from keras_mp.support import cpu
+
+UNITS = os.environ.get("KERAS_MP_TEST_UNITS", "float16 bfloat16").split()
 
 
-def say_nothing() -> None:
-    """Lets this process count as warned."""
+def settle() -> None:
+    """Decides for this process, and lets it count as warned."""
+    cpu.has_units = functools.wraps(cpu.has_units)(lambda dtype: dtype in UNITS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
         for dtype in ("float16", "bfloat16"):

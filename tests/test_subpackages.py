@@ -120,7 +120,7 @@ def test_the_page_has_the_imports():
 
 
 # Modules of the root that no program imports.
-_OWN = {"__init__", "__main__", "_version", "extensions", "main_callbacks", "compile_hook"}
+_OWN = {"__init__", "__main__", "_version", "extensions", "compile_hook"}
 _BY_CLASS = {
     *("all_reduce_optimizer", "conversion", "grad_scaler", "loss_scale_gradient_tape", "policy"),
     *("loss_scale_optimizer", "master_weight_optimizer", "model_summary", "optimizer_wrapper"),

@@ -257,23 +257,30 @@ def _choose(known: Operation, values: Sequence[Any]) -> _Choice | None:
         return None
     if is_mixed:
         return None if _thread.is_strict else _Choice(None, EXACT)
-    if known.kind == "low" or (known.kind == "product" and not _thread.is_exact):
+    if known.kind == "low":
         return None
     if known.kind == "product":
-        return _Choice(low, LAST)
+        if _thread.is_exact:
+            return _Choice(low, LAST)
+        return _Choice(low, EXACT) if _is_square(values) else None
     if known.kind == "exact" or kind >= EXACT or _thread.is_exact:
         return _Choice(low, max(kind, EXACT))
     if low in known.refuses:
         return None if _thread.is_strict else _Choice(low, EXACT)
     if are_weights and not known.is_move:
         return _Choice(low, WEIGHT)
-    if known.name == "Mul" and values[0] is values[1]:
+    if known.name == "Mul" and _is_square(values):
         return _Choice(low, EXACT)
     if not _thread.is_strict:
         for value in values:
             if not isinstance(value, tf.Tensor) and not faces.is_held(value, low):
                 return _Choice(low, EXACT)
     return None
+
+
+def _is_square(values: Sequence[Any]) -> bool:
+    """Whether a tensor is multiplied by itself: sums of squares overflow in float16."""
+    return len(values) > 1 and values[0] is values[1]
 
 
 def _note_lazily(known: Operation, args: Sequence[Any], pairs: Sequence[Any], results: Any) -> None:
@@ -397,7 +404,8 @@ def _is_plain_product(known: Operation, args: Sequence[Any]) -> bool:
     if not all(isinstance(each, tf.Tensor) for each in values):
         return False
     dtype = values[0].dtype
-    return dtype not in known.slow_in and all(each.dtype is dtype for each in values)
+    is_plain = dtype not in known.slow_in and all(each.dtype is dtype for each in values)
+    return is_plain and not _is_square(values)
 
 
 def _is_plain(known: Operation, args: Sequence[Any]) -> bool:

@@ -203,6 +203,19 @@ def _rounded(x: tf.Tensor, dtype: Any) -> tf.Tensor:
 
 
 @once
+@pytest.mark.parametrize("jit_compile", [None, False, True])
+def test_a_product_of_a_tensor_with_itself_is_a_sum_of_squares(jit_compile: bool | None) -> None:
+    def grams(x: tf.Tensor) -> list[tf.Tensor]:
+        return [tf.matmul(x, x, transpose_a=True) / 1000.0, tf.einsum("ij,ik->jk", x, x) / 1000.0]
+
+    compute = grams if jit_compile is None else tf.function(grams, jit_compile=jit_compile)
+    with reach.entered(tf.float16):
+        found = compute(_rounded(ROWS, tf.float16))
+    for gram in found:  # Its sums are infinite in float16.
+        np.testing.assert_allclose(np.asarray(gram, "f4"), grams(ROWS)[0], rtol=1e-3)
+
+
+@once
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_they_compute_in_float32(name: str, dtype: str) -> None:

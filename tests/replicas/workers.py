@@ -166,7 +166,7 @@ def _be_worker(
     import keras_mp
     from tests import speed
 
-    speed.say_nothing()
+    speed.settle()
     returned = []
     for module, name, arguments in calls:
         keras_mp.set_global_policy(None)
@@ -191,7 +191,7 @@ def _be_alone(
     _write_to(log)
     from tests import speed
 
-    speed.say_nothing()
+    speed.settle()
     module, name, arguments = call
     returned = getattr(importlib.import_module(module), name)(**arguments)
     result.write_bytes(pickle.dumps(returned))

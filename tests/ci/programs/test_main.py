@@ -1,6 +1,5 @@
 """`python -m keras_mp`, as a user starts it."""
 
-import io
 import math
 import pathlib
 import re
@@ -10,14 +9,11 @@ import sys
 import time
 import types
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import __main__ as program
 from keras_mp.__main__ import main
-from keras_mp.main_callbacks import ProgressBar, StepRecorder
 from tests.common import once
 
 _ROOT = pathlib.Path(__file__).parents[3]
@@ -110,39 +106,10 @@ def test_it_says_what_16_bits_bring_here(comparison):
 
 
 def test_progress(comparison):
-    shown = re.findall(r"^\[[=.]+\] +(\d+)%, about \d+ s left: (\w+)", comparison.printed, re.M)
-    total = 3 * _EPOCHS
-    assert [int(percent) for percent, _ in shown] == [
-        round(100 * epochs / total) for epochs in range(1, total + 1)
+    shown = re.findall(r"^(\w+), epoch (\d+): loss [\d.]+$", comparison.printed, re.M)
+    assert shown == [
+        (policy, str(1 + epoch)) for policy in comparison.table for epoch in range(_EPOCHS)
     ]
-    assert list(dict.fromkeys(policy for _, policy in shown)) == list(comparison.table)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
-def test_progress_says_how_long_is_left(stream):
-    now = 0.0
-    progress = ProgressBar(2, 4, stream, clock=lambda: now)
-    for run in ("one", "two"):
-        progress.begin(run)
-        for step in range(4):
-            now += 1.0 if step else 5.0
-            progress.on_train_batch_end(step % 2)
-            if step % 2:
-                progress.on_epoch_end(step // 2)
-        progress.on_train_end()
-    shown = re.findall(r"(\d+)%, about (\d+) s left: (\w+) ", stream.getvalue())
-    is_terminal = stream.isatty()
-    last_of_epochs = [("25", "10", "one"), ("50", "8", "one"), ("75", "2", "two")]
-    assert [each for each in dict.fromkeys(shown) if each in last_of_epochs] == last_of_epochs
-    assert shown[-1] == ("100", "0", "two")
-    assert stream.getvalue().count("\n") == (1 if is_terminal else 4)
-    assert stream.getvalue().count("\r") == (len(shown) if is_terminal else 0)
-    assert len(shown) > 8 if is_terminal else len(shown) == 4
 
 
 def test_picture(comparison):
@@ -180,11 +147,12 @@ def test_bad_option(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_best_policy_gets_its_name_once(monkeypatch):
-    monkeypatch.setattr(keras_mp.hardware, "best_policy", lambda: "mixed_bfloat16")
-    options = program._parse(["--policy=float32", "--policy=best", "--policy=mixed_bfloat16"])
-    assert program._named(options.policy) == ["float32", "mixed_bfloat16"]
-    assert program._named(program._parse([]).policy) == list(program._POLICIES)
+@once
+def test_the_best_policy_gets_its_name_once(tmp_path):
+    best = keras_mp.hardware.best_policy()
+    arguments = [f"--policy={name}" for name in ("float32", "best", best)]
+    _, table = run_program("--epochs=1", "--output", tmp_path / "digits.png", *arguments)
+    assert list(table) == list(dict.fromkeys(["float32", best]))
 
 
 @pytest.mark.parametrize("module", ["matplotlib", "sklearn"])
@@ -192,21 +160,3 @@ def test_missing_extra(module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit, match=r'pip install "keras-mp\[tutorials\]"'):
         main([])
-
-
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
-def test_recorder_keeps_each_batch_s_own_loss(policy):
-    inputs = np.arange(12, dtype="float32").reshape(6, 2)
-    targets = np.array([[0.0], [5.0], [0.0], [-5.0], [1.0], [2.0]], "float32")
-    keras_mp.set_global_policy(policy)
-    model = tf.keras.Sequential(
-        [tf.keras.layers.Input((2,)), tf.keras.layers.Dense(1, dtype="float32")]
-    )
-    model.compile(tf.keras.optimizers.SGD(0.0), "mse")
-    steps = StepRecorder()
-    batches = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(2)
-    model.fit(batches, epochs=2, shuffle=False, verbose=0, callbacks=[steps])
-    errors = (model.predict(inputs, verbose=0) - targets) ** 2
-    expected = errors.reshape(3, 2).mean(axis=1)
-    np.testing.assert_allclose(steps.losses, [*expected, *expected], rtol=1e-4)
-    assert len(steps.seconds) == 6
