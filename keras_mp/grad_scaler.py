@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.hooks import observers
-from keras_mp.step import gradients, replicas, under_way
+from keras_mp.step import gradients, replicas, state_rollback
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.grad_scaler_calls import GradScalerCalls, UnscaledGradScalerCalls
 from keras_mp.step.loss_scales import FixedLossScale, LossScale
@@ -249,7 +249,7 @@ class GradScaler(ScalerProperties, tf.Module):
                 self._scaler.update(has_stepped, *tensors)
 
         replicas.once_for_all_replicas(move, [] if new_scale is None else [new_scale])
-        under_way.thread.step.begin()
+        state_rollback.begin()
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal scaler.
