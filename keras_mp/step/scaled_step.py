@@ -94,7 +94,8 @@ def make_step(
 
     # Combine the gradients of all replicas, and verdicts with them. For variables that are
     # overwritten, the new values stand in place of gradients.
-    grads, new_values = _split(adapter, state, pairs)
+    new_values = _new_values(adapter, state, pairs)
+    grads = [None if i in new_values else gradient for i, (gradient, _) in enumerate(pairs)]
     unclipped = _changed_since(state.unclipped, grads)
     if state.unclipped:
         state.unclipped.clear()
@@ -166,7 +167,7 @@ def make_step(
         put_back(finite)
         return _operation(scaler.outcome(finite, skipped) if scaler else [])
 
-    operation = replicas.decide_for_all_replicas(decide, (finite,), replica, apply)
+    operation = replicas.decide_for_all_replicas(decide, finite, replica, apply)
     if scaler is not None and not scaler.is_shared:
         state_rollback.begin()
     return operation, finite
@@ -213,24 +214,21 @@ def _summed(
     return unpack(sums), lambda: unpack(sent)[: len(variables)]
 
 
-def _split(
+def _new_values(
     adapter: OptimizerAdapter, state: GradientState, pairs: Pairs
-) -> tuple[list[Gradient], dict[int, Gradient]]:
-    """Splits gradients from new values, which some variables have in their place.
+) -> dict[int, Gradient]:
+    """Returns the new values, by position, that some variables have in place of gradients.
 
     New values were never scaled. If they were divided along with the gradients, that is undone.
-
-    Returns:
-        tuple of the gradients, which are None for these variables, and of the new values by
-        position.
     """
-    grads, values = [g for g, _ in pairs], {}
-    for i, (gradient, variable) in enumerate(pairs):
-        if gradient is not None and adapter.is_overwritten(variable):
-            values[i], grads[i] = gradient, None
-            if state.is_divided and state.scaled_by is not None:
-                [values[i]] = gradients.scale([gradient], state.scaled_by)
-    return grads, values
+    values = {
+        i: gradient
+        for i, (gradient, variable) in enumerate(pairs)
+        if gradient is not None and adapter.is_overwritten(variable)
+    }
+    if values and state.is_divided and state.scaled_by is not None:
+        values = dict(zip(values, gradients.scale(list(values.values()), state.scaled_by)))
+    return values
 
 
 def _marks(
