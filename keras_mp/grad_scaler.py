@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.hooks import observers
-from keras_mp.step import gradients, replicas, under_way
+from keras_mp.step import gradients, replicas, state_rollback
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
-from keras_mp.step.grad_scaler_calls import GradScalerCalls, UnscaledGradScalerCalls
+from keras_mp.step.grad_scaler_calls import GradScalerCalls
 from keras_mp.step.loss_scales import FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.other_adapters import other_adapter
@@ -99,7 +99,7 @@ class GradScaler(ScalerProperties, tf.Module):
     """
 
     _configured: LossScale | None
-    _scaler: SharedScaler[UnscaledGradScalerCalls]
+    _scaler: SharedScaler[GradScalerCalls]
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class GradScaler(ScalerProperties, tf.Module):
         vars(self)["_configured"] = configured
         self._scaler = SharedScaler(
             used,
-            GradScalerCalls(used) if used is configured else UnscaledGradScalerCalls(used),
+            GradScalerCalls(used, scales=used is configured),
             skip_nonfinite=enabled and skip_nonfinite,
             reduce_dtype=reduce_dtype,
             aggregate_in_float16=aggregate_in_float16,
@@ -249,7 +249,7 @@ class GradScaler(ScalerProperties, tf.Module):
                 self._scaler.update(has_stepped, *tensors)
 
         replicas.once_for_all_replicas(move, [] if new_scale is None else [new_scale])
-        under_way.thread.step.begin()
+        state_rollback.begin()
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal scaler.
@@ -279,7 +279,7 @@ class GradScaler(ScalerProperties, tf.Module):
         return cls(**config)
 
     @property
-    def _calls(self) -> UnscaledGradScalerCalls:
+    def _calls(self) -> GradScalerCalls:
         return self._scaler.calls
 
     def _checked_scale(self, new_scale: NewScale) -> tf.Tensor | None:

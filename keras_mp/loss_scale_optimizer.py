@@ -19,7 +19,7 @@ from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step import gradients
 from keras_mp.step.calls import GradientState
 from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
-from keras_mp.step.optimizer_calls import OptimizerCalls, UnscaledOptimizerCalls
+from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.scaled_step import make_step
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import validation
@@ -137,7 +137,7 @@ class LossScaleOptimizer(
     """
 
     _takes_scaled_gradients = True
-    _scaler: Scaler[UnscaledOptimizerCalls]
+    _scaler: Scaler[OptimizerCalls]
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class LossScaleOptimizer(
             _skip_nonfinite=skip_nonfinite,
             _scaler=Scaler(
                 loss_scale,
-                OptimizerCalls(loss_scale) if scales else UnscaledOptimizerCalls(loss_scale),
+                OptimizerCalls(loss_scale, scales),
                 skip_nonfinite=skip_nonfinite,
                 reduce_dtype=reduce_dtype,
                 aggregate_in_float16=aggregate_in_float16,

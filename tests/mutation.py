@@ -43,7 +43,6 @@ _TESTS = {
     "keras_mp/step/loss_scales.py": ["tests/step/test_loss_scale.py", *_STEP],
     "keras_mp/step/schedule.py": ["tests/step/test_loss_scale.py", *_STEP],
     "keras_mp/step/scaled_step.py": ["tests/step/test_skipped_steps.py", *_STEP, "tests/replicas"],
-    "keras_mp/step/summing.py": ["tests/step/test_reduce_dtype.py", *_STEP, "tests/replicas"],
     "keras_mp/step/not_finite.py": ["tests/step/test_overflows.py", *_STEP, "tests/replicas"],
     "keras_mp/step/overflow.py": ["tests/step/test_overflows.py", *_STEP],
     "keras_mp/step/skip_report.py": ["tests/step/test_skipped_steps.py", *_STEP],

@@ -1,6 +1,5 @@
 import gc
 import re
-import threading
 import warnings
 
 import numpy as np
@@ -10,7 +9,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import keras_api
 from keras_mp.loss_scale_optimizer import wrapper_of
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, ours, value
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, value
 
 Stock = tf.keras.mixed_precision.LossScaleOptimizer
 
@@ -335,18 +334,9 @@ def test_tensorflows_guide_runs_as_it_stands():
     assert losses[-1] < losses[0]
 
 
-# Which calls a loop makes: what the update should be, as a part of the right one, and the warning.
+# The calls of a loop. What comes of all others is in tests/step/test_contract.py.
 SCALE = 1024.0
-MISUSES = [
-    ((), 1, "Neither get_scaled_loss"),
-    (("get_scaled_loss",), 1, "get_unscaled_gradients.. was not"),
-    (("get_unscaled_gradients",), 1 / SCALE, "get_scaled_loss.. was not"),
-]
-RIGHT = [
-    ("get_scaled_loss", "get_unscaled_gradients"),
-    ("scale_loss",),
-    ("scale_loss", "get_unscaled_gradients"),
-]
+RIGHT = [("get_scaled_loss", "get_unscaled_gradients"), ("scale_loss",)]
 
 
 def loop_step(optimizer, v, calls):
@@ -362,38 +352,6 @@ def loop_step(optimizer, v, calls):
 
 
 @pytest.mark.parametrize("calls", RIGHT)
-@pytest.mark.parametrize("traced", [False, True])
-def test_right_calls_update_once_and_quietly(name, calls, traced):
-    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
-    step = (tf.function if traced else lambda f: f)(lambda: loop_step(optimizer, v, calls))
-    step()
-    step()
-    assert float(v) == 0
-
-
-@pytest.mark.parametrize(("calls", "update", "message"), MISUSES)
-@pytest.mark.parametrize("traced", [False, True])
-def test_a_missing_call_is_reported_each_time(name, calls, update, message, traced):
-    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
-    for _ in range(2):
-        # Defect 5: a step made well in between must not silence the next misuse.
-        loop_step(optimizer, v, RIGHT[0])
-        before = float(v)
-        step = (tf.function if traced else lambda f: f)(lambda: loop_step(optimizer, v, calls))
-        with pytest.warns(keras_mp.MixedPrecisionWarning, match=message) as caught:
-            step()
-        assert len(ours(caught)) == 1
-        assert before - float(v) == pytest.approx(0.5 * update)
-
-
-def test_without_any_call_gradients_are_applied_as_they_are(name):
-    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="Neither get_scaled_loss"):
-        loop_step(optimizer, v, ())
-    assert 1 - float(v) == 0.5
-
-
-@pytest.mark.parametrize("calls", RIGHT[:2])
 @pytest.mark.parametrize("retraced", ["compute", "apply", "both"])
 def test_gradients_computed_in_one_function_and_applied_in_another(name, calls, retraced):
     optimizer, v = keras_mp.LossScaleOptimizer(sgd(name, 0.125), SCALE), tf.Variable(8.0)
@@ -422,7 +380,7 @@ def test_gradients_computed_in_one_function_and_applied_in_another(name, calls, 
 
 
 @pytest.mark.parametrize("look", ["get_unscaled_gradients", "compute_gradients", "both"])
-@pytest.mark.parametrize("calls", RIGHT[:2])
+@pytest.mark.parametrize("calls", RIGHT)
 def test_gradients_that_were_only_looked_at_leave_no_trace(name, calls, look):
     optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
     if look != "get_unscaled_gradients":
@@ -437,38 +395,6 @@ def test_gradients_that_were_only_looked_at_leave_no_trace(name, calls, look):
     assert float(v) == -0.5
 
 
-@pytest.mark.parametrize("calls", RIGHT[:2])
-def test_gradients_of_a_function_applied_in_eager(name, calls):
-    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name, 0.125), SCALE), tf.Variable(1.0)
-
-    @tf.function
-    def compute():
-        with tf.GradientTape() as tape:
-            loss = getattr(optimizer, calls[0])(v)
-        gradients = tape.gradient(loss, [v])
-        return optimizer.get_unscaled_gradients(gradients) if calls[1:] else gradients
-
-    for _ in range(3):
-        optimizer.apply_gradients(zip(compute(), [v]))
-    assert float(v) == 1 - 3 * 0.125
-
-
-@pytest.mark.parametrize("calls", RIGHT[:2])
-def test_one_step_in_two_parts(name, calls):
-    optimizer = keras_mp.LossScaleOptimizer(sgd(name), SCALE)
-    v, w = tf.Variable(1.0), tf.Variable(1.0)
-    optimizer.build([v, w])
-    for i in (1, 2):
-        with tf.GradientTape() as tape:
-            loss = getattr(optimizer, calls[0])((v + w) * 0.25)
-        gradients = tape.gradient(loss, [v, w])
-        if calls[1:]:
-            gradients = optimizer.get_unscaled_gradients(gradients)
-        optimizer.apply_gradients([(gradients[0], v)])
-        optimizer.apply_gradients([(gradients[1], w)])
-        assert float(v) == float(w) == 1 - i * 0.25
-
-
 @pytest.mark.parametrize("bad", [None, 3, tf.constant(1.0), {"a": 1.0}, [[tf.constant(1.0)]]])
 def test_what_is_no_list_of_gradients_is_refused(name, bad):
     with pytest.raises(TypeError, match="Received: "):
@@ -480,18 +406,6 @@ def test_the_warning_points_at_the_users_line(name):
     with pytest.warns(keras_mp.MixedPrecisionWarning) as caught:
         optimizer.apply_gradients([(tf.constant(1.0), v)])
     assert caught[0].filename == __file__
-
-
-def test_each_thread_makes_its_own_steps(name):
-    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
-    optimizer.get_scaled_loss(tf.constant(1.0))  # a step begun here ...
-    thread = threading.Thread(target=loop_step, args=(optimizer, v, RIGHT[1]))
-    thread.start()
-    thread.join()
-    assert float(v) == 0.5  # ... does not disturb one made there.
-    optimizer.get_unscaled_gradients([])
-    optimizer.apply_gradients([(tf.constant(0.5), v)])
-    assert float(v) == 0
 
 
 def test_two_optimizers_of_which_one_overflows(name):

@@ -1,61 +1,54 @@
 """The record of `compute_gradients` of an optimizer of TensorFlow 1."""
 
-import threading
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from keras_mp.support import function_graphs, host
+import tensorflow as tf
+
+from keras_mp.step.record import Notebook, Notes
+
+
+class _Computed(Notes):
+    """The gradients that were computed in one graph, or in eager code.
+
+    Attributes:
+        computed: the ids of their variables. In eager, without those that were applied.
+        is_applied: whether a graph has applied its gradients itself.
+    """
+
+    computed: frozenset[int] = frozenset()
+    is_applied = False
+
+    def has_begun(self) -> bool:
+        return bool(self.computed) and not self.is_applied
 
 
 class ComputedGradients:
     """Records the gradients of `compute_gradients`, to warn of all others.
 
     The record is in Python only, so it costs a step nothing. Gradients that another thread or
-    function may have computed are presumed to be right.
+    function has computed are presumed to be right.
     """
 
     def __init__(self) -> None:
-        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Graphs that have not applied their gradients, so that eager code may do so.
-        self._open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        # By thread, ids of variables with gradients that were computed, and not applied in eager.
-        # A thread's number would not do: the next thread gets it again.
-        self._computed: weakref.WeakKeyDictionary[threading.Thread, set[int]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._has_computed = False
+        self._record = Notebook(_Computed)
 
     def note(self, variables: Iterable[Any]) -> None:
         """Records that gradients of these variables are computed."""
-        self._computed.setdefault(threading.current_thread(), set()).update(map(id, variables))
-        self._has_computed = True
-        graph = host.current_graph()
-        if graph is not None:
-            self._graphs.add(graph)
-            self._open_graphs.add(graph)
+        computed = self._record.notes().computed.union(map(id, variables))
+        self._record.note(computed=computed, is_applied=False)
 
     def may_include(self, variables: Iterable[Any]) -> bool:
         """Whether gradients that are applied to these variables may be recorded ones."""
-        graph = host.current_graph()
-        if graph is None:
-            computed = self._computed.get(threading.current_thread())
-            if computed is None:
-                return self._has_computed
-            return not computed.isdisjoint(map(id, variables)) or bool(self._open_graphs)
-        is_function = function_graphs.is_of_function(graph)
-        while graph is not None:
-            if graph in self._graphs:
-                return True
-            graph = getattr(graph, "outer_graph", None)
-        return is_function and self._has_computed
+        notes = self._record.current()
+        if tf.executing_eagerly() and notes is self._record.notes():
+            return not notes.computed.isdisjoint(map(id, variables))
+        return bool(notes.computed)
 
     def applied(self, variables: Iterable[Any]) -> None:
         """Records that gradients of these variables were applied."""
-        graph = host.current_graph()
-        if graph is not None:
-            self._open_graphs.discard(graph)
-            return
-        computed = self._computed.get(threading.current_thread())
-        if computed is not None:
-            computed.difference_update(map(id, variables))
+        notes = self._record.notes()
+        if tf.executing_eagerly():
+            notes.computed = notes.computed.difference(map(id, variables))
+        else:
+            notes.is_applied = True

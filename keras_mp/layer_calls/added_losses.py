@@ -46,7 +46,7 @@ def _widened(layer: tf.keras.layers.Layer, loss: Any) -> Any:
     if not is_ours or not isinstance(loss, tf.Tensor) or not is_low(loss.dtype):
         return loss
     result = faces.widened(loss)
-    if reach.current() == tf.float16 and state_rollback.is_under_way() and result is not loss:
+    if reach.current() == tf.float16 and state_rollback.under_way() and result is not loss:
         _tell_if_infinite(layer, result)
     return result
 

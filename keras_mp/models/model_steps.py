@@ -17,7 +17,7 @@ from keras_mp.hooks import Method, Replacement, When, observers, reach
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models import step_tapes
 from keras_mp.policy import Policy
-from keras_mp.step import state_rollback, under_way
+from keras_mp.step import state_rollback
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.variables import type_errors
 
@@ -157,7 +157,9 @@ def _train_step(model: tf.keras.Model, of_instance: _Step | None, *args: Any, **
         _scaling_tapes(model, of_instance),
         state_rollback.training_step(model, keras_api.states(model)),
     ):
-        under_way.thread.step.watch((args, kwargs))
+        step = state_rollback.under_way()
+        if step is not None:  # A graph of TensorFlow 1 has none.
+            step.watch((args, kwargs))
         return train_step(*args, **kwargs)
 
 

@@ -14,13 +14,13 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import tensorflow as tf
 
 from keras_mp import hooks, keras_api
-from keras_mp.hooks import Method, Replacement, When, own_gradient, reach, replica_threads, wrapped
+from keras_mp.hooks import Method, Replacement, When, reach, replica_threads, wrapped
 from keras_mp.hooks.once import once
 from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
 from keras_mp.models.known_losses import KnownLosses, key_of
@@ -234,16 +234,15 @@ class _StepTape(LossScaleGradientTape):
             if not recording:
                 return super().gradient(*args)
             # The other tapes differentiate what TensorFlow computes, not the search for a scale.
-            differentiable = _Tape.gradient(self, *args)
+            plain = _Tape.gradient(self, *args)
             compute = functools.partial(super().gradient, *args)
             with contextlib.ExitStack() as stack:
                 for tape in recording:
                     stack.enter_context(tape.stop_recording())
-                if any(hasattr(each, "assign") for each in flat):
-                    values = compute()
-                else:
-                    values = self._scaled_if_small(differentiable, compute)
-            return _with_derivatives(values, differentiable)
+                if not any(hasattr(each, "assign") for each in flat):
+                    compute = functools.partial(self._scaled_if_small, plain, compute)
+                exact = compute()
+            return tf.nest.map_structure(_with_derivatives, exact, plain, expand_composites=True)
 
     def _scaled_if_small(self, gradients: Any, compute: Callable[[], Any]) -> Any:
         """Returns gradients of tensors that are part of a loss, or of other inputs.
@@ -254,23 +253,20 @@ class _StepTape(LossScaleGradientTape):
                 only if 16 bits may have lost some. The scale is chosen by the gradients of the
                 loss; these here need not be as small, and mostly one computation will do.
         """
-        flat = tf.nest.flatten(gradients)
-        positions = [i for i, each in enumerate(flat) if each is not None]
-        values = [getattr(flat[i], "values", flat[i]) for i in positions]
-        are_small = [tf.reduce_all(tf.abs(each) < _SMALL) for each in values]
+        flat = tf.nest.flatten(gradients, expand_composites=True)
+        present = [i for i, each in enumerate(flat) if each is not None]
+        values = [flat[i] for i in present]
+        are_small = [tf.reduce_all(tf.abs(v) < _SMALL) for v in values if v.dtype.is_floating]
 
         def scaled() -> list[Any]:
-            self._moves_scale = False
-            try:
-                found = tf.nest.flatten(compute())
-            finally:
-                self._moves_scale = True
-            return [found[i] for i in positions]
+            with replaced(self, "_moves_scale", False):
+                found = tf.nest.flatten(compute(), expand_composites=True)
+            return [found[i] for i in present]
 
-        found = tf.cond(tf.reduce_all(are_small), scaled, lambda: [flat[i] for i in positions])
-        for i, each in zip(positions, found, strict=True):
+        found = tf.cond(tf.reduce_all(are_small), scaled, lambda: values)
+        for i, each in zip(present, found, strict=True):
             flat[i] = each
-        return tf.nest.pack_sequence_as(gradients, flat)
+        return tf.nest.pack_sequence_as(gradients, flat, expand_composites=True)
 
     def jacobian(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes a Jacobian as `tf.GradientTape` does, not scaled."""
@@ -336,30 +332,12 @@ class _StepTape(LossScaleGradientTape):
         return result
 
 
-def _with_derivatives(values: Any, others: Any) -> Any:
-    """Returns gradients with the derivatives of others.
-
-    The others are equal but for rounding.
-    """
-
-    def join(value: Any, other: Any) -> Any:
-        if isinstance(value, tf.IndexedSlices):
-            joined = join(value.values, other.values)
-            return tf.IndexedSlices(joined, value.indices, value.dense_shape)
-        if value is None:
-            return None
-        return own_gradient.compute("OfOther", _first, _to_second, [value, other])[0]
-
-    joined = map(join, tf.nest.flatten(values), tf.nest.flatten(others))
-    return tf.nest.pack_sequence_as(values, list(joined))
-
-
-def _first(value: tf.Tensor, other: tf.Tensor) -> own_gradient.Computed:
-    return [tf.identity(value)], []
-
-
-def _to_second(upstream: list[tf.Tensor], *tensors: Any) -> list[tf.Tensor | None]:
-    return [None, upstream[0]]
+def _with_derivatives(value: tf.Tensor | None, other: tf.Tensor | None) -> tf.Tensor | None:
+    """Returns a gradient with the derivatives of another one, which is equal but for rounding."""
+    if value is None or other is None or value.dtype.is_integer:
+        return value
+    other = tf.where(tf.math.is_finite(other), other, 0.0)
+    return other + tf.stop_gradient(value - other)
 
 
 def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -381,11 +359,7 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
         grads = list(grads)
         with scaled_losses.applying() as is_first:
             if is_first and not isinstance(optimizer, OptimizerWrapper):
-                variables, step = _applied(grads, *args, **kwargs), _step_of_thread()
-                if step is None:
-                    _warn_if_nobody_scales(optimizer, variables)
-                else:
-                    _warn_if_unscaled(step, optimizer, variables)
+                _warn_if_unscaled(optimizer, _applied(grads, *args, **kwargs))
             return original(optimizer, grads, *args, **kwargs)
 
     return apply
@@ -400,35 +374,8 @@ def _applied(grads: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
     return [variable for gradient, variable in zip(grads, flat) if gradient is not None]
 
 
-# By model: the optimizers that a warning has named.
-_warned_of: "weakref.WeakKeyDictionary[tf.keras.Model, weakref.WeakSet[Any]]" = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _warn_if_unscaled(step: _Step, optimizer: Any, variables: list[Any]) -> None:
-    """Warns if gradients of float16 layers are applied that nobody has scaled."""
-    reasons = [step.unscaled.get(key_of(variable)) for variable in variables]
-    reasons = [each for each in reasons if each is not None]
-    known = _warned_of.setdefault(step.model, weakref.WeakSet())
-    if not reasons or optimizer in known:
-        return
-    if keras_api.is_in_keras_wrapper(optimizer):
-        return
-    layer = _float16_layer(keras_api.flatten_layers(step.model), variables, step.unscaled)
-    if layer is None:
-        return
-    known.add(optimizer)
-    name = _name(step.model, optimizer)
-    _warn(
-        f"In the {step.method} of the model {step.model.name!r}, {name}",
-        (name, type(optimizer).__name__, layer),
-        f"(keras_mp scales by itself, but not here: {reasons[0]}.) ",
-    )
-
-
-# Layers in float16 whose policy has a loss scale, and optimizers that have applied gradients
-# outside of the steps of models.
+# Layers in float16 whose policy has a loss scale, and optimizers that a warning has named, or that
+# have applied gradients outside of the steps of models.
 _scaled_layers: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
@@ -444,33 +391,38 @@ def note_built(layer: Any) -> None:
         _scaled_layers.add(layer)
 
 
-def _warn_if_nobody_scales(optimizer: Any, variables: list[Any]) -> None:
-    """Warns if a program's own loop trains float16 layers and scales nothing.
+def _warn_if_unscaled(optimizer: Any, variables: list[Any]) -> None:
+    """Warns if gradients of float16 layers are applied that nobody has scaled.
 
-    Each optimizer is looked at once. In reach is the step of a model, which `compile` has wrapped.
+    In a step of a model, tapes know which these are. In a loop of the program's own they are those
+    of a program that scales nothing, whose optimizers are looked at once. In reach there, but in no
+    step, is the step of a model that `compile` has wrapped.
     """
-    if scaled_losses.thread.noted.has_scaled or optimizer in _seen or reach.current() is not None:
+    step = _step_of_thread()
+    if optimizer in _seen:
+        return
+    if step is None:
+        if scaled_losses.thread.noted.has_scaled or reach.current() is not None:
+            return
+        _seen.add(optimizer)
+        where, name, why, layers = "The optimizer", "optimizer", "", list(_scaled_layers)
+    else:
+        variables = [each for each in variables if key_of(each) in step.unscaled]
+        if not variables:
+            return
+        name = _name(step.model, optimizer)
+        where = f"In the {step.method} of the model {step.model.name!r}, {name}"
+        reason = step.unscaled[key_of(variables[0])]
+        why = f"(keras_mp scales by itself, but not here: {reason}.) "
+        layers = keras_api.flatten_layers(step.model)
+    layer = _float16_layer(layers, variables)
+    if layer is None or keras_api.is_in_keras_wrapper(optimizer):
         return
     _seen.add(optimizer)
-    if keras_api.is_in_keras_wrapper(optimizer):
-        return
-    layer = _float16_layer(list(_scaled_layers), variables)
-    if layer is not None:
-        _warn("The optimizer", ("optimizer", type(optimizer).__name__, layer))
-
-
-def _warn(where: str, names: tuple[str, str, str], why: str = "") -> None:
-    """Warns of an optimizer that applies gradients that nobody has scaled.
-
-    Args:
-        where: str. Where it is done, and which optimizer does it.
-        names: tuple of the optimizer's name in the program, its class, and a layer's name.
-        why: str. Why keras_mp does not scale.
-    """
-    name, kind, layer = names
     messages.warn(
-        f"{where} ({kind}) applies gradients of float16 layers, such as {layer!r}, of a loss that "
-        f"nobody has scaled: small gradients become zero. {why}Where the optimizer is made, add:\n"
+        f"{where} ({type(optimizer).__name__}) applies gradients of float16 layers, such as "
+        f"{layer!r}, of a loss that nobody has scaled: small gradients become zero. {why}Where the "
+        "optimizer is made, add:\n"
         f"    {name} = keras_mp.LossScaleOptimizer({name})\n"
         "and scale the loss in the tape, which apply_gradients undoes:\n"
         f"    scaled_loss = {name}.scale_loss(loss)\n"
@@ -489,18 +441,9 @@ def _name(model: tf.keras.Model, optimizer: Any) -> str:
     return f"self.{public[0]}" if public else "optimizer"
 
 
-def _float16_layer(
-    layers: Iterable[Any], variables: list[Any], unscaled: Collection[int] | None = None
-) -> str | None:
-    """Returns the name of the first layer in float16 that has one of these variables.
-
-    Args:
-        layers: iterable of layers.
-        variables: list of variables.
-        unscaled: keys of those that count, or None for all.
-    """
+def _float16_layer(layers: Iterable[Any], variables: list[Any]) -> str | None:
+    """Returns the name of the first layer in float16 that has one of these variables."""
     keys = {key_of(variable) for variable in variables}
-    keys = keys if unscaled is None else keys.intersection(unscaled)
     for layer in layers:
         if layer.compute_dtype != "float16" or keras_api.layers_inside(layer):
             continue

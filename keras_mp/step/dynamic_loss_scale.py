@@ -4,7 +4,7 @@ RFC 293, "The new LossScale class". This module needs TensorFlow only. `schedule
 arithmetic, and `scaled_step` looks at the gradients.
 """
 
-import functools
+import dataclasses
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +16,6 @@ from keras_mp.step.schedule import (
     History,
     LossScaleState,
     Schedule,
-    next_state,
 )
 from keras_mp.support import host, validation
 
@@ -95,9 +94,7 @@ class DynamicLossScale(LossScale):
             at_least=min_loss_scale,
             at_most=max_loss_scale,
         )
-        # A partial, since TensorFlow would make a dict part of the checkpoint.
-        self._next_state = functools.partial(
-            next_state,
+        self._schedule = Schedule(
             increment_period=validation.integer("increment_period", increment_period),
             multiplier=multiplier,
             backoff_multiplier=validation.number(
@@ -106,11 +103,8 @@ class DynamicLossScale(LossScale):
             hysteresis=validation.integer("hysteresis", hysteresis),
             min_loss_scale=min_loss_scale,
             max_loss_scale=max_loss_scale,
+            tolerance=validation.number("tolerance", tolerance, at_least=0, below=1),
         )
-        tolerance = validation.number("tolerance", tolerance, at_least=0, below=1)
-        if tolerance:
-            # Only then: an older keras_mp can read configs without it.
-            self._next_state = functools.partial(self._next_state, tolerance=tolerance)
         with tf.init_scope():
             # The attribute names are the checkpoint's keys, and those are the ones that
             # TensorFlow's own loss scales have written since 2.2.
@@ -138,42 +132,42 @@ class DynamicLossScale(LossScale):
 
         A `tf.function` keeps the number that was set when it was traced.
         """
-        return self._next_state.keywords["increment_period"]
+        return self._schedule.increment_period
 
     @increment_period.setter
     def increment_period(self, value: int) -> None:
         period = validation.integer("increment_period", value)
-        self._next_state = functools.partial(self._next_state, increment_period=period)
+        self._schedule = dataclasses.replace(self._schedule, increment_period=period)
 
     @property
     def multiplier(self) -> float:
         """The factor by which the scale grows."""
-        return self._next_state.keywords["multiplier"]
+        return self._schedule.multiplier
 
     @property
     def backoff_multiplier(self) -> float:
         """The factor by which the scale backs off."""
-        return self._next_state.keywords["backoff_multiplier"]
+        return self._schedule.backoff_multiplier
 
     @property
     def hysteresis(self) -> int:
         """The number of consecutive non-finite steps before the scale backs off."""
-        return self._next_state.keywords["hysteresis"]
+        return self._schedule.hysteresis
 
     @property
     def min_loss_scale(self) -> float:
         """The lowest value of the scale."""
-        return self._next_state.keywords["min_loss_scale"]
+        return self._schedule.min_loss_scale
 
     @property
     def max_loss_scale(self) -> float:
         """The highest value of the scale."""
-        return self._next_state.keywords["max_loss_scale"]
+        return self._schedule.max_loss_scale
 
     @property
     def tolerance(self) -> float:
         """The share of steps that may be non-finite before the scale backs off."""
-        return self._next_state.keywords.get("tolerance", 0.0)
+        return self._schedule.tolerance
 
     @property
     def loss_scale(self) -> tf.Variable:
@@ -221,8 +215,7 @@ class DynamicLossScale(LossScale):
     ) -> tuple[LossScaleState, History | None]:
         """Returns the state and the `History` after a step, as `Schedule.after` does."""
         before = LossScaleState(loss_scale, self.good_steps, self.bad_steps)
-        schedule = Schedule(**self._next_state.keywords)
-        return schedule.after(before, self.history, finite, loss_is_finite)
+        return self._schedule.after(before, self.history, finite, loss_is_finite)
 
     def history(self) -> History:
         """Returns the `History` of the schedule, of float32 scalar tensors."""
@@ -325,7 +318,11 @@ class DynamicLossScale(LossScale):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments, without the state."""
-        return {"initial_loss_scale": self._initial_loss_scale, **self._next_state.keywords}
+        config = {"initial_loss_scale": self._initial_loss_scale}
+        config |= dataclasses.asdict(self._schedule)
+        if not self.tolerance:
+            del config["tolerance"]  # An older keras_mp can read configs without it.
+        return config
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DynamicLossScale":
         # New variables rather than copied ones, since only new ones belong to the strategy in whose

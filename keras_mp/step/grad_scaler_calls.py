@@ -67,6 +67,7 @@ class _Step(Notes):
     optimizers: Mapping[Any, Any] = types.MappingProxyType({})
     finite: Mapping[Any, tf.Tensor] = types.MappingProxyType({})
     unclipped: Mapping[Any, Sequence[Gradient]] = types.MappingProxyType({})
+    tensors = (*Notes.tensors, "finite", "unclipped")
 
     def has_begun(self) -> bool:
         return self.of_losses is not Stage.READY or bool(self.stages)
@@ -80,21 +81,55 @@ class _Step(Notes):
         return not {Stage.APPLIED, Stage.SPOILED}.isdisjoint(self.stages.values())
 
 
-class UnscaledGradScalerCalls(Calls):
-    """The calls of a `GradScaler` that scales nothing.
+class GradScalerCalls(Calls):
+    """The calls of a `GradScaler`, which all threads share.
 
-    They keep the losses until `update`.
+    A wrong call is an error. In a function in which nothing was called before, and of which no
+    other calls are known, it is a warning, and the step is not made.
     """
 
-    def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> Any:
-        """Notes losses, and returns them."""
-        earlier = self._record.notes().losses
-        losses = super().scale(losses, scaled_by)
-        self._record.notes().losses = (*earlier, *self._record.notes().losses)
-        return losses
+    def __init__(self, loss_scale: LossScaleValue, scales: bool = True) -> None:
+        super().__init__(loss_scale, scales, Notebook(_Step, is_shared=scales))
+        self._lock = threading.RLock()
+        # Whether gradients that were unscaled are finite, for functions that go on with a step that
+        # was begun elsewhere.
+        self._finite: dict[Any, tf.Variable] = {}
+        # The optimizers that were named, as weak references where that is possible.
+        self._named: list[Callable[[], Any]] = []
+        self._was_left_out = False
+        # Whether a function calls `update` for steps that are made elsewhere.
+        self._is_updated_elsewhere = False
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """Returns the variables that are not part of checkpoints, by name."""
+        verdicts = {f"finite_{i}": v for i, v in enumerate(self._finite.values())}
+        return {**super().variables(), **verdicts}
+
+    def scale(self, losses: Any) -> Any:
+        """Multiplies a structure of losses, by the same number between two updates."""
+        if not self.scales:
+            notes = self._record.notes()
+            flat = (loss for loss in tf.nest.flatten(losses) if tf.is_tensor(loss))
+            notes.losses = (*notes.losses, *flat)
+            return losses
+        flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
+        with self._lock:
+            step = self._of_this_step()
+            if self._is_updated_elsewhere and Stage.APPLIED in step.stages.values():
+                step = _Step()
+            if step.of_losses in (Stage.BY_TAPE, Stage.IN_TWO_WAYS):
+                raise ValueError(_TWO_WAYS)
+            goes_on = step.of_losses is Stage.SCALED
+            scaled_by = self._scale_of(step) if goes_on else self._loss_scale()
+            scaled = [gradients.scale_loss(loss, scaled_by) for loss in flat]
+            earlier = step.losses if goes_on else ()
+            self._note_losses(step, _AFTER_SCALING, scaled_by, (*earlier, *flat))
+        return tf.nest.pack_sequence_as(losses, scaled)
 
     def refuse_tape_beside_scale(self) -> None:
-        """Refuses a tape that scales losses after a loss was scaled in another way."""
+        """Raises an error if a loss was scaled since the last update."""
+        if self._of_this_step().of_losses in (Stage.SCALED, Stage.IN_TWO_WAYS):
+            raise ValueError(_TWO_WAYS)
 
     def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
         """Notes that a tape has scaled losses, and unscaled the gradients.
@@ -102,6 +137,12 @@ class UnscaledGradScalerCalls(Calls):
         Args:
             losses: sequence of tensors, not scaled.
         """
+        if not self.scales:
+            return
+        with self._lock:
+            step = self._of_this_step()
+            known = step.losses if step.of_losses is Stage.BY_TAPE else ()
+            self._note_losses(step, _AFTER_TAPE, self._loss_scale(), (*known, *losses))
 
     def unscale(
         self, grads: Sequence[Any], optimizer: Any = None, *, may_skip: bool = True
@@ -114,18 +155,77 @@ class UnscaledGradScalerCalls(Calls):
             may_skip: bool. Whether a step can be skipped, in which case the gradients are tested.
                 Defaults to True.
         """
-        del optimizer, may_skip
-        return list(grads)
+        if not self.scales:
+            return list(grads)
+        with self._lock:
+            key = self._key(optimizer)
+            step = self._current(key)
+            scaled_by = self._scale_of(step)
+            unscaled = gradients.unscale(grads, scaled_by)
+            finite = finiteness.all_finite(unscaled) if may_skip else tf.constant(True)
+            is_wrong = self._is_wrong(_WRONG_UNSCALE, step.stage(key))
+            earlier = self._found(step, key)
+            finite = finite if earlier is None else tf.logical_and(finite, earlier)
+            stage = Stage.SPOILED if is_wrong else Stage.UNSCALED
+            self._note(
+                step,
+                scaled_by,
+                stages={**step.stages, key: stage},
+                optimizers={**step.optimizers, key: optimizer},
+                finite={**step.finite, key: finite},
+                unclipped={**step.unclipped, key: unscaled},
+            )
+            self._verdict(key).assign(finite, read_value=False)
+        return unscaled
 
     @contextlib.contextmanager
     def applying(self, optimizer: Any) -> Iterator[GradientState | None]:
         """Context manager in which an optimizer makes a step.
 
+        It notes the step. A step that raises an exception does not count.
+
         Yields:
             The state of its gradients; None if the step must not be made, as a warning said.
         """
-        del optimizer
-        yield GradientState(losses=self.losses())
+        if not self.scales:
+            yield GradientState(losses=self.losses())
+            return
+        with self._lock:
+            key = self._key(optimizer)
+            step = self._current(key)
+            scaled_by = self._scale_of(step)
+            keys = [key]
+            if step.stages.get(None, Stage.SCALED) is not Stage.SCALED:
+                # If gradients were unscaled without an optimizer, they belong to the first one to
+                # make a step.
+                keys.append(None)
+            stages = [step.stage(each) for each in keys]
+            is_wrong = any(self._is_wrong(_WRONG_STEP, s, _NOT_MADE) for s in stages)
+            scaled = all(stage is Stage.SCALED for stage in stages)
+            verdicts = [self._found(step, each) for each in keys]
+            verdicts = [each for each in verdicts if each is not None]
+            given = GradientState(
+                scaled,
+                scaled_by,
+                not scaled,
+                step.losses,
+                [gradient for each in keys for gradient in step.unclipped.get(each, ())],
+                tf.reduce_all(verdicts) if verdicts else None,
+            )
+            before = {each: step.stages[each] for each in keys if each in step.stages}
+            after = {**step.stages, key: Stage.APPLIED}
+            if None in keys:
+                after[None] = Stage.SCALED
+            optimizers = {**step.optimizers, key: optimizer}
+            self._note(step, scaled_by, stages=after, optimizers=optimizers, unclipped={})
+        try:
+            yield None if is_wrong else given
+        except BaseException:
+            with self._lock:
+                stages = self._record.notes().stages
+                others = {k: stage for k, stage in stages.items() if k not in keys}
+                self._record.note(stages={**others, **before})
+            raise
 
     def update(self, *, begins_anew: bool = False) -> bool:
         """Notes that all optimizers have made their steps.
@@ -137,151 +237,22 @@ class UnscaledGradScalerCalls(Calls):
         Returns:
             Whether a step was made; True in a function that knows nothing of the step.
         """
-        self._record.notes().losses = ()
-        return True
-
-
-class GradScalerCalls(UnscaledGradScalerCalls):
-    """The calls of a `GradScaler`, which all threads share.
-
-    A wrong call is an error. In a function in which nothing was called before, and of which no
-    other calls are known, it is a warning, and the step is not made.
-    """
-
-    scales = True
-
-    def __init__(self, loss_scale: LossScaleValue) -> None:
-        super().__init__(loss_scale)
-        self._record: Notebook[_Step] = Notebook(_Step, is_shared=True)
-        self._lock = threading.RLock()
-        # The factor of the losses, and whether gradients that were unscaled are finite, for
-        # functions that go on with a step that was begun elsewhere.
-        self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
-        self._finite: dict[Any, tf.Variable] = {}
-        # The optimizers that were named, as weak references where that is possible.
-        self._named: list[Callable[[], Any]] = []
-        self._was_left_out = False
-        # Whether a function calls `update` for steps that are made elsewhere.
-        self._is_updated_elsewhere = False
-
-    def variables(self) -> dict[str, tf.Variable]:
-        """Returns the variables that are not part of checkpoints, by name."""
-        verdicts = {f"finite_{i}": v for i, v in enumerate(self._finite.values())}
-        return {"scaled_by": self._scaled_by, **verdicts}
-
-    def scale(self, losses: Any, scaled_by: Any = None) -> Any:
-        """Multiplies losses, by the same number between two updates."""
-        flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
+        if not self.scales:
+            self._record.notes().losses = ()
+            return True
         with self._lock:
-            step = self._of_this_step()
-            if self._is_updated_elsewhere and Stage.APPLIED in step.stages.values():
-                step = _Step()
-            if step.of_losses in (Stage.BY_TAPE, Stage.IN_TWO_WAYS):
-                raise ValueError(_TWO_WAYS)
-            goes_on = step.of_losses is Stage.SCALED
-            if scaled_by is None:
-                scaled_by = self._scale_of(step, True) if goes_on else self._loss_scale()
-            scaled = [gradients.scale_loss(loss, scaled_by) for loss in flat]
-            earlier = step.losses if goes_on else ()
-            self._note_losses(step, _AFTER_SCALING, scaled_by, (*earlier, *flat))
-        return tf.nest.pack_sequence_as(losses, scaled)
-
-    def refuse_tape_beside_scale(self) -> None:
-        """Raises an error if a loss was scaled since the last update."""
-        if self._of_this_step().of_losses in (Stage.SCALED, Stage.IN_TWO_WAYS):
-            raise ValueError(_TWO_WAYS)
-
-    def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
-        """Notes that a tape has scaled losses, and unscaled the gradients."""
-        with self._lock:
-            step = self._of_this_step()
-            known = step.losses if step.of_losses is Stage.BY_TAPE else ()
-            self._note_losses(step, _AFTER_TAPE, self._loss_scale(), (*known, *losses))
-
-    def unscale(
-        self, grads: Sequence[Any], optimizer: Any = None, *, may_skip: bool = True
-    ) -> list[Any]:
-        """Divides gradients by the factor of the losses."""
-        with self._lock:
-            key = self._key(optimizer)
-            step, is_here = self._current(key)
-            scaled_by = self._scale_of(step, is_here)
-            unscaled = gradients.unscale(grads, scaled_by)
-            finite = finiteness.all_finite(unscaled) if may_skip else tf.constant(True)
-            is_wrong = self._is_wrong(_WRONG_UNSCALE, step.stage(key))
-            earlier = self._found(step, is_here, key)
-            finite = finite if earlier is None else tf.logical_and(finite, earlier)
-            stage = Stage.SPOILED if is_wrong else Stage.UNSCALED
-            self._note_stages(step, {**step.stages, key: stage}, key, optimizer)
-            own = self._record.notes()
-            own.finite = {**(step.finite if is_here else {}), key: finite}
-            own.unclipped = {**(step.unclipped if is_here else {}), key: unscaled}
-            own.scaled_by, own.losses = scaled_by, step.losses if is_here else ()
-            self._verdict(key).assign(finite, read_value=False)
-        return unscaled
-
-    @contextlib.contextmanager
-    def applying(self, optimizer: Any) -> Iterator[GradientState | None]:
-        """Context manager in which an optimizer makes a step.
-
-        It notes the step. A step that raises an exception does not count.
-        """
-        with self._lock:
-            key, own = self._key(optimizer), self._record.notes()
-            step, is_here = self._current(key)
-            scaled_by, losses = self._scale_of(step, is_here), step.losses if is_here else ()
-            keys = [key]
-            if step.stages.get(None, Stage.SCALED) is not Stage.SCALED:
-                # If gradients were unscaled without an optimizer, they belong to the first one to
-                # make a step.
-                keys.append(None)
-            stages = [step.stage(each) for each in keys]
-            is_wrong = any(self._is_wrong(_WRONG_STEP, s, _NOT_MADE) for s in stages)
-            scaled = all(stage is Stage.SCALED for stage in stages)
-            verdicts = [self._found(step, is_here, each) for each in keys]
-            verdicts = [each for each in verdicts if each is not None]
-            given = GradientState(
-                scaled,
-                scaled_by,
-                not scaled,
-                losses,
-                [g for each in keys for g in (step.unclipped.get(each, ()) if is_here else ())],
-                tf.reduce_all(verdicts) if verdicts else None,
-            )
-            before = {each: step.stages[each] for each in keys if each in step.stages}
-            after = {**step.stages, key: Stage.APPLIED}
-            if None in keys:
-                after[None] = Stage.SCALED
-            self._note_stages(step, after, key, optimizer)
-            own.scaled_by, own.losses = scaled_by, losses
-            own.finite, own.unclipped = (step.finite, {}) if is_here else ({}, {})
-        try:
-            yield None if is_wrong else given
-        except BaseException:
-            with self._lock:
-                others = {k: stage for k, stage in own.stages.items() if k not in keys}
-                self._record.note(stages={**others, **before})
-            raise
-
-    def update(self, *, begins_anew: bool = False) -> bool:
-        """Notes that all steps were made."""
-        with self._lock:
-            step, _ = self._record.current(_Step.has_stepped)
+            step = self._record.current(_Step.has_stepped)
             has_begun, has_stepped = step.has_begun(), step.has_stepped()
             is_own = step is self._record.notes()
             self._is_updated_elsewhere |= not is_own and not tf.executing_eagerly()
             if not has_stepped and not begins_anew:
                 self._is_wrong(_WRONG_UPDATE, Stage.READY)
-            nothing: Any = {}
-            self._record.note(
-                **{"of_losses": Stage.READY, "stages": nothing, "optimizers": nothing},
-                **{"finite": nothing, "unclipped": nothing, "losses": (), "scaled_by": None},
-            )
+            self._note(_Step(), None)
             if tf.distribute.in_cross_replica_context():
                 self._record.forget()
         return has_stepped or not has_begun
 
-    def _current(self, key: Any) -> tuple[_Step, bool]:
+    def _current(self, key: Any) -> _Step:
         """Returns the notes for a call for one optimizer, as `Notebook.current` does."""
         return self._record.current(lambda step: step.stage(key) is not Stage.APPLIED)
 
@@ -290,8 +261,8 @@ class GradScalerCalls(UnscaledGradScalerCalls):
 
         A function in which nothing was called begins anew, unless the graph around it has begun.
         """
-        step, is_here = self._record.current()
-        return step if is_here else self._record.notes()
+        step = self._record.current()
+        return self._record.notes() if step.is_elsewhere else step
 
     def _note_losses(
         self,
@@ -302,28 +273,20 @@ class GradScalerCalls(UnscaledGradScalerCalls):
     ) -> None:
         stages = {key: after.get(stage, stage) for key, stage in step.stages.items()}
         of_losses = after.get(step.of_losses, step.of_losses)
-        self._record.note(of_losses=of_losses, stages=stages, optimizers=step.optimizers)
-        own = self._record.notes()
-        own.scaled_by, own.losses = scaled_by, losses
+        self._note(step, scaled_by, of_losses=of_losses, stages=stages, losses=losses)
         self._scaled_by.assign(scaled_by, read_value=False)
 
-    def _note_stages(
-        self, step: _Step, stages: Mapping[Any, Stage], key: Any, optimizer: Any
-    ) -> None:
-        optimizers = {**step.optimizers, key: optimizer}
-        self._record.note(of_losses=step.of_losses, stages=stages, optimizers=optimizers)
+    def _note(self, step: _Step, scaled_by: tf.Tensor | None, **known: Any) -> None:
+        """Notes a step with what is known anew of it."""
+        names = ("of_losses", "stages", "optimizers", "losses", "finite", "unclipped")
+        before = {name: getattr(step, name) for name in names}
+        self._record.note(**{**before, "scaled_by": scaled_by, **known})
 
-    def _scale_of(self, step: _Step, is_here: bool) -> tf.Tensor:
-        """Returns the factor of the losses, a float32 scalar tensor."""
-        if is_here and step.scaled_by is not None:
-            return step.scaled_by
-        return tf.convert_to_tensor(self._scaled_by)
-
-    def _found(self, step: _Step, is_here: bool, key: Any) -> tf.Tensor | None:
+    def _found(self, step: _Step, key: Any) -> tf.Tensor | None:
         """Returns the verdict on gradients that were unscaled, or None if none were."""
         if step.stage(key) not in (Stage.UNSCALED, Stage.UNSCALED_BEFORE):
             return None
-        if is_here and key in step.finite:
+        if key in step.finite:
             return step.finite[key]
         return tf.convert_to_tensor(self._verdict(key))
 

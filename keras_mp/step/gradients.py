@@ -4,7 +4,6 @@ RFC 293, "LossScaleOptimizer Overview". This module needs TensorFlow only. A gra
 `tf.IndexedSlices` (which stays sparse) or None (which stays None).
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -89,17 +88,20 @@ def scale(gradients: Sequence[Gradient], scaled_by: tf.Tensor) -> list[Gradient]
     return _multiply(gradients, lambda dtype: tf.cast(scaled_by, dtype))
 
 
-def unscale(gradients: Sequence[Gradient], divisor: tf.Tensor) -> list[Gradient]:
+def unscale(gradients: Sequence[Gradient], divisor: tf.Tensor | None) -> list[Gradient]:
     """Divides gradients by a number, each in its own dtype.
 
     Args:
         gradients: sequence of gradients.
-        divisor: float32 scalar tensor, whose reciprocal float32 holds too.
+        divisor: float32 scalar tensor, whose reciprocal float32 holds too; None leaves them as
+            they are.
 
     Returns:
         list of gradients. They are bitwise the quotients if the divisor is a power of two, else
         within one unit in the last place of the quotients.
     """
+    if divisor is None:
+        return list(gradients)
     # A product takes half the time of a quotient.
     return _multiply(gradients, lambda dtype: 1 / tf.cast(divisor, dtype))
 
@@ -282,36 +284,6 @@ def _cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
         return kept_casts.to_16_bits(values, dtype) if is_rounded else tf.cast(values, dtype)
 
     return map_values(cast, gradient)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sums:
-    """Gradients, which are sums over replicas if there are several.
-
-    Attributes:
-        values: the gradients, packed if there is an `unpack`.
-        divisor: float32 scalar tensor, the number that unscales the gradients; None if they are
-            unscaled.
-        unpack: function that returns the single gradients; None if they are not packed.
-        count: int. The number of gradients among the values, which marks may follow. Defaults to
-            all.
-    """
-
-    values: list[Gradient]
-    divisor: tf.Tensor | None = None
-    unpack: Callable[[list[Gradient]], list[Gradient]] | None = None
-    count: int | None = None
-
-    def one_by_one(self) -> list[Gradient]:
-        """Returns the single gradients, without marks."""
-        return (self.unpack(self.values) if self.unpack else self.values)[: self.count]
-
-    def unscaled(self) -> "Sums":
-        """Returns the same gradients divided by the divisor."""
-        if self.divisor is None:
-            return self
-        # They are unscaled while they are packed: one operation for many small gradients.
-        return Sums(unscale(self.values, self.divisor), None, self.unpack)
 
 
 class ScalingTape(tf.GradientTape):

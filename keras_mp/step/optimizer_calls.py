@@ -110,33 +110,59 @@ class _Step(Notes):
     is_whole = False
     unclipped: Sequence[Gradient] = ()
     results: tuple["weakref.ref[Any]", ...] = ()
+    tensors = (*Notes.tensors, "unclipped")
 
     def has_begun(self) -> bool:
         return self.stage.has_begun()
 
 
-class UnscaledOptimizerCalls(Calls):
-    """The calls of a `LossScaleOptimizer` that scales nothing."""
+class OptimizerCalls(Calls):
+    """The calls of a `LossScaleOptimizer`.
+
+    A missing call is reported, and the step is made.
+    """
+
+    def __init__(self, loss_scale: LossScaleValue, scales: bool = True) -> None:
+        super().__init__(loss_scale, scales, Notebook(_Step))
+
+    def scale(self, loss: Any, scaled_by: tf.Tensor) -> tf.Tensor:
+        """Multiplies a loss, which `begin` notes."""
+        own = self._record.notes()
+        if not self.scales:
+            own.losses = (loss,) if tf.is_tensor(loss) else ()
+            return loss
+        self._refuse_results([loss], "get_scaled_loss")
+        scaled = gradients.scale_loss(loss, scaled_by)
+        # The losses since the last step that was made here. If a program makes none, a few are
+        # kept.
+        own.losses = (*own.losses, tf.convert_to_tensor(loss))[-_MOST_LOSSES:]
+        self._remember_results([scaled])
+        return scaled
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
-        """Notes that a loss was scaled, which begins a step.
+        """Notes that a loss was scaled, which begins a step, whatever was called before.
 
         Args:
             scaled_by: float32 scalar tensor.
             to_apply: bool. True if `applying` unscales the gradients, False if `unscale` does.
         """
+        if not self.scales:
+            return
+        own = self._record.notes()
+        # Overlapping steps can be told apart only if different calls unscale their gradients.
+        is_whole = own.stage.has_scaled() and (own.stage is Stage.SCALED_TO_APPLY) is not to_apply
+        self._record.note(
+            stage=Stage.SCALED_TO_APPLY if to_apply else Stage.SCALED,
+            **{"applied": frozenset(), "unscaled": frozenset(), "is_whole": is_whole},
+            **{"scaled_by": scaled_by, "unclipped": ()},
+        )
+        if self._scaled_by is not None and not host.in_v1_graph():
+            self._scaled_by.assign(scaled_by, read_value=False)
 
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
-        """Notes that the user has multiplied the loss of gradients by the loss scale."""
-
-    def unscale_early(self, grads: Sequence[Any], variables: Iterable[Any]) -> Sequence[Any]:
-        """Unscales gradients that `applying` would unscale, before a wrapper sees them.
-
-        Args:
-            grads: sequence of gradients.
-            variables: iterable of their variables.
-        """
-        return grads
+        """Notes that the user has multiplied the loss of gradients, which `applying` unscales."""
+        self._refuse_results(grads, "apply_gradients(scaled=True)")
+        self.begin(self._loss_scale(), to_apply=True)
 
     def unscale(self, grads: Sequence[Any], *, by_tape: bool = False) -> list[Any]:
         """Divides gradients by the factor of the loss.
@@ -145,18 +171,75 @@ class UnscaledOptimizerCalls(Calls):
             grads: sequence of gradients.
             by_tape: bool. Whether a tape has divided them already. Defaults to False.
         """
-        del by_tape
-        return list(grads)
+        if not self.scales:
+            return list(grads)
+        self._refuse_results(grads, "get_unscaled_gradients")
+        scaled_by = self._scale_of_step()
+        unscaled = gradients.unscale(grads, None if by_tape else scaled_by)
+        stage = self._record.current().stage.after_unscaling()
+        self._note_unscaled(stage, unscaled, scaled_by=scaled_by)
+        self._remember_results(unscaled)
+        return unscaled
+
+    def unscale_early(self, grads: Sequence[Any], variables: Iterable[Any]) -> Sequence[Any]:
+        """Unscales gradients that `applying` would unscale, before a wrapper sees them.
+
+        Args:
+            grads: sequence of gradients.
+            variables: iterable of their variables.
+        """
+        step, ids = self._record.current(), frozenset(id(v) for v in variables)
+        is_another_part = bool(step.unscaled) and step.unscaled.isdisjoint(ids)
+        is_early = step.stage in (Stage.UNSCALED_EARLY, Stage.APPLIED_EARLY)
+        if step.stage is not Stage.SCALED_TO_APPLY and not (is_another_part and is_early):
+            return grads
+        scaled_by, ids = self._scale_of_step(), step.unscaled | ids
+        unscaled = gradients.unscale(grads, scaled_by)
+        self._note_unscaled(Stage.UNSCALED_EARLY, unscaled, scaled_by=scaled_by, unscaled=ids)
+        return unscaled
 
     @contextlib.contextmanager
     def applying(self, variables: Iterable[Any]) -> Iterator[GradientState]:
-        """Context manager in which gradients are applied, which it notes at the end.
+        """Context manager in which gradients are applied.
+
+        It notes the step, and warns of missing calls.
 
         Args:
             variables: iterable of the variables that the gradients are applied to.
         """
-        yield GradientState(losses=self.losses())
-        self._record.notes().losses = ()
+        if not self.scales:
+            yield GradientState(losses=self.losses())
+            self._record.notes().losses = ()
+            return
+        variables = list(variables)
+        step, own = self._record.current(), self._record.notes()
+        stage, applied = step.stage, frozenset(id(v) for v in variables)
+        before = frozenset() if step.is_whole else step.applied
+        # Gradients of other variables may be another part of the step that was applied last.
+        goes_on = bool(before) and before.isdisjoint(applied)
+        is_early = applied <= step.unscaled
+        applied = before | applied if goes_on else applied
+        # It is said once that a function makes no calls at all, until it makes one.
+        is_told = stage is Stage.READY and own.time > 0 and not tf.executing_eagerly()
+        is_by_tape = scaled_losses.thread.noted.are_by_tape(variables)
+        if stage.misses_a_call(goes_on) and not is_told and not is_by_tape:
+            messages.warn(missing_call(stage))
+            if stage.has_scaled() or tf.executing_eagerly():
+                applied = frozenset()
+        scaled_by, unclipped = self._scale_of_step(), list(step.unclipped)
+        step.unclipped = ()
+        yield GradientState(
+            stage.is_scaled(goes_on, is_early),
+            scaled_by,
+            stage.is_divided(goes_on),
+            self.losses(),
+            unclipped,
+        )
+        stage = stage.after_applying(goes_on, is_early)
+        known = {"stage": stage, "applied": applied, "unscaled": step.unscaled, "losses": ()}
+        self._record.note(**known, is_whole=step.is_whole, scaled_by=scaled_by)
+        if step is not own and tf.executing_eagerly():
+            vars(step).update(known)  # The thread that began the step is done with it.
 
     @contextlib.contextmanager
     def whole_step(self) -> Iterator[None]:
@@ -185,145 +268,18 @@ class UnscaledOptimizerCalls(Calls):
             _restore(notes, before)
             raise
 
-
-class OptimizerCalls(UnscaledOptimizerCalls):
-    """The calls of a `LossScaleOptimizer`.
-
-    A missing call is reported, and the step is made.
-    """
-
-    scales = True
-
-    def __init__(self, loss_scale: LossScaleValue) -> None:
-        super().__init__(loss_scale)
-        self._record: Notebook[_Step] = Notebook(_Step)
-        # The factor of the loss, for functions that apply gradients of a loss that was scaled
-        # elsewhere. A graph of TensorFlow 1 would save the variable.
-        self._scaled_by = None
-        if not host.in_v1_graph():
-            self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
-
-    def variables(self) -> dict[str, tf.Variable]:
-        """Returns the variables that are not part of checkpoints, by name."""
-        return {} if self._scaled_by is None else {"scaled_by": self._scaled_by}
-
-    def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
-        """Begins a step, whatever was called before."""
-        own = self._record.notes()
-        # Overlapping steps can be told apart only if different calls unscale their gradients.
-        is_whole = own.stage.has_scaled() and (own.stage is Stage.SCALED_TO_APPLY) is not to_apply
-        self._record.note(
-            stage=Stage.SCALED_TO_APPLY if to_apply else Stage.SCALED,
-            **{"applied": frozenset(), "unscaled": frozenset(), "is_whole": is_whole},
-        )
-        own.scaled_by, own.unclipped = scaled_by, ()
-        if self._scaled_by is not None and not host.in_v1_graph():
-            self._scaled_by.assign(scaled_by, read_value=False)
-
-    def begin_by_hand(self, grads: Sequence[Any]) -> None:
-        """Begins a step that `applying` unscales."""
-        self._refuse_results(grads, "apply_gradients(scaled=True)")
-        self.begin(self._loss_scale(), to_apply=True)
-
-    def scale(self, losses: Any, scaled_by: tf.Tensor | None = None) -> tf.Tensor:
-        """Multiplies a loss (not a structure of losses).
-
-        `begin` notes it.
-        """
-        self._refuse_results([losses], "get_scaled_loss")
-        scaled_by = self._loss_scale() if scaled_by is None else scaled_by
-        scaled = gradients.scale_loss(losses, scaled_by)
-        own = self._record.notes()
-        # The losses since the last step that was made here. If a program makes none, a few are
-        # kept.
-        own.losses = (*own.losses, tf.convert_to_tensor(losses))[-_MOST_LOSSES:]
-        self._remember_results([scaled])
-        return scaled
-
-    def unscale(self, grads: Sequence[Any], *, by_tape: bool = False) -> list[Any]:
-        """Divides gradients by the factor of the loss, unless the tape has done so."""
-        self._refuse_results(grads, "get_unscaled_gradients")
-        scaled_by, unscaled = self._scale_of_step(), list(grads)
-        if not by_tape:
-            unscaled = gradients.unscale(grads, scaled_by)
-        stage = self._record.current()[0].stage.after_unscaling()
-        self._note_unscaled(stage, unscaled, scaled_by=scaled_by)
-        self._remember_results(unscaled)
-        return unscaled
-
-    def unscale_early(self, grads: Sequence[Any], variables: Iterable[Any]) -> Sequence[Any]:
-        """Unscales gradients that `applying` would unscale, before a wrapper sees them."""
-        step, ids = self._record.current()[0], frozenset(id(v) for v in variables)
-        is_another_part = bool(step.unscaled) and step.unscaled.isdisjoint(ids)
-        is_early = step.stage in (Stage.UNSCALED_EARLY, Stage.APPLIED_EARLY)
-        if step.stage is not Stage.SCALED_TO_APPLY and not (is_another_part and is_early):
-            return grads
-        scaled_by, ids = self._scale_of_step(), step.unscaled | ids
-        unscaled = gradients.unscale(grads, scaled_by)
-        self._note_unscaled(Stage.UNSCALED_EARLY, unscaled, scaled_by=scaled_by, unscaled=ids)
-        return unscaled
-
-    @contextlib.contextmanager
-    def applying(self, variables: Iterable[Any]) -> Iterator[GradientState]:
-        """Context manager in which the step is made.
-
-        It notes the step, and warns of missing calls.
-        """
-        variables = list(variables)
-        (step, is_here), own = self._record.current(), self._record.notes()
-        stage, applied = step.stage, frozenset(id(v) for v in variables)
-        before = frozenset() if step.is_whole else step.applied
-        # Gradients of other variables may be another part of the step that was applied last.
-        goes_on = bool(before) and before.isdisjoint(applied)
-        is_early = applied <= step.unscaled
-        applied = before | applied if goes_on else applied
-        # It is said once that a function makes no calls at all, until it makes one.
-        is_told = stage is Stage.READY and own.time > 0 and not tf.executing_eagerly()
-        is_by_tape = scaled_losses.thread.noted.are_by_tape(variables)
-        if stage.misses_a_call(goes_on) and not is_told and not is_by_tape:
-            messages.warn(missing_call(stage))
-            if stage.has_scaled() or tf.executing_eagerly():
-                applied = frozenset()
-        scaled_by, unclipped = self._scale_of_step(), []
-        if is_here:
-            unclipped, step.unclipped = list(step.unclipped), ()
-        yield GradientState(
-            stage.is_scaled(goes_on, is_early),
-            scaled_by,
-            stage.is_divided(goes_on),
-            self.losses(),
-            unclipped,
-        )
-        stage = stage.after_applying(goes_on, is_early)
-        known = {"stage": stage, "applied": applied, "unscaled": step.unscaled, "losses": ()}
-        self._record.note(**known, is_whole=step.is_whole, scaled_by=scaled_by)
-        if step is not own and tf.executing_eagerly() and is_here:
-            vars(step).update(known)  # The thread that began the step is done with it.
-
     def _note_unscaled(self, stage: Stage, grads: Sequence[Any], **known: Any) -> None:
-        step, _ = self._record.current()
-        kept = {name: getattr(step, name) for name in ("applied", "unscaled", "is_whole")}
-        losses = tuple(self.losses())
-        self._record.note(**{**kept, "stage": stage, **known})
-        own = self._record.notes()
-        own.unclipped, own.losses = list(grads), losses
+        step = self._record.current()
+        names = ("applied", "unscaled", "is_whole", "losses")
+        before = {name: getattr(step, name) for name in names}
+        self._record.note(**{**before, "stage": stage, "unclipped": list(grads), **known})
 
     def _scale_of_step(self) -> tf.Tensor:
-        """Returns the factor by which the loss of this step was multiplied.
-
-        The loss scale may have moved since then, by other steps or by another part of this one.
-        """
-        step, is_here = self._record.current()
+        """Returns the factor by which the loss of this step was multiplied, or will be."""
+        step = self._record.current()
         if not step.stage.has_scaled() and step.stage < Stage.APPLIED:
             return self._loss_scale()
-        if is_here and step.scaled_by is not None:
-            return step.scaled_by
-        scaled_by: Any = self._scaled_by
-        in_variable = scaled_by is not None and not host.in_v1_graph()
-        if not in_variable:
-            return self._loss_scale()
-        assert scaled_by is not None
-        return tf.convert_to_tensor(scaled_by)
+        return self._scale_of(step)
 
     def _remember_results(self, results: Iterable[Any]) -> None:
         self._record.notes().results = tuple(weakref.ref(r) for r in results if r is not None)

@@ -10,10 +10,11 @@ when it is traced. Only numbers, such as the factor of the loss, go from graph t
 variables.
 """
 
+import copy
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
@@ -26,6 +27,8 @@ class Notes:
 
     Attributes:
         time: int. When the last call was noted, in calls; 0 if none was.
+        is_eager: bool. Whether they are of eager code.
+        is_elsewhere: bool. Whether they are of code whose tensors cannot be used here.
         replica: int or None. The number of the replica that makes the calls; None without replicas.
         losses: the losses of the step.
         scaled_by: the factor of the losses, a float32 scalar tensor; None if it is not known here.
@@ -34,14 +37,23 @@ class Notes:
     """
 
     time = 0
+    is_eager = is_elsewhere = False
     replica: int | None = None
     losses: tuple[tf.Tensor, ...] = ()
     scaled_by: tf.Tensor | None = None
     before_branches: tuple[int, dict[str, Any]] = (-1, {})
 
+    # The attributes that have tensors.
+    tensors: tuple[str, ...] = ("losses", "scaled_by")
+
     def has_begun(self) -> bool:
         """Whether a step has begun, and is not over."""
         return False
+
+    def drop_tensors(self) -> None:
+        """Forgets the tensors."""
+        for name in self.tensors:
+            vars(self).pop(name, None)
 
 
 N = TypeVar("N", bound=Notes)
@@ -61,8 +73,8 @@ class Notebook(Generic[N]):
         self._of_threads: weakref.WeakKeyDictionary[Any, N] = weakref.WeakKeyDictionary()
         # Replicas have a new thread in each `run`; a thread may be gone when its step goes on.
         self._of_replicas: dict[int | None, N] = {}
-        self._of_last_thread: N | None = None
-        self._of_graphs: list[weakref.ref[N]] = []
+        self._last_in_eager: N | None = None
+        self._all: list[weakref.ref[N]] = []
         self._times = itertools.count(1)
 
     def notes(self) -> N:
@@ -75,7 +87,7 @@ class Notebook(Generic[N]):
             return self._found(self._of_threads, threading.current_thread(), None)
         return self._found(self._of_replicas, replica, replica)
 
-    def current(self, prefers: Callable[[N], bool] = lambda notes: True) -> tuple[N, bool]:
+    def current(self, prefers: Callable[[N], bool] = lambda notes: True) -> N:
         """Returns the notes that a call goes by.
 
         Args:
@@ -83,32 +95,34 @@ class Notebook(Generic[N]):
                 Such steps are preferred to others. Defaults to any step.
 
         Returns:
-            tuple of the notes; and of whether their tensors can be used here. The notes are those
-            of this graph or of eager code, unless nothing was called here: then they are of a graph
-            around this one, or else those where a step was begun last.
+            The notes of this graph or of eager code, unless nothing was called here: then of a
+            graph around this one, or else those where a step was begun last, without tensors that
+            cannot be used here.
         """
         own = self.notes()
         graph: Any = host.current_graph()
         if (own.has_begun() and prefers(own)) or (graph is not None and own.time):
-            return own, True
+            return own
         while _has_function_around(graph):
             around = self._around(graph)
             if around.has_begun():
-                return around, True
+                return around
             graph = graph.outer_graph  # pyright: ignore[reportOptionalMemberAccess]
-        in_eager = list(self._of_replicas.values())
-        if self._of_last_thread is not None:
-            in_eager.append(self._of_last_thread)
+        living = [notes for notes in [refer() for refer in self._all] if notes is not None]
         begun = [
             each
-            for each in (*in_eager, *self._living())
+            for each in living
             if each.has_begun()
             and (each.replica == own.replica or None in (each.replica, own.replica))
         ]
         if not begun:
-            return own, True
+            return own
         found = max(begun, key=lambda each: (prefers(each), each.time))
-        return found, tf.executing_eagerly() and any(each is found for each in in_eager)
+        if not (found.is_eager and tf.executing_eagerly()):
+            found = copy.copy(found)
+            found.is_elsewhere = True
+            found.drop_tensors()
+        return found
 
     def note(self, **known: Any) -> None:
         """Notes what is known after a call, here and in the graphs around.
@@ -118,16 +132,13 @@ class Notebook(Generic[N]):
         own, graph, time = self.notes(), host.current_graph(), next(self._times)
         vars(own).update(known, time=time)
         if graph is None:
-            if not self._is_shared and _replica() is None:
-                self._of_last_thread = own
-            return
-        self._keep(own)
+            self._last_in_eager = own
         while _has_function_around(graph):
             around, count = self._in_graph(graph.outer_graph), _size(graph.outer_graph)
             if function_graphs.is_branch(graph) and around.before_branches[0] != count:
                 around.before_branches = count, dict(vars(around))
-            vars(around).update(known, time=time, scaled_by=None, losses=())
-            self._keep(around)
+            vars(around).update(known, time=time)
+            around.drop_tensors()
             graph = graph.outer_graph  # pyright: ignore[reportOptionalMemberAccess]
 
     def _around(self, graph: Any) -> N:
@@ -146,14 +157,7 @@ class Notebook(Generic[N]):
     def forget(self) -> None:
         """Forgets the step of eager code on all replicas."""
         self._of_replicas.clear()
-
-    def _keep(self, notes: N) -> None:
-        living = list(self._living())
-        if all(each is not notes for each in living):
-            self._of_graphs = [weakref.ref(each) for each in (*living, notes)]
-
-    def _living(self) -> Iterator[N]:
-        return (notes for notes in [refer() for refer in self._of_graphs] if notes is not None)
+        self._last_in_eager = None
 
     def _in_graph(self, graph: Any) -> N:
         # The graph itself has its notes, so that they keep no graph alive.
@@ -167,7 +171,9 @@ class Notebook(Generic[N]):
             return owners[key]
         except KeyError:
             notes = owners.setdefault(key, self._new())
-            notes.replica = replica
+            notes.replica, notes.is_eager = replica, host.current_graph() is None
+            living = (refer for refer in self._all if refer() is not None)
+            self._all = [*living, weakref.ref(notes)]
             return notes
 
 

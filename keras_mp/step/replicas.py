@@ -228,7 +228,7 @@ def agree(finite: tf.Tensor) -> tf.Tensor:
 
 def decide_for_all_replicas(
     decide: Callable[..., T],
-    verdicts: Sequence[tf.Tensor | None],
+    finite: tf.Tensor | None,
     state: State,
     on_each: Callable[[State], Any],
 ) -> T:
@@ -238,10 +238,10 @@ def decide_for_all_replicas(
     cross-replica context: a `tf.cond` in a replica context must not update a mirrored variable.
 
     Args:
-        decide: called once with the verdicts; with a list of the states of all replicas of this
+        decide: called once with the verdict; with a list of the states of all replicas of this
             process, or of this replica only; and with a function without arguments that calls
             `on_each` on each replica.
-        verdicts: bool scalar tensors, the same on every replica, or None.
+        finite: bool scalar tensor, the verdict, the same on every replica; or None.
         state: object, the state of this replica.
         on_each: takes the state of the replica that it runs on.
 
@@ -249,22 +249,17 @@ def decide_for_all_replicas(
         The result of `decide`.
     """
     if need_not_meet():
-        return decide(*verdicts, [state], lambda: on_each(state))
+        return decide(finite, [state], lambda: on_each(state))
 
     @do_not_convert
-    def cross_replica(
-        strategy: tf.distribute.Strategy, verdicts: Sequence[tf.Tensor], all: State
-    ) -> T:
+    def cross_replica(strategy: tf.distribute.Strategy, finite: Any, all: State) -> T:
         local = strategy.experimental_local_results
-        call = functools.partial(
-            strategy.extended.call_for_each_replica,
-            do_not_convert(functools.partial(on_each)),
-            args=(all,),
-        )
-        return decide(*(local(verdict)[0] for verdict in verdicts), local(all), call)
+        on_replica = do_not_convert(functools.partial(on_each))
+        call = functools.partial(strategy.extended.call_for_each_replica, on_replica, args=(all,))
+        return decide(local(finite)[0], local(all), call)
 
     context = tf.distribute.get_replica_context()
-    return context.merge_call(cross_replica, args=(list(verdicts), state))
+    return context.merge_call(cross_replica, args=(finite, state))
 
 
 def once_for_all_replicas(
@@ -279,14 +274,14 @@ def once_for_all_replicas(
     Returns:
         The result of the function.
     """
-    if tf.distribute.in_cross_replica_context():
+    if tf.distribute.in_cross_replica_context() or need_not_meet():
         return function(list(tensors))
 
-    def decide(*given: Any) -> Any:
-        *tensors, _, _ = given
-        return function(tensors)
+    @do_not_convert
+    def once(strategy: tf.distribute.Strategy, tensors: Sequence[Any]) -> T:
+        return function([strategy.experimental_local_results(each)[0] for each in tensors])
 
-    return decide_for_all_replicas(decide, tensors, None, lambda state: state)
+    return tf.distribute.get_replica_context().merge_call(once, args=(list(tensors),))
 
 
 def local_id() -> int:

@@ -5,22 +5,20 @@ combines the gradients of all replicas, tests them, makes or skips the step on a
 the scale and notes a skipped step.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_mp.hooks import observers
-from keras_mp.step import finiteness, gradients, replicas, scaled_losses, under_way
+from keras_mp.step import finiteness, gradients, replicas, scaled_losses, state_rollback
 from keras_mp.step.calls import GradientState
-from keras_mp.step.gradients import Gradient, Sums
+from keras_mp.step.gradients import Gradient
 from keras_mp.step.not_finite import UNKNOWN, count_of_replicas
 from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
 from keras_mp.step.scaler import Scaler
 from keras_mp.step.skip_report import SkippedStep
 from keras_mp.step.state_rollback import KeptValues, name_of, read
-from keras_mp.step.summing import summed
 from keras_mp.support import features, host, variable_ops
 from keras_mp.tensorflow_api import graphs
 from keras_mp.tensorflow_api.features import WITHOUT_BRANCHES
@@ -29,34 +27,27 @@ Operation = tf.Operation | None
 _NEVER_SCALED = GradientState()
 
 
-@dataclasses.dataclass
-class _Replica:
+class _Replica(NamedTuple):
     """What a replica takes to where all replicas meet.
 
     Attributes:
-        state: the `GradientState` of its gradients.
-        sums: the `Sums` that are applied.
+        losses: its losses, as far as they are known.
+        sums: the gradients that are applied.
         kept: the values to restore if the step is skipped.
         has_examples: bool scalar tensor; None if that is certain, or not known.
-        own: the gradients that it has computed, as it sent them or as they were before the user
-            clipped them, in which values that are not finite are counted.
+        own: function that returns the gradients that it has computed, as it sent them or as they
+            were before the user clipped them, in which values that are not finite are counted.
         totals: the gradients that were tested, if these are others.
         tested: the variables of the gradients that were tested.
     """
 
-    state: GradientState
-    sums: Sums
-    kept: under_way.Kept
+    losses: Sequence[tf.Tensor]
+    sums: Sequence[Gradient]
+    kept: KeptValues
     has_examples: tf.Tensor | None
     own: Callable[[], Sequence[Gradient]]
-    totals: Callable[[], Sequence[Gradient]] | None
+    totals: Sequence[Gradient] | None
     tested: Sequence[Any]
-
-    def release(self) -> None:
-        """Releases values that only a skipped step needs; in eager they take memory."""
-        self.kept.release()
-        if tf.executing_eagerly():
-            self.own, self.totals = lambda: (), None
 
 
 def make_step(
@@ -96,87 +87,68 @@ def make_step(
         reduce_dtype = scaler.reduce_dtype
     divisor = state.scaled_by if state.scaled else None
     observers.tell(observers.Observer.gradients, pairs, divisor, state.scaled_by)
+    kept, has_examples, under_way = KeptValues(), None, state_rollback.under_way()
+    if under_way is not None:
+        kept = under_way.keep(variables, adapter.optimizer, may_skip)
+        has_examples = under_way.has_examples()
 
     # Combine the gradients of all replicas, and verdicts with them. For variables that are
     # overwritten, the new values stand in place of gradients.
-    under = under_way.thread.step
-    kept, has_examples = under.keep(variables, adapter.optimizer, may_skip), under.has_examples()
-    grads, new_values = _split(adapter, state, pairs)
-    unclipped = _changed_since(state.unclipped, grads) if state.unclipped else []
+    new_values = _new_values(adapter, state, pairs)
+    grads = [None if i in new_values else gradient for i, (gradient, _) in enumerate(pairs)]
+    unclipped = _changed_since(state.unclipped, grads)
     if state.unclipped:
         state.unclipped.clear()
-    marks = _marks(state, kept, has_examples)
-    sums, sent = Sums([*adapter.widened(grads), *marks], divisor), None
-    if aggregate:
-        how = {"scaled_by": state.scaled_by, "reduce_dtype": reduce_dtype, "may_skip": may_skip}
-        sums, sent = summed(sums, variables, adapter, **how)
-    sums = sums.unscaled()
-    if new_values or adapter.accumulates():
-        sums = Sums([new_values.get(i, g) for i, g in enumerate(sums.one_by_one())])
+    sums, sent = [*adapter.widened(grads), *_marks(state, kept, has_examples)], None
+    custom = adapter.custom_aggregation() if aggregate else None
+    if custom or (aggregate and replicas.are_several()):
+        sums, sent = _summed(sums, variables, custom, state, reduce_dtype, may_skip)
+    else:
+        sums = gradients.unscale(sums, divisor)
+    sums, marks = sums[: len(pairs)], sums[len(pairs) :]
+    sums = [new_values.get(i, gradient) for i, gradient in enumerate(sums)]
 
     # Test them. The verdict is the same on every replica.
-    values, finite, tested, totals = sums.values, None, variables, sums if sent else None
-    sums = dataclasses.replace(sums, count=len(variables))
+    finite, tested, totals = None, variables, sums if sent else None
     if may_skip:
         if adapter.accumulates():
-            single = list(zip(values[: len(variables)], variables, strict=True))
-            of_totals, tested = zip(*adapter.totals(single), strict=True)
-            values, totals = [*of_totals, *values[len(variables) :]], Sums(list(of_totals))
-        finite = finiteness.all_finite(values)
+            totals, tested = zip(*adapter.totals(list(zip(sums, variables))), strict=True)
+        finite = finiteness.all_finite([*(totals or sums), *marks])
         if not aggregate and replicas.are_several():
             finite = replicas.agree(finite)
-
-    def own() -> Sequence[Gradient]:
-        return unclipped or (sent or sums).one_by_one()
-
-    of_totals = None if totals is None else dataclasses.replace(totals, count=len(tested))
-    replica = _Replica(
-        *(state, sums, kept, has_examples, own, of_totals and of_totals.one_by_one, tested)
-    )
+    own = (lambda: unclipped) if unclipped else sent or (lambda: sums)
+    replica = _Replica(state.losses, sums, kept, has_examples, own, totals, tested)
 
     # Make or skip the step, once for all replicas.
     def apply(replica: _Replica) -> Any:
         with scaled_losses.applying():
-            single = list(zip(replica.sums.one_by_one(), variables, strict=True))
-            return adapter.apply(single, name, aggregate=False)
+            return adapter.apply(list(zip(replica.sums, variables)), name, aggregate=False)
 
     def decide(
-        finite: tf.Tensor | None, steps: Sequence[_Replica], apply: Callable[[], Any]
+        finite: Any, steps: Sequence[_Replica], apply_on_each: Callable[[], Any]
     ) -> Operation:
+        def put_back(unless: tf.Tensor | None = None) -> None:
+            for each in steps:
+                each.kept.put_back(unless)
+
         def make() -> Operation:
             for each in steps:
-                each.release()
-            return _operation([apply(), *(scaler.outcome(True) if scaler and may_skip else ())])
+                each.kept.release()
+            applied = apply_on_each()
+            return _operation([applied, *(scaler.outcome(True) if scaler and may_skip else ())])
 
         def skip() -> Operation:
-            assert scaler is not None
             skipped = _skipped(adapter, steps, paths)
             adapter.drop_accumulated()
-            put_back = [operation for each in steps for operation in each.kept.put_back()]
-            with tf.control_dependencies(put_back):
-                return _operation([*put_back, *scaler.outcome(False, skipped)])
-
-        def select() -> Operation:
-            assert scaler is not None
-            assert finite is not None
-            skipped = _skipped(adapter, steps, paths)
-            _write_if(finite, apply)
-            for each in steps:
-                each.kept.put_back(finite)
-            scaler.outcome(finite, skipped)
+            put_back()
+            return _operation(scaler.outcome(False, skipped) if scaler else [])
 
         def accumulate() -> Operation:
-            operations = [_operation(apply())]
-            if any(each.kept for each in steps):
-                put_back = lambda: _operation([op for r in steps for op in r.kept.put_back()])  # noqa: E731
-                operations.append(tf.cond(finite, lambda: _operation([]), put_back))
-            return _operation([*operations, *(scaler.accumulated() if scaler else ())])
+            applied = apply_on_each()
+            put_back(finite)
+            return _operation([applied, *(scaler.accumulated() if scaler else ())])
 
         def complete() -> Operation:
-            may_select = host.is_compiled_by_xla() and features.is_on(WITHOUT_BRANCHES)
-            may_select = may_select and not adapter.accumulates()
-            if may_select and not tf.distribute.in_cross_replica_context():
-                return select()
             # A function of its own could not meet other replicas, nor be part of a graph of
             # TensorFlow 1.
             must_stay = host.in_v1_graph() or _replicas_may_meet()
@@ -184,38 +156,83 @@ def make_step(
 
         if finite is None:
             return make()
-        if not adapter.accumulates():
+        if adapter.accumulates():
+            return tf.cond(adapter.completes_step(), complete, accumulate)
+        is_compiled = host.is_compiled_by_xla() and features.is_on(WITHOUT_BRANCHES)
+        if not is_compiled or tf.distribute.in_cross_replica_context():
             return complete()
-        return tf.cond(adapter.completes_step(), complete, accumulate)
+        # Without a branch. The optimizer writes, and the old values are put back.
+        skipped = _skipped(adapter, steps, paths)
+        _write_if(finite, apply_on_each)
+        put_back(finite)
+        return _operation(scaler.outcome(finite, skipped) if scaler else [])
 
-    operation = replicas.decide_for_all_replicas(decide, (finite,), replica, apply)
-    if scaler is not None:
-        scaler.end_step()
+    operation = replicas.decide_for_all_replicas(decide, finite, replica, apply)
+    if scaler is not None and not scaler.is_shared:
+        state_rollback.begin()
     return operation, finite
 
 
-def _split(
-    adapter: OptimizerAdapter, state: GradientState, pairs: Pairs
-) -> tuple[list[Gradient], dict[int, Gradient]]:
-    """Splits gradients from new values, which some variables have in their place.
+def _summed(
+    grads: list[Gradient],
+    variables: list[Any],
+    custom: Callable[..., Pairs] | None,
+    state: GradientState,
+    reduce_dtype: tf.DType,
+    may_skip: bool,
+) -> tuple[list[Gradient], Callable[[], Sequence[Gradient]]]:
+    """Sums gradients over replicas while they are scaled, and the marks that follow them.
 
-    New values were never scaled. If they were divided along with the gradients, that is undone.
+    RFC 293, "All-reducing in float16".
 
     Returns:
-        tuple of the gradients, which are None for these variables, and of the new values by
-        position.
+        tuple of the sums, unscaled, and of a function that returns the gradients that this replica
+        has sent to the others.
     """
-    grads, values = [g for g, _ in pairs], {}
-    for i, (gradient, variable) in enumerate(pairs):
-        if gradient is not None and adapter.is_overwritten(variable):
-            values[i], grads[i] = gradient, None
-            if state.is_divided and state.scaled_by is not None:
-                [values[i]] = gradients.scale([gradient], state.scaled_by)
-    return grads, values
+    scaled_by = state.scaled_by
+    divisor = scaled_by if state.scaled else None
+    if custom:
+        unscaled = gradients.unscale(grads, divisor)
+        own, marks = unscaled[: len(variables)], unscaled[len(variables) :]
+        if replicas.are_several():
+            marks = replicas.all_reduce(marks, tf.float32)
+        sums = custom(list(zip(own, variables, strict=True)))
+        return [*(gradient for gradient, _ in sums), *marks], lambda: own
+    packed, unpack = gradients.pack(grads)
+    if reduce_dtype == tf.float16:
+        if not may_skip or scaled_by is None:
+            # Unscaled, small values would vanish; and a sum that overflows is harmless only if the
+            # step can be skipped.
+            reduce_dtype = tf.float32
+        elif divisor is None:
+            packed, divisor = gradients.scale(packed, scaled_by), scaled_by
+    wide = packed if may_skip else gradients.cast(packed, [tf.float16], tf.float32)
+    sent = gradients.cast(wide, [tf.float32], reduce_dtype)
+    sums = gradients.cast_as(replicas.all_reduce(sent, tf.float32), wide)
+    # They are unscaled while they are packed: one operation for many small gradients.
+    sums = gradients.cast_as(gradients.unscale(sums, divisor), packed)
+    return unpack(sums), lambda: unpack(sent)[: len(variables)]
+
+
+def _new_values(
+    adapter: OptimizerAdapter, state: GradientState, pairs: Pairs
+) -> dict[int, Gradient]:
+    """Returns the new values, by position, that some variables have in place of gradients.
+
+    New values were never scaled. If they were divided along with the gradients, that is undone.
+    """
+    values = {
+        i: gradient
+        for i, (gradient, variable) in enumerate(pairs)
+        if gradient is not None and adapter.is_overwritten(variable)
+    }
+    if values and state.is_divided and state.scaled_by is not None:
+        values = dict(zip(values, gradients.scale(list(values.values()), state.scaled_by)))
+    return values
 
 
 def _marks(
-    state: GradientState, kept: under_way.Kept, has_examples: tf.Tensor | None
+    state: GradientState, kept: KeptValues, has_examples: tf.Tensor | None
 ) -> list[Gradient]:
     """Returns verdicts as gradients (NaN for False), summed and tested with others."""
     # Statistics of a batch without examples are not finite, though its gradients may be.
@@ -258,13 +275,12 @@ def _skipped(
         return [known.get(id(variable)) or name_of(variable) for variable in variables]
 
     if host.in_v1_graph():
-        losses = [loss for each in steps for loss in each.state.losses]
-        is_known = len(steps) == count and all(each.state.losses for each in steps)
-        finite = [tf.reduce_all(tf.math.is_finite(loss)) for loss in losses]
-        loss_is_finite = tf.reduce_all(finite) if is_known else tf.constant(False)
+        losses = [loss for each in steps for loss in each.losses]
+        is_known = len(steps) == count and all(each.losses for each in steps)
+        loss_is_finite = finiteness.all_finite(losses) if is_known else tf.constant(False)
         return SkippedStep((), names, None, False, None, loss_is_finite, True)
-    of_replicas = [(each.state.losses, each.own(), each.has_examples) for each in steps]
-    totals = first.totals and first.totals()
+    of_replicas = [(each.losses, each.own(), each.has_examples) for each in steps]
+    totals = first.totals
     counts = count_of_replicas(of_replicas, totals, len(first.tested))
     loss_is_finite = tf.reduce_all(tf.equal(counts[:count, 0], 0))
     has_overflowed: Any = True

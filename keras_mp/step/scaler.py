@@ -5,14 +5,13 @@ RFC 293, "LossScaleOptimizer Overview": steps whose gradients are not finite are
 several optimizers share, has a `SharedScaler`.
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
 
 from keras_mp.hooks import observers
-from keras_mp.step import replicas, under_way
+from keras_mp.step import replicas
 from keras_mp.step.calls import Calls
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.gradients import Gradient
@@ -102,10 +101,6 @@ class Scaler(Generic[C]):
             }
             observers.tell(observers.Observer.workers_meet, self, grads, facts)
 
-    def end_step(self) -> None:
-        """Ends a step that was made or skipped."""
-        under_way.thread.step.begin()
-
     def outcome(self, finite: Truth, skipped: SkippedStep | None = None) -> list[Any]:
         """Moves the loss scale after a step, and counts and reports a skipped one.
 
@@ -124,18 +119,17 @@ class Scaler(Generic[C]):
             return self._moved.move(True)[0]
         before = self.loss_scale()
         moved, consecutive = self._move_after_skip(finite, skipped)
-        with computed_after(moved):
-            added = chosen(finite, lambda: 0, lambda: 1)
-            counted = self.steps_skipped.assign_add(tf.cast(added, tf.int64), read_value=False)
-        with computed_after([counted]):
-            total = tf.convert_to_tensor(self.steps_skipped)
-            noted = self.report.note(skipped, finite, before, total, consecutive)
+        added = tf.constant(1, tf.int64) if finite is False else tf.where(finite, 0, 1)
+        counted = self.steps_skipped.assign_add(tf.cast(added, tf.int64), read_value=False)
+        total = tf.convert_to_tensor(self.steps_skipped)
+        noted = self.report.note(skipped, finite, before, total, consecutive)
         return [*moved, counted, *noted]
 
     def _move_after_skip(self, finite: Truth, skipped: SkippedStep) -> tuple[list[Any], tf.Tensor]:
         """Returns a list of operations, and the number of steps skipped in a row by now."""
+        overflowed = skipped.has_overflowed
         return self._moved.move(
-            finite, skipped.loss_is_finite, _either(finite, skipped.has_overflowed)
+            finite, skipped.loss_is_finite, chosen(finite, lambda: True, lambda: overflowed)
         )
 
     def accumulated(self) -> list[Any]:
@@ -172,9 +166,6 @@ class SharedScaler(Scaler[C]):
         super().__init__(loss_scale, calls, **arguments)
         with tf.init_scope():
             self._worst = state_variable(_GOOD, tf.int64, "worst_verdict")
-
-    def end_step(self) -> None:
-        """Does nothing, since `update` ends the step of all optimizers."""
 
     def outcome(self, finite: Truth, skipped: SkippedStep | None = None) -> list[Any]:
         """Notes the outcome of a step, and counts and reports a skipped one."""
@@ -221,18 +212,6 @@ class SharedScaler(Scaler[C]):
     def _note(self, outcome: Any) -> Any:
         outcome = tf.maximum(self._worst, tf.cast(outcome, tf.int64))
         return self._worst.assign(outcome, read_value=False)
-
-
-def computed_after(operations: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager in which a graph computes after some operations.
-
-    Eager code has no operations.
-    """
-    return tf.control_dependencies([op for op in operations if isinstance(op, tf.Operation)])
-
-
-def _either(first: Truth, second: Truth) -> Truth:
-    return chosen(first, lambda: True, lambda: second)
 
 
 class _Counter:

@@ -3,6 +3,7 @@
 This module needs TensorFlow only.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -141,7 +142,8 @@ def next_state(
     return schedule.after(state, lambda: history or History(), finite, loss_is_finite)[0]
 
 
-class Schedule(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Schedule:
     """The arguments of `next_state` that do not change from step to step."""
 
     increment_period: int

@@ -8,7 +8,6 @@ This module needs TensorFlow only.
 """
 
 import collections
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -285,13 +284,10 @@ class _Note:
         self._sizes = dict(zip(names, sizes, strict=True))
         strategy = tf.distribute.get_strategy()
         self._shape = strategy.num_replicas_in_sync + skipped.has_total, 1 + len(names), 2
-        self._is_on_each = _is_on_each()
         zeros = np.zeros(_TIMES + math.prod(self._shape))
 
         def vector() -> tf.Variable:
-            # If one replica notes for all, copies of the variable would only have to be sent
-            # around.
-            with strategy.scope() if self._is_on_each else contextlib.nullcontext():
+            with strategy.scope():
                 return state_variable(zeros, COUNTS, "overflow")
 
         self.vector = new_variables.outside_of_functions(vector)
@@ -304,8 +300,7 @@ class _Note:
     def is_of(self, skipped: SkippedStep) -> bool:
         """Whether a step is noted here."""
         return (
-            self._is_on_each == _is_on_each()
-            and self._has_total == skipped.has_total
+            self._has_total == skipped.has_total
             and len(self._places) == tf.distribute.get_strategy().num_replicas_in_sync
             and len(self._variables) == len(skipped.variables)
             and all(refer() is v for refer, v in zip(self._variables, skipped.variables))
@@ -335,15 +330,6 @@ def _unique(names: Sequence[str]) -> list[str]:
         more = f" ({nth[name]} of {counts[name]})" if counts[name] > 1 else ""
         unique.append(name + more)
     return unique
-
-
-def _is_on_each() -> bool:
-    """Whether each replica keeps notes.
-
-    Under other strategies, one replica keeps them for all.
-    """
-    is_alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
-    return is_alone or replicas.need_not_meet()
 
 
 def _diagnosis(loss_is_finite: bool | None) -> str:

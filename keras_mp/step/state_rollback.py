@@ -11,13 +11,13 @@ This module needs TensorFlow only; it asks a model for its `weights`.
 """
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.step import under_way
 from keras_mp.support import attributes, function_graphs, host, messages, variable_ops
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.variables import scope
@@ -62,15 +62,15 @@ def read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
 
 
-class KeptValues(under_way.Kept):
+class KeptValues:
     """The values that a replica restores if the step is skipped.
 
     Args:
-        old: list of handles, each with the value that the variable had.
+        old: iterable of handles, each with the value that the variable had. Defaults to none.
     """
 
-    def __init__(self, old: list[tuple[tf.Tensor, tf.Tensor]]) -> None:
-        self._old = old
+    def __init__(self, old: Iterable[tuple[tf.Tensor, tf.Tensor]] = ()) -> None:
+        self._old = list(old)
 
     def __bool__(self) -> bool:
         return bool(self._old)
@@ -86,7 +86,12 @@ class KeptValues(under_way.Kept):
         return any(_differ(value, old) for value, (_, old) in zip(now, self._old))
 
     def put_back(self, unless: tf.Tensor | None = None) -> list[tf.Operation]:
-        """Restores the values, unless a tensor is True."""
+        """Restores the values, in any context and also for all replicas.
+
+        Args:
+            unless: bool scalar tensor. If it is True, the variables keep the values that they have.
+                Defaults to None, for False.
+        """
         ops = []
         for handle, old in self._old:
             value = old if unless is None else tf.where(unless, read(handle, old.dtype), old)
@@ -154,13 +159,13 @@ def training_step(*models: Any) -> Iterator[None]:
             "Enter keras_mp.training_step in a replica context: inside the function that is "
             f"passed to `strategy.run`. Received: models={models!r}"
         )
-    outer, variables = under_way.thread.step, _variables(models)
-    if isinstance(outer, _Step) and outer.graph is host.current_graph():
+    outer, variables = _thread.step, _variables(models)
+    if outer is not None and outer.graph is host.current_graph():
         outer.add(variables)
         yield
         return
-    step = _Step(variables)
-    with attributes.replaced(under_way.thread, "step", step):
+    step = StepUnderWay(variables)
+    with attributes.replaced(_thread, "step", step):
         try:
             yield
         except BaseException:
@@ -168,12 +173,18 @@ def training_step(*models: Any) -> Iterator[None]:
             raise
 
 
-def is_under_way() -> bool:
-    """Whether this thread is in a `training_step`."""
-    return isinstance(under_way.thread.step, _Step)
+def under_way() -> "StepUnderWay | None":
+    """Returns the `training_step` that this thread is in; None without one."""
+    return _thread.step
 
 
-class _Step(under_way.StepUnderWay):
+def begin() -> None:
+    """Lets a `training_step` go on with the next step."""
+    if _thread.step is not None:
+        _thread.step.begin()
+
+
+class StepUnderWay:
     """A step that is under way: its weights, and their values when it began.
 
     Attributes:
@@ -207,10 +218,12 @@ class _Step(under_way.StepUnderWay):
         self._read(new)
 
     def watch(self, batch: Any) -> None:
+        """Notes the batch that the model is given, a structure of tensors."""
         tensors = (each for each in tf.nest.flatten(batch) if isinstance(each, tf.Tensor))
         self._examples = next((each for each in tensors if each.shape.rank), None)
 
     def has_examples(self) -> tf.Tensor | None:
+        """Returns whether the batch has examples; None if that is certain, or not known."""
         if self._examples is None or self.graph is not host.current_graph():
             return None
         size = self._examples.shape[0]
@@ -218,9 +231,19 @@ class _Step(under_way.StepUnderWay):
             return None if size else tf.constant(False)
         return tf.shape(self._examples)[0] > 0
 
-    def keep(self, trained: Sequence[Any], optimizer: Any, may_skip: bool) -> under_way.Kept:
+    def keep(self, trained: Sequence[Any], optimizer: Any, may_skip: bool) -> KeptValues:
+        """Returns what to restore if the optimizer's step is skipped.
+
+        Called in a replica context, before anything is applied.
+
+        Args:
+            trained: the variables that the step trains. For other trainable weights it is unknown
+                whether the forward pass or another step has written to them.
+            optimizer: what trains them.
+            may_skip: bool. Whether the step may be skipped.
+        """
         if host.in_v1_graph():
-            return under_way.Kept()
+            return KeptValues()
         weights = _weights_of((variable, True) for variable in trained)
         if hasattr(optimizer, "iterations"):
             is_new = _trained_by.setdefault(optimizer, set()).isdisjoint(weights)
@@ -228,10 +251,10 @@ class _Step(under_way.StepUnderWay):
             if is_new and self.graph is None:
                 self._made += _steps_made([optimizer])
         self._is_applying = True
-        return KeptValues(self._old_values(weights)) if may_skip else under_way.Kept()
+        return KeptValues(self._old_values(weights) if may_skip else ())
 
     def begin(self) -> None:
-        """Remembers the values again, in this graph or in eager."""
+        """Remembers the values again, after a step was made or skipped."""
         graph = host.current_graph()
         if graph is not None:
             self._starts[graph] = len(graph.get_operations())
@@ -289,6 +312,14 @@ class _Step(under_way.StepUnderWay):
         if tf.executing_eagerly():
             self._values.update(values)
 
+
+class _Thread(threading.local):
+    """MirroredStrategy runs each replica in a thread of its own."""
+
+    step: StepUnderWay | None = None
+
+
+_thread = _Thread()
 
 # The optimizers that count their steps, and the ids of the handles of what they have trained.
 _trained_by: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary()

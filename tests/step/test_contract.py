@@ -345,10 +345,10 @@ scale unscale step scale unscale_2 step_2 update | 1,1
 TENSORFLOW_1 = """
 compute apply                       | 1
 compute apply apply                 | 2
-                                    | eager: 2 not_computed
+                                    | eager, replicas: 2 not_computed
 compute compute apply               | 1
 compute_w apply                     | 1
-                                    | eager: 1 not_computed
+                                    | eager, replicas: 1 not_computed
 compute_w compute apply_w apply     | 1,1
 compute compute_w apply apply_w     | 1,1
 apply                               | 1 not_computed
@@ -358,13 +358,13 @@ compute minimize_w apply            | 1,1
 compute minimize_w minimize_w apply | 1,2
 compute apply compute apply         | 2
 compute compute apply apply         | 2
-                                    | eager: 2 not_computed
+                                    | eager, replicas: 2 not_computed
 apply apply                         | 2 not_computed not_computed
                                     | own traces, replicas, traced replicas: 2 not_computed
 compute_w compute_w apply_w apply   | 1,1
-                                    | eager: 1,1 not_computed
+                                    | eager, replicas: 1,1 not_computed
 compute apply_w                     | 0,1
-                                    | eager: 0,1 not_computed
+                                    | eager, replicas: 0,1 not_computed
 """
 
 

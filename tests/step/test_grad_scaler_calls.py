@@ -1,4 +1,4 @@
-"""Wrong calls of a GradScaler are an error, or a warning where nothing is known of the step."""
+"""What a GradScaler keeps of calls, beside the table in `test_contract.py`."""
 
 import copy
 import functools
@@ -31,18 +31,17 @@ class Program:
     Each may be in a function of its own, which is traced once.
     """
 
-    def __init__(self, in_functions=False, jit_compile=False, loss_scale=4):
+    def __init__(self, in_functions=False, loss_scale=4):
         self.scaler = keras_mp.GradScaler(loss_scale)
         self.v = tf.Variable(8.0)
-        self.in_functions, self.jit_compile = in_functions, jit_compile
-        self.functions = {}
+        self.in_functions, self.functions = in_functions, {}
 
     def call(self, name):
         if not self.in_functions:
             return self.make(name)
         if name not in self.functions:
             function = functools.partial(self.make, name)
-            self.functions[name] = tf.function(function, jit_compile=self.jit_compile)
+            self.functions[name] = tf.function(function)
         return self.functions[name]()
 
     def make(self, name):
@@ -60,85 +59,6 @@ class Program:
 
     def run(self, calls):
         return [bool(self.call(name)) for name in calls]
-
-    def run_and_tell(self, calls):
-        results = self.run(calls)
-        self.scaler.steps_skipped  # noqa: B018 - tells what XLA compiled
-        return results
-
-
-RIGHT = [
-    ["scale", "step", "update"],
-    ["scale", "scale", "step", "update"],
-    ["scale", "unscale", "step", "update"],
-    ["scale", "unscale nobody", "step", "update"],
-    ["scale", "unscale", "scale", "unscale", "step", "update"],
-    ["scale", "step", "scale", "step 2", "update"],
-    ["scale", "unscale", "scale", "unscale 2", "step", "step 2", "update"],
-]
-WRONG = [
-    (["step"], "step.. was called, and no loss was scaled"),
-    (["unscale"], "unscale.. was called, and no loss was scaled"),
-    (["update"], "without a step.. since"),
-    (["scale", "update"], "without a step.. since"),
-    (["scale", "step", "update", "step"], "they are scaled by another number"),
-    (["scale", "step", "update", "update"], "without a step.. since"),
-    (["scale", "step", "step"], "Call update.. once"),
-    (["scale", "step", "scale", "step"], "Call update.. once"),
-    (["scale", "unscale", "unscale"], "unscaled already"),
-    (["scale", "step", "unscale"], "after step.. with the same optimizer"),
-]
-
-
-@pytest.mark.parametrize("in_functions", [False, True])
-@pytest.mark.parametrize("calls", RIGHT, ids=" ".join)
-def test_right_calls(calls, in_functions):
-    program = Program(in_functions)
-    for _ in range(2):
-        program.run(calls)
-    steps = sum(name.startswith("step") for name in calls)
-    unscaled = sum("unscale" in name for name in calls) > 0
-    assert float(program.v) == 8 - 2 * steps * (4 if unscaled else 1)
-    assert int(program.scaler.steps_skipped) == 0
-
-
-@pytest.mark.parametrize(("calls", "message"), WRONG, ids=lambda case: "")
-def test_wrong_calls_in_eager_are_errors(calls, message):
-    program = Program()
-    program.run(RIGHT[0])
-    program.run(calls[:-1])
-    before = float(program.v)
-    with pytest.raises(ValueError, match=message):
-        program.call(calls[-1])
-    assert float(program.v) == before
-
-
-@pytest.mark.parametrize(("calls", "message"), WRONG[6:], ids=lambda case: "")
-def test_wrong_calls_in_one_function_are_errors_when_it_is_traced(calls, message):
-    program = Program()
-    with pytest.raises(ValueError, match=message):
-        tf.function(lambda: [program.make(name) for name in calls])()
-    assert float(program.v) == 8
-
-
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("step", "The step was not made: .*step.. was called, and no loss was scaled"),
-        ("unscale", "unscale.. was called, and no loss was scaled"),
-        ("update", "without a step.. since"),
-    ],
-)
-def test_a_function_that_knows_nothing_of_the_step_warns_when_it_is_traced(
-    call, message, jit_compile
-):
-    program = Program(in_functions=True, jit_compile=jit_compile)
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match=message):
-        made = program.call(call)
-    assert bool(made) == (call != "step")
-    assert float(program.v) == 8
-    assert bool(program.call(call)) == (call != "step")  # It is what the function does.
 
 
 def test_a_function_goes_by_the_calls_that_were_seen_before_it_was_traced():

@@ -9,6 +9,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import loss_scale as loss_scale_lib
 from tests.common import mirrored, once
+from tests.step.test_schedule import next_state_of
 
 
 def run(scale, verdicts):
@@ -102,7 +103,7 @@ def test_next_state_is_pure_and_traces():
     state = loss_scale_lib.LossScaleState(
         tf.constant(8.0), tf.constant(2, tf.int64), tf.constant(0, tf.int64)
     )
-    schedule = keras_mp.DynamicLossScale(increment_period=3)._next_state
+    schedule = next_state_of(keras_mp.DynamicLossScale(increment_period=3))
     for jit_compile in (False, True):
         traced = tf.function(schedule, jit_compile=jit_compile)
         assert [float(x) for x in traced(state, tf.constant(True))] == [16, 0, 0]

@@ -10,6 +10,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.compat import v1
 from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, pairs, value
+from tests.step.test_schedule import next_state_of
 
 V1 = tf.compat.v1
 MODES = ["eager", "function", "jit"]
@@ -195,7 +196,7 @@ def test_one_of_several_losses_that_is_not_finite_is_enough(mode):
 
 @once
 def test_the_schedule_below_1():
-    schedule = dynamic(min_loss_scale=2.0**-2, hysteresis=2)._next_state
+    schedule = next_state_of(dynamic(min_loss_scale=2.0**-2, hysteresis=2))
 
     def after(scale, bad, finite, loss_is_finite):
         state = keras_mp.loss_scale.LossScaleState(scale, 0, bad)

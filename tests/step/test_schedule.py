@@ -1,15 +1,24 @@
 """What the schedule of a dynamic loss scale comes to, over thousands of steps."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
 from keras_mp.compat import v1
-from keras_mp.step.schedule import History, LossScaleState, Schedule
+from keras_mp.step.schedule import History, LossScaleState
 from tests.common import once
 
 STEPS = 4000
+
+
+def next_state_of(scale):
+    """The pure function with the arguments of a scale."""
+    arguments = scale.get_config()
+    del arguments["initial_loss_scale"]
+    return functools.partial(keras_mp.loss_scale.next_state, **arguments)
 
 
 def run(verdict, steps=STEPS, seed=0, **kwargs):
@@ -92,7 +101,7 @@ def test_a_growth_that_fails_is_tried_half_as_often_each_time():
 
 @once
 def test_below_1_steps_are_counted_though_a_bad_one_is_between():
-    schedule = keras_mp.DynamicLossScale()._next_state
+    schedule = next_state_of(keras_mp.DynamicLossScale())
     state = schedule(
         LossScaleState(0.5, 6, 0), False, loss_is_finite=True, history=History(evidence=0.0)
     )
@@ -104,7 +113,7 @@ def test_below_1_steps_are_counted_though_a_bad_one_is_between():
 
 @once
 def test_a_pure_function_in_every_mode():
-    schedule = keras_mp.DynamicLossScale(tolerance=0.1)._next_state
+    schedule = next_state_of(keras_mp.DynamicLossScale(tolerance=0.1))
     cases = [(2.0, 30, 0, 1.0), (0.5, 9, 0, 4.0), (1.0, 0, 3, 4.0), (0.25, 2, 1, 0.0)]
     for scale, good, bad, evidence in cases:
         for finite in (True, False):
@@ -136,7 +145,7 @@ def test_tolerance_is_the_share_of_steps_that_may_fail():
 
 @once
 def test_tolerance_with_hysteresis_needs_both():
-    schedule = keras_mp.DynamicLossScale(tolerance=0.1, hysteresis=2)._next_state
+    schedule = next_state_of(keras_mp.DynamicLossScale(tolerance=0.1, hysteresis=2))
     for bad, good, expected in [(0, 1, 64.0), (1, 1, 32.0), (1, 50, 64.0)]:
         assert float(schedule(LossScaleState(64.0, good, bad), False).loss_scale) == expected
 
@@ -214,4 +223,3 @@ def test_the_history_is_no_part_of_a_checkpoint(tmp_path):
         )
     ]
     assert not [name for name in names if "history" in name]
-    assert Schedule(**scale._next_state.keywords).tolerance == 0

@@ -437,18 +437,6 @@ def test_to_do_a_thing_twice_is_refused(name):
     assert float(v) == 0
 
 
-def test_a_function_that_is_traced_before_any_call_applies_gradients_as_they_are(name):
-    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(1.0)
-    optimizer.build([v])
-    apply = tf.function(lambda g: optimizer.apply_gradients([(g, v)]))
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="Neither"):
-        apply(tf.constant(0.5))
-    assert float(v) == 0.5
-    scaled = tf.function(lambda g: optimizer.apply_gradients([(g, v)], scaled=True))
-    scaled(tf.constant(0.5 * SCALE))
-    assert float(v) == 0
-
-
 @pytest.mark.parametrize("calls", [RFC, KERAS_3])
 @pytest.mark.parametrize("mode", ["eager", "function", "split"])
 def test_a_wrapper_around_ours_sees_unscaled_gradients(name, calls, mode):
@@ -642,20 +630,6 @@ def test_what_cannot_be_scaled_is_refused(name):
         optimizer.apply_gradients(zip(gradients, [v]), scaled=True)
     optimizer.apply_gradients(zip(gradients, [v]))
     assert float(v) == 7.5
-
-
-def test_gradients_scaled_in_one_thread_and_applied_in_another(name):
-    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
-    optimizer.build([v])
-    for i in range(3):
-        gradients = []
-        in_thread(
-            lambda gradients=gradients: gradients.append(
-                gradients_in_dialect(optimizer, KERAS_3, v)
-            )
-        )
-        optimizer.apply_gradients(zip(gradients[0], [v]))
-        assert float(v) == 8 - 0.5 * (i + 1)
 
 
 @once
