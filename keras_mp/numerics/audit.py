@@ -52,7 +52,6 @@ HAZARDS = (
     Hazard(step_hazards.clipping, step_hazards.judge_clipping),
     Hazard(step_hazards.epsilon, step_hazards.judge_epsilon),
     Hazard(step_hazards.weights, step_hazards.judge_weights),
-    Hazard(step_hazards.updates, step_hazards.judge_updates),
 )
 
 # Nothing else can be looked at.

@@ -28,6 +28,7 @@ from keras_mp.support.dtypes import LOW_PRECISION
 
 _DIVIDE = op_table.ops("divisions", "reciprocals") | {"Log"}
 _FEW = 8
+EPSILON = "an epsilon that is 0 in 16 bits"
 # Operations between probabilities and the logarithm of a cross entropy.
 _TO_A_LOGARITHM = op_table.ops(
     *("casts", "identities", "reshapes", "maxima of two", "additions"),
@@ -74,7 +75,6 @@ def epsilons(step: TracedStep) -> Iterator[Observed]:
             value, output = static_value(constant), operation.outputs[0]
             if value is None or np.any(value) or (divides := _division(step, output)) is None:
                 continue
-            step.explained.add(divides)
             yield Observed(
                 operation,
                 op=operation.type,
@@ -90,10 +90,10 @@ def judge_epsilon(
     op: str, divides: str, dtype: str, size: int | str, zeros: int, least: float
 ) -> Said | None:
     """A constant that is 0 does harm where what it is added to is 0 as well."""
-    if not zeros:
+    if not zeros or (op == "Maximum" and least < 0):  # A maximum with a true 0 is a ReLU.
         return None
     return Said(
-        "an epsilon that is 0 in 16 bits",
+        EPSILON,
         f"The constant of {op}, before {divides}, is 0 in {dtype}, whose smallest number is "
         f"{SMALLEST[dtype]:.1g}. Of {size} values of this batch {zeros:,} are 0 then; the smallest "
         f"is {least:.3g}.",
