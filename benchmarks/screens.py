@@ -1,4 +1,4 @@
-"""What the tools of `keras_mp.numerics` print of two sound models: the end of docs/numerics.md.
+"""What the tools of `keras_mp.numerics` print of a sound model: the end of docs/numerics.md.
 
 python -m benchmarks.screens [PATH]
 """
@@ -6,7 +6,7 @@ python -m benchmarks.screens [PATH]
 import pathlib
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import keras_mp
 from benchmarks import common
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "numerics.md"
-BATCH, BLOCKS, WORDS, LENGTH, CLASSES = 8, 4, 500, 32, 10
+BATCH, BLOCKS, WORDS, LENGTH = 8, 4, 500, 32
 
 # Of the lines of docs/*.md.
 _WIDTH = 120
@@ -24,10 +24,9 @@ _WIDTH = 120
 _TITLE = "## Output of the tools"
 _HEAD = """{title}
 
-The models are MobileNetV2 on images of 64 x 64, and a transformer of {blocks} blocks, both under
-`mixed_float16`, with random weights and one batch of {batch} random samples. Equal layers of
-repeated blocks share one row, with the numbers of the worst; `to_text(rows=None)` of each result
-prints every row.
+The model is a transformer of {blocks} blocks under `mixed_float16`, with random weights and one
+batch of {batch} random samples. Equal layers of repeated blocks share one row, with the numbers of
+the worst; `to_text(rows=None)` of each result prints every row.
 
 `python -m benchmarks.screens` writes this section. Here: {machine}.
 """
@@ -37,12 +36,10 @@ class Screen(NamedTuple):
     """What a tool prints of a model.
 
     Attributes:
-        model: str.
         call: str. What has printed it.
         text: str.
     """
 
-    model: str
     call: str
     text: str
 
@@ -67,43 +64,22 @@ def transformer() -> tuple[Any, Any, Any]:
     return tf.keras.Model(inputs, logits, name="transformer"), *words
 
 
-def mobilenet_v2() -> tuple[Any, Any, Any]:
-    """MobileNetV2, and a batch: x and y."""
-    base = tf.keras.applications.MobileNetV2(
-        include_top=False, weights=None, input_shape=(64, 64, 3), pooling="avg"
-    )
-    logits = tf.keras.layers.Dense(CLASSES, dtype="float32", name="logits")(base.output)
-    images = np.random.default_rng(0).normal(size=[BATCH, 64, 64, 3]).astype("float32")
-    labels = np.arange(BATCH, dtype="int32") % CLASSES
-    return tf.keras.Model(base.input, logits, name="mobilenet_v2"), images, labels
-
-
-MODELS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
-    "transformer": transformer,
-    "MobileNetV2": mobilenet_v2,
-}
-
-
-def screens(name: str) -> Iterator[Screen]:
-    """Runs each tool on a model.
-
-    Args:
-        name: str. One of `MODELS`.
-    """
+def screens() -> Iterator[Screen]:
+    """Runs each tool on the model."""
     numerics = keras_mp.numerics
     tf.keras.utils.set_random_seed(0)
     with keras_mp.policy_scope("mixed_float16"):
-        model, x, y = MODELS[name]()
+        model, x, y = transformer()
         model.compile("adam", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     checked = numerics.check(model, (x, y))
-    yield Screen(name, "check(model, (x, y))", str(checked))
-    yield Screen(name, "check(model, (x, y)).report", str(checked.report))
-    yield Screen(name, "check(model, (x, y)).advice()", str(checked.advice()))
+    yield Screen("check(model, (x, y))", str(checked))
+    yield Screen("check(model, (x, y)).report", str(checked.report))
+    yield Screen("check(model, (x, y)).advice()", str(checked.advice()))
     profiled = numerics.profile(model, (x, y), steps=0)
-    yield Screen(name, "profile(model, (x, y), steps=0)", str(profiled))
+    yield Screen("profile(model, (x, y), steps=0)", str(profiled))
     watching = numerics.watch(every=1)
     model.fit(x, y, batch_size=BATCH, callbacks=[watching], verbose=0)
-    yield Screen(name, "watch(every=1), report()", str(watching.report()))
+    yield Screen("watch(every=1), report()", str(watching.report()))
 
 
 def section() -> Iterator[str]:
@@ -114,11 +90,9 @@ def section() -> Iterator[str]:
         "\n\n"
     )
     yield "\n\n".join(textwrap.fill(each, _WIDTH) for each in paragraphs) + "\n"
-    for name in MODELS:
-        yield f"### {name}\n"
-        for screen in screens(name):
-            yield f"#### `{screen.call}`\n"
-            yield f"```\n{screen.text}\n```\n"
+    for screen in screens():
+        yield f"### `{screen.call}`\n"
+        yield f"```\n{screen.text}\n```\n"
 
 
 def main() -> int:

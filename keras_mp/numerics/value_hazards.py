@@ -323,28 +323,6 @@ def _are_alike(labels: tf.TensorShape, probabilities: tf.TensorShape) -> bool:
     return columns[0] == columns[1] or labels[-1:] == probabilities[-1:]
 
 
-def softmaxes(step: TracedStep) -> Iterator[Observed]:
-    """Probabilities do not add up to 1, since their sum was made in 16 bits."""
-    for operation in step.in_16_bits(("Softmax",)):
-        output = operation.outputs[0]
-        total = tf.reduce_sum(widened(output), -1)
-        off = tf.where(tf.math.is_finite(total), tf.abs(total - 1.0), 0.0)
-        numbers = {"dtype": output.dtype.name, "length": output.shape[-1]}
-        yield Observed(operation, **numbers, worst=tf.reduce_max(off))
-
-
-def judge_softmax(dtype: str, length: int | None, worst: float) -> Said | None:
-    """Rounding each of them explains less."""
-    if worst < 16 * UNIT_ROUNDOFF[dtype]:
-        return None
-    return Said(
-        "a softmax in 16 bits",
-        f"A softmax over {length} values in {dtype} returns probabilities whose sum is up to "
-        f"{worst:.2g} away from 1: it adds up in {dtype}.",
-        'Give the softmax a layer of its own with dtype="float32", or cast its inputs to float32.',
-    )
-
-
 def cross_entropies(step: TracedStep) -> Iterator[Observed]:
     """A cross entropy is computed in 16 bits."""
     for operation in step.in_16_bits(_CROSS_ENTROPIES):

@@ -52,11 +52,6 @@ JUDGED = {
         {"dtype": "bfloat16", "loss": 1.02, "exact": 1.0},
         *("a loss in 16 bits", "its mean is 1.02; in float32 it is 1"),
     ),
-    values.judge_softmax: (
-        {"dtype": "bfloat16", "length": 512, "worst": 0.06},
-        {"dtype": "bfloat16", "length": 512, "worst": 0.07},
-        *("a softmax in 16 bits", "over 512 values in bfloat16 returns probabilities whose sum"),
-    ),
     step.judge_layer_in_float32: (
         {"hazard": "a layer that ignores its policy", "share": 0.009, "policy": "mixed_float16"},
         {"hazard": "a layer that ignores its policy", "share": 0.02, "policy": "mixed_float16"},
