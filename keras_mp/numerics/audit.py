@@ -25,7 +25,6 @@ from keras_mp.numerics import (
     own_thread,
     step_hazards,
     value_hazards,
-    watching,
 )
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.results import CURES, Finding, Hazard, Observed
@@ -44,7 +43,6 @@ HAZARDS = (
     Hazard(value_hazards.sums, value_hazards.judge_sum),
     Hazard(value_hazards.labels, value_hazards.judge_labels),
     Hazard(value_hazards.before_a_logarithm, value_hazards.judge_before_a_logarithm),
-    Hazard(value_hazards.softmaxes, value_hazards.judge_softmax),
     Hazard(value_hazards.cross_entropies, value_hazards.judge_cross_entropy),
     Hazard(step_hazards.layers_in_float32, step_hazards.judge_layer_in_float32),
     Hazard(step_hazards.small_gradients, step_hazards.judge_small_gradients),
@@ -52,7 +50,6 @@ HAZARDS = (
     Hazard(step_hazards.clipping, step_hazards.judge_clipping),
     Hazard(step_hazards.epsilon, step_hazards.judge_epsilon),
     Hazard(step_hazards.weights, step_hazards.judge_weights),
-    Hazard(step_hazards.updates, step_hazards.judge_updates),
 )
 
 # Nothing else can be looked at.
@@ -205,7 +202,7 @@ def _is_made_here(error: Exception) -> bool:
 
 def _finding_of_error(model: tf.keras.Model, batch: Batch, error: Exception) -> Finding | None:
     """Returns a finding about an error over dtypes that do not fit; None for other errors."""
-    reason, layer = batches.reason(error), watching.take_layer_that_raised()
+    reason, layer = batches.reason(error), origins.take_layer_that_raised()
     if _is_made_here(error) or not any(dtype in reason for dtype in _DTYPES):
         return None
     why = f"The step cannot be traced: {reason}"

@@ -151,22 +151,6 @@ def check_values(x: Structure) -> None:
             )
 
 
-def not_finite(batch: Batch) -> list[tuple[str, int, int]]:
-    """Counts what is NaN or infinite, in the parts of a batch where something is.
-
-    Returns:
-        list of names of parts, how many numbers are not finite, and how many there are.
-    """
-    found = []
-    for name, part in batch._asdict().items():
-        flat = (each for each in tf.nest.flatten(part, expand_composites=True) if each is not None)
-        tensors = [each for each in map(tf.convert_to_tensor, flat) if each.dtype.is_floating]
-        bad = sum(int(tf.math.count_nonzero(~tf.math.is_finite(each))) for each in tensors)
-        if bad:
-            found.append((name, bad, sum(int(tf.size(each)) for each in tensors)))
-    return found
-
-
 def is_misfit(batch: Batch, error: Exception) -> bool:
     """Whether an error is about the shapes of a batch, or about labels that it lacks."""
     lacks_labels = batch.y is None and isinstance(error, AttributeError)

@@ -15,7 +15,7 @@ from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.models.model_steps import has_own_train_step
-from keras_mp.numerics import audit, own_thread
+from keras_mp.numerics import audit, not_finite, own_thread
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch, Batches, Structure
 from keras_mp.numerics.compare import FAR, compare
@@ -24,6 +24,7 @@ from keras_mp.numerics.records import Comparison
 from keras_mp.numerics.report import MANY_ZEROS, TOLERANCE, Advice, Report, advise
 from keras_mp.numerics.results import Finding, Hazard, Observed, Result, Said
 from keras_mp.numerics.run import LOSS, GivenLoss, compiled, runners
+from keras_mp.numerics.value_hazards import EPSILON
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
@@ -35,9 +36,8 @@ _SCALE = "the loss scale"
 # What follows from these is no finding of its own.
 _CAUSES = (
     *("a constant that is infinite in 16 bits", "an input that 16 bits do not hold"),
-    "an overflow in the forward pass",
-    *("an underflow in the forward pass", "a result that is not finite in any dtype"),
-    *("an epsilon that is 0 in 16 bits", "a batch that is not finite"),
+    *not_finite.HAZARDS,
+    *(EPSILON, "a batch that is not finite"),
     *audit.UNTRACEABLE,
 )
 # They explain what the loss makes of the outputs.
@@ -201,6 +201,8 @@ FINDINGS = (*audit.HAZARDS, FAR, LOST)
 
 def _explains(cause: Finding, other: Finding) -> bool:
     """Whether a finding follows from another one."""
+    if cause.hazard == EPSILON and cause.path == other.path:
+        return other.hazard in not_finite.HAZARDS
     if cause.hazard in _OF_THE_LOSS:
         return other.path == LOSS
     if other.hazard.startswith("numbers that ") and cause.path.startswith(f"{other.path}/"):

@@ -7,23 +7,27 @@ for the device until it is read.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.hooks import observers
+from keras_mp.hooks import observers, wrapped
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
 from keras_mp.models import low_precision_weights
 from keras_mp.models.layer_paths import layers_by_path, paths_of_weights, variables_by_path
 from keras_mp.numerics.histogram import COLUMNS, ROWS, Histogram, count_exponents
+from keras_mp.numerics.origins import watching_outputs
+from keras_mp.numerics.patterns import chosen
 from keras_mp.numerics.report import KINDS, Report, Row, RowKey
-from keras_mp.numerics.watching import chosen, watching_gradients, watching_outputs
 from keras_mp.step.gradients import Gradient
 from keras_mp.support import host, messages, validation
 from keras_mp.support.autograph import do_not_convert
+
+_T = TypeVar("_T")
 
 _OF_LAYERS = ("output", "output gradient")
 
@@ -168,7 +172,7 @@ class ExponentHistograms:
             contextlib.ExitStack() as stack,
         ):
             for optimizer in self._plain_optimizers:
-                stack.enter_context(watching_gradients(optimizer))
+                stack.enter_context(_watching_gradients(optimizer))
             yield
         step.count()
 
@@ -345,6 +349,27 @@ class _Step(observers.Observer):
             count()  # A step that is not due is not observed.
         else:
             tf.cond(self._due, host.as_one_operation(count), lambda: None)
+
+
+def _watching_gradients(
+    optimizer: tf.keras.optimizers.Optimizer,
+) -> contextlib.AbstractContextManager[None]:
+    """Shows the gradients that an optimizer applies to the observers of this thread.
+
+    Args:
+        optimizer: An optimizer of `tf.keras` that scales no loss.
+    """
+    return wrapped.everywhere(optimizer, "apply_gradients", _told)
+
+
+def _told(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:
+    @functools.wraps(apply_gradients)
+    def told(grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> _T:
+        pairs = list(grads_and_vars)
+        observers.tell(observers.Observer.gradients, pairs, None, None)
+        return apply_gradients(pairs, *args, **kwargs)
+
+    return told
 
 
 def _scales_no_loss(optimizer: tf.keras.optimizers.Optimizer | None) -> bool:

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
-from keras_mp.numerics import graph_recorder, watching
+from keras_mp.numerics import graph_recorder, origins, patterns
 from keras_mp.numerics import results as causes
 from keras_mp.numerics.operation_rows import (
     PASSED_IN,
@@ -125,8 +125,8 @@ class FirstBadOperation:
                 )
         self.planned = 0
         self.found: list[NotFiniteError] = []
-        self._include = None if include is None else watching.listed("include", include)
-        self._exclude = watching.listed("exclude", exclude)
+        self._include = None if include is None else patterns.listed("include", include)
+        self._exclude = patterns.listed("exclude", exclude)
         self._raises = validation.boolean("raises", raises)
         self._has_seen_any = False
         self._models = [each for each in scaled if isinstance(each, tf.keras.Model)]
@@ -149,7 +149,7 @@ class FirstBadOperation:
         self._scales = [(scale, float(scale())) for scale in _dynamic_scales(self._scaled)]
         self._forget_traces()
         self._block.callback(self._forget_traces)
-        self._block.enter_context(watching.naming(self._models))
+        self._block.enter_context(origins.naming(self._models))
         self._block.enter_context(op_callbacks.observed(self._observe))
         self._block.enter_context(attributes.replaced(_thread, "is_in_block", True))
         return self
@@ -210,7 +210,7 @@ class FirstBadOperation:
 
     def _is_checked(self, row: OperationRow) -> bool:
         def is_among(chosen: list[str]) -> bool:
-            return any(watching.matches(each, chosen) for each in (row.operation, row.layer))
+            return any(patterns.matches(each, chosen) for each in (row.operation, row.layer))
 
         is_included = self._include is None or is_among(self._include)
         return is_included and not is_among(self._exclude)

@@ -27,13 +27,24 @@ from keras_mp.numerics.traced_step import (
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
+OVERFLOW, UNDERFLOW, IN_ANY_DTYPE = HAZARDS = (
+    "an overflow in the forward pass",
+    "an underflow in the forward pass",
+    "a result that is not finite in any dtype",
+)
+
 # Operations that may return zero, or infinity, of numbers that are neither; cheap to compute again.
 _AGAIN = op_table.ops(
     *("sums over axes", "products over axes", "multiplications", "squares", "powers", "divisions"),
     *("squared differences", "reciprocals", "exponentials", "logarithms", "softmax", "casts"),
 )
 
+_PRODUCTS = op_table.ops("matrix products", "matrix products into another dtype", "convolutions")
+
 _DIVISIONS = op_table.ops("divisions")
+_DIVIDING = _DIVISIONS | op_table.ops("reciprocals", "logarithms")
+# From where a number is lost to where that matters.
+_HANDING_ON = op_table.ops("casts", "identities", "reshapes", "moves", "views", "roots")
 
 # From an input to where it is cast.
 _ON_THE_WAY = op_table.ops("casts", "identities", "reshapes")
@@ -50,7 +61,6 @@ class Result(NamedTuple):
         where: str. Its layer.
         inputs: of the results that it takes, their places in the list of all.
         constant: its first number, if it is a constant; else None.
-        is_explained: whether another finding tells why it is not finite.
     """
 
     at: Any
@@ -60,7 +70,6 @@ class Result(NamedTuple):
     where: str = ""
     inputs: Sequence[int] = ()
     constant: Any = None
-    is_explained: bool = False
 
 
 class _Cause(NamedTuple):
@@ -111,7 +120,7 @@ def numbers(step: TracedStep) -> Iterator[Observed]:
     )
     counts = tf.stack([health(operation.outputs[0]) for operation in operations])
     unknown = tf.one_hot(ZEROS, COUNTS, tf.constant(np.inf, tf.float64))
-    exact = tf.stack([_exactly(operation, unknown) for operation in operations])
+    exact = tf.stack([_exactly(step, operation, unknown) for operation in operations])
     zeros = tf.maximum(counts[:, ZEROS] - exact[:, ZEROS], 0.0)  # in 16 bits only
     yield Observed(
         operations[0],
@@ -148,8 +157,6 @@ def judge(
     if ended is None:
         return None
     origin = causes.begun(takes, is_bad, np.arange(len(results)) == ended)[0]
-    if results[origin].is_explained:
-        return None
     number, what = (counts[ended, 2], "NaN") if nan[ended] else (counts[ended].sum(), "infinite")
     so = "so is the loss" if loss else "so are gradients, though the loss is not"
     begun, are = counts[origin].sum(), f"are {what}; {so}"
@@ -175,7 +182,6 @@ def _results(step: TracedStep, operations: Sequence[tf.Operation]) -> Iterator[R
             step.where(operation),
             [places[each.op] for each in operation.inputs if each.op in places],
             None if constant is None else next(iter(np.ravel(constant)), 0.0),
-            operation in step.explained,
         )
 
 
@@ -184,17 +190,22 @@ def _largest(values: Iterable[Any]) -> tf.Tensor:
     return tf.stack([0.0, *(tf.reduce_max(tf.abs(widened(each))) for each in values)])
 
 
-def _exactly(operation: tf.Operation, unknown: tf.Tensor) -> tf.Tensor:
+def _exactly(step: TracedStep, operation: tf.Operation, unknown: tf.Tensor) -> tf.Tensor:
     """Returns the `health` of what an operation in 16 bits, or of such numbers, is in float32.
 
+    Products are computed again where something divides by them.
+
     Args:
+        step: TracedStep.
         operation: of the forward pass.
         unknown: what is returned of one that is not computed again.
     """
     output = operation.outputs[0]
     is_low = any(is_narrow(each.dtype) for each in (*operation.inputs, output))
-    is_tried = is_low and operation.type in _AGAIN and output.shape.num_elements() != 1
-    exact = in_float32(operation) if is_tried else None
+    is_tried = operation.type in _AGAIN and output.shape.num_elements() != 1
+    if operation.type in _PRODUCTS:
+        is_tried = step.leads_to(output, _DIVIDING, _HANDING_ON, steps=4) is not None
+    exact = in_float32(operation) if is_low and is_tried else None
     return unknown if exact is None else health(exact)
 
 
@@ -261,7 +272,7 @@ def _large_input(cause: _Cause, largest: Mapping[str, float]) -> Said | None:
 def _underflow(cause: _Cause) -> Said | None:
     """Numbers became 0 in 16 bits, and something divides by them or takes their logarithm."""
     results, origin = cause.results, cause.results[cause.origin]
-    if not cause.bad[cause.origin]:
+    if origin.is_narrow and not cause.bad[cause.origin]:
         return None
     # A quotient is not finite because of its divisor. The nearest come first.
     behind = dict.fromkeys(origin.inputs[-1:] if origin.type in _DIVISIONS else origin.inputs)
@@ -269,15 +280,17 @@ def _underflow(cause: _Cause) -> Said | None:
         zeros, maker = cause.zeros[i], results[i]
         if zeros:
             return Said(
-                "an underflow in the forward pass",
+                UNDERFLOW,
                 f"{zeros:,} results of {maker.type} are 0 in {maker.dtype}, whose smallest number "
                 f"is {SMALLEST[maker.dtype]:.1g}, but not in float32. {origin.type} of them is the "
                 f"first result that is not finite: {cause.counted().replace('results of', 'of')}",
                 causes.CURES["too small"].format(dtype=maker.dtype),
                 at=maker.at,
             )
-        waiting += [j for j in dict.fromkeys(maker.inputs) if j not in behind]
-        behind.update(dict.fromkeys(maker.inputs))
+        # What is computed in float32 can only have been lost where it was made.
+        if origin.is_narrow or maker.type in _HANDING_ON:
+            waiting += [j for j in dict.fromkeys(maker.inputs) if j not in behind]
+            behind.update(dict.fromkeys(maker.inputs))
     return None
 
 
@@ -289,7 +302,7 @@ def _in_every_dtype(cause: _Cause) -> Said | None:
     if origin.constant is not None or origin.type == "Placeholder":
         return None
     return Said(
-        "a result that is not finite in any dtype",
+        IN_ANY_DTYPE,
         f"{origin.type} is the first operation with finite inputs whose results are not finite, "
         f"in float32, too: {cause.counted()}",
         causes.CURES["not finite"],
@@ -308,7 +321,7 @@ def _overflow(cause: _Cause, largest_input: float, largest_weight: float) -> Sai
         origin.dtype, largest_weight, largest_input, int(cause.bad[cause.origin])
     )
     return Said(
-        "an overflow in the forward pass",
+        OVERFLOW,
         f"{origin.type} in {origin.dtype} is the first operation with finite inputs whose results "
         f"are not finite{beyond}: {cause.counted()}{more}",
         cure,

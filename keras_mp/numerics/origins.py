@@ -1,28 +1,36 @@
 """The origin of an operation, in eager and in graphs: its layer, its line, whose code it is.
 
+Layers are observed while a step is made: what each returns, and which of them is running. Outputs
+are shown in the thread that observes, which may be that of a replica; which layer is running is
+known in each thread.
+
 And the traced step of a model, with the scopes that its layers are called in.
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
 import os
 import re
+import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.hooks import faces
+from keras_mp import keras_api
+from keras_mp.hooks import faces, wrapped
 from keras_mp.kernels import door
 from keras_mp.layer_calls import layer_observers
+from keras_mp.layer_calls.layer_observers import LayerCall, LayerObserver
 from keras_mp.models.layer_paths import layers_by_path
-from keras_mp.numerics import watching
 from keras_mp.numerics.batches import Batch
-from keras_mp.support import messages, op_table
+from keras_mp.support import attributes, marks, messages, op_table
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.messages import Line
+from keras_mp.tensorflow_api import gradients
 
 _GRADIENT = "gradient_tape"
 _OTHER_REPLICA = re.compile(r"(^|/)replica_[1-9]\d*/")
@@ -69,6 +77,153 @@ _BELOW_TOOLS = (
 )
 # They call every layer.
 _BASE_LAYERS = ("layer.py", "base_layer.py")
+
+
+Watcher = Callable[[str, tf.Tensor, list[Any]], tf.Tensor]
+
+_T = TypeVar("_T")
+
+
+class _ThreadState(threading.local):
+    """The layers that a thread is calling.
+
+    Attributes:
+        running: tuple of the ids of the layers whose calls are going on, where they are named.
+        raised_in: the innermost layer whose call has raised an error, or None.
+    """
+
+    running: tuple[int, ...] = ()
+    raised_in: Any = None
+
+
+_thread = _ThreadState()
+# The paths of layers by their ids, of each block in which layers are named, in any thread.
+_namings: dict[int, dict[int, str]] = {}
+
+
+class _Outputs(LayerObserver):
+    """Shows a watcher what layers return."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+
+    def outputs(self, call: LayerCall, outputs: Any) -> Any:
+        if keras_api.is_symbolic():
+            return outputs
+
+        def shown(value: Any) -> Any:
+            if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
+                return value
+            result = self._watcher(call.path, value, tf.nest.flatten((call.args, call.kwargs)))
+            if result is value:
+                return value
+            return marks.copy(value, result)
+
+        return tf.nest.map_structure(shown, outputs)
+
+    def failed(self, call: LayerCall) -> None:
+        _thread.raised_in = _thread.raised_in or call.layer
+
+
+class _Running(LayerObserver):
+    """Notes which layers a thread is calling."""
+
+    def inputs(self, call: LayerCall) -> None:
+        _thread.running = (*_thread.running, id(call.layer))
+
+    def outputs(self, call: LayerCall, outputs: Any) -> Any:
+        self.failed(call)
+        return outputs
+
+    def failed(self, call: LayerCall) -> None:
+        del call
+        _thread.running = _thread.running[:-1]
+
+
+_running = _Running()
+
+
+def watching_outputs(
+    layers: Mapping[str, Any], watcher: Watcher
+) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager that shows a watcher what layers return to this thread.
+
+    Args:
+        layers: dict of paths and layers.
+        watcher: called with the path of a layer, each tensor of floating point in what its `call`
+            has returned, and a list of all arguments of the call; what it returns takes the
+            tensor's place. Not called while Keras only asks for shapes.
+    """
+    _thread.raised_in = None
+    return layer_observers.attached(_Outputs(watcher), layers.items())
+
+
+@contextlib.contextmanager
+def naming(models: Iterable[tf.keras.Model]) -> Iterator[None]:
+    """Lets `running_layer` name the layers of these models, inside of the block.
+
+    Name scopes do not tell them: Keras 3 enters "dense_1" for a layer "dense" whose name is taken
+    in the graph, and a layer that is shared has a scope for each call.
+
+    Args:
+        models: of `tf.keras`. What one computes between its layers has the name of the model.
+    """
+    named = [
+        pair for model in models for pair in {model.name: model, **layers_by_path(model)}.items()
+    ]
+    # A layer of several models has its path in the first of them.
+    paths = {id(layer): path for path, layer in reversed(named)}
+    _namings[id(paths)] = paths
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(layer_observers.attached(_running, named, to_all_threads=True))
+            hook = gradients.record_operation
+            wrap = _with_layer_in_backward_pass
+            stack.enter_context(wrapped.everywhere(hook.owner, hook.attribute, wrap))
+            yield
+    finally:
+        del _namings[id(paths)]
+
+
+def running_layer() -> str:
+    """Returns the path of the innermost layer that this thread is calling; "" if none is known.
+
+    While the backward pass of a `tf.custom_gradient` runs, that is the layer that has called it.
+    """
+    namings = list(_namings.values())  # at once, since other threads may add to them
+    running = reversed(_thread.running)
+    return next((paths[each] for each in running for paths in namings if each in paths), "")
+
+
+def take_layer_that_raised() -> Any:
+    """Returns the innermost layer that has raised an error in this thread, and forgets it."""
+    layer, _thread.raised_in = _thread.raised_in, None
+    return layer
+
+
+def _with_layer_in_backward_pass(record_operation: Callable[..., _T]) -> Callable[..., _T]:
+    """Makes the layer known again while a gradient function of the program runs.
+
+    TensorFlow gives the operations of this function no scope of the forward pass.
+    """
+
+    @functools.wraps(record_operation)
+    def recorded(
+        op_type: str,
+        output_tensors: Sequence[tf.Tensor],
+        input_tensors: Sequence[tf.Tensor],
+        backward_function: Callable[..., Any],
+        forward_function: Callable[..., Any] | None = None,
+    ) -> _T:
+        running = _thread.running
+
+        def backward(*gradients: tf.Tensor | None) -> Any:
+            with attributes.replaced(_thread, "running", running):
+                return backward_function(*gradients)
+
+        return record_operation(op_type, output_tensors, input_tensors, backward, forward_function)
+
+    return recorded
 
 
 class Layers:
@@ -251,8 +406,9 @@ class Origin(NamedTuple):
 
 def running() -> Origin:
     """Returns the origin of the operation that is running in eager."""
-    layer = watching.running_layer() or layers_of_scope(tf.get_current_name_scope())
-    return of_stack(_running_frames())._replace(layer=layer)
+    layer = running_layer() or layers_of_scope(tf.get_current_name_scope())
+    frames = itertools.dropwhile(lambda each: each.file == __file__, _running_frames())
+    return of_stack(frames)._replace(layer=layer)
 
 
 def of_stack(frames: Iterable[Frame]) -> Origin:
@@ -303,7 +459,7 @@ class GraphOrigins:
         return origin._replace(layer=layer, line=line)
 
     def _layer_and_line(self, kind: str, name: str, origin: Origin) -> tuple[str, Line | None]:
-        scope, running = name.rpartition("/")[0], watching.running_layer()
+        scope, running = name.rpartition("/")[0], running_layer()
         if not origin.is_gradient:
             if running:
                 self._layer_of_scope[scope] = running
@@ -346,8 +502,6 @@ def _is_below_tools(file: str) -> bool:
 
 @functools.cache
 def _kind_of_file(file: str) -> str:
-    if file == __file__:
-        return "library"
     if file.startswith(_TOOLS):
         # The frames below are those of code that called a tool, or an observed layer.
         return "tool"
@@ -403,7 +557,7 @@ def step_of(
 
     def run(data: tuple[Any, ...]) -> object:
         # In the thread of a replica, which is that of its layers' calls.
-        with watching.watching_outputs({"": model, **layers_by_path(model)}, note):
+        with watching_outputs({"": model, **layers_by_path(model)}, note):
             if forward_only or not trains(model):
                 return model(data[0], training=True)
             return model.train_step(data)

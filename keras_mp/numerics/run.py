@@ -22,7 +22,7 @@ from keras_mp.layer_calls import layer_observers, model_outputs
 from keras_mp.layer_calls.layer_observers import LayerCall, LayerObserver
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models.layer_paths import layers_by_path, native_variable, variables_by_path
-from keras_mp.numerics import batches, origins, own_thread
+from keras_mp.numerics import origins, own_thread
 from keras_mp.numerics.batches import Batch, Structure
 from keras_mp.numerics.records import UNIT_ROUNDOFF, Noise, are_finite
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
@@ -698,20 +698,6 @@ def replay(
     how: dict[str, Any] = {"position": call.position, "keeps": keeps}
     numbers = call.numbers or RandomNumbers()
     return Runner(layer, batch, forward, numbers=numbers, **how).run(noise=noise)
-
-
-def check_finite(run: Run, batch: Batch, needs_loss: bool = True) -> None:
-    """Raises a ValueError if a loss is not finite; if it is not needed, only for a bad batch."""
-    bad = [] if math.isfinite(run.loss) else batches.not_finite(batch)
-    why = "pass a batch with another loss, or see what keras_mp.numerics.check finds."
-    if bad:
-        parts = ", ".join(f"{name} with {count:,} of {size:,}" for name, count, size in bad)
-        why = f"there are infinite values or NaN. Received: {parts} not finite"
-    if bad or (needs_loss and not math.isfinite(run.loss)):
-        raise ValueError(
-            f"The loss of a batch is {run.loss} in {run.dtype}, so there is nothing to compare "
-            f"with: {why}"
-        )
 
 
 def check_same_calls(run: Run, reference: Run) -> None:

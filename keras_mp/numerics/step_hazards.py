@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from keras_mp import kernels
 from keras_mp.layer_calls import data_layers
-from keras_mp.models import low_precision_weights
 from keras_mp.numerics import origins
 from keras_mp.numerics.results import Observed, Said
 from keras_mp.numerics.traced_step import (
@@ -19,6 +18,7 @@ from keras_mp.numerics.traced_step import (
     static_number,
     widened,
 )
+from keras_mp.numerics.value_hazards import EPSILON
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
@@ -32,8 +32,6 @@ _LIKE_A_LOSS_SCALE = 64
 # Of float16. Smaller numbers have fewer digits, which some gradients may have.
 _SMALLEST_NORMAL = 2.0**-14
 _MOST_SMALL = 0.1
-# Rounding loses some updates everywhere.
-_MOST_LOST = 0.1
 
 
 # Layers with a smaller share of the model's work are not reported.
@@ -228,7 +226,7 @@ def judge_epsilon(
     if not bad:
         return None
     return Said(
-        "an epsilon that is 0 in 16 bits" if in_16_bits else "an epsilon that is 0",
+        EPSILON if in_16_bits else "an epsilon that is 0",
         f"Its epsilon, {epsilon:g}, is 0 in {' and '.join(dtypes)}, the dtype of {variables} "
         f"variables: after one step with this batch {bad:,} of their {size:,} numbers are not "
         "finite.",
@@ -275,76 +273,5 @@ def judge_weights(
     )
 
 
-def updates(step: TracedStep) -> Iterator[Observed]:
-    """Weights in 16 bits do not move, though they have gradients."""
-    optimizer = step.optimizer
-    if optimizer is None or low_precision_weights.keeps_digits(optimizer):
-        return
-    lost, moving = [], []
-    for variable in step.model.trainable_variables:
-        value = _value_before_the_step(step, variable)
-        if tf.as_dtype(variable.dtype) not in LOW_PRECISION or value is None:
-            continue
-        gradients = list(_gradients_of(step, variable, value.op.inputs[0]))
-        if gradients:
-            has_gradient = tf.reduce_any([tf.not_equal(each, 0) for each in gradients], 0)
-            stays = tf.equal(tf.convert_to_tensor(variable), value)
-            lost.append(count(has_gradient & stays))
-            moving.append(count(has_gradient))
-    if lost:
-        dtype = low_precision_weights.dtype_of(step.model)
-        with tf.init_scope():  # An optimizer of Keras 3 reads its learning rate.
-            constants = list(low_precision_weights.vanishing_constants(optimizer, dtype))
-        numbers = {"lost": tf.add_n(lost), "moving": tf.add_n(moving)}
-        yield Observed(_the_optimizer(optimizer), dtype=dtype, constants=constants, **numbers)
-
-
-def judge_updates(dtype: str, constants: Sequence[str], lost: int, moving: int) -> Said | None:
-    """Many weights with a gradient have the same value after the step."""
-    if not moving or lost < _MOST_LOST * moving:
-        return None
-    why = f" In {dtype}, {', '.join(constants)}." if constants else ""
-    return Said(
-        "updates that are lost",
-        f"{lost / moving:.0%} of {moving:,} weights in {dtype} with a gradient have the same value "
-        f"after the step.{why}",
-        "Compile the model with keras_mp.MasterWeightOptimizer(optimizer), or keep variables in "
-        f'float32 (the policy "mixed_{dtype}").',
-    )
-
-
 def _the_optimizer(optimizer: object) -> str:
     return f"the optimizer ({type(optimizer).__name__})"
-
-
-def _gradients_of(
-    step: TracedStep, variable: tf.Variable, handle: tf.Tensor
-) -> Iterator[tf.Tensor]:
-    """Yields the gradients of a weight from each product that it is in."""
-    for gradient in step.backward_products:
-        if gradient.shape != variable.shape:
-            continue
-        # The gradient of the other factor may have this shape, too: a product with the weight.
-        is_in_product = _reads(step.forward_of(gradient.op), handle)
-        if is_in_product and not _reads(gradient.op, handle):
-            yield gradient
-
-
-def _reads(operation: tf.Operation, handle: tf.Tensor) -> bool:
-    """Whether an operation takes the value of a variable, rounded or not."""
-    for tensor in operation.inputs:
-        read = before(tensor, ("Cast", "Identity")).op
-        if read.type == "ReadVariableOp" and read.inputs[0] is handle:
-            return True
-    return False
-
-
-def _value_before_the_step(step: TracedStep, variable: tf.Variable) -> tf.Tensor | None:
-    """Returns what the forward pass reads of a variable."""
-    stored = before(tf.convert_to_tensor(variable), ("Identity",))
-    if stored.op.type != "ReadVariableOp":
-        return None
-    [handle] = stored.op.inputs
-    reads = (op for op in step.forward if op.type == "ReadVariableOp" and op.inputs[0] is handle)
-    first = next(reads, None)
-    return None if first is None else first.outputs[0]

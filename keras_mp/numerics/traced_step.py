@@ -60,8 +60,6 @@ class TracedStep:
     ) -> None:
         self.model, self.batch, self.result = model, batch, result
         self.optimizer = getattr(model, "optimizer", None)
-        # Operations whose failure another finding explains.
-        self.explained: set[tf.Operation] = set()
         self.layers = origins.Layers(model, scopes)
         graph = tf.compat.v1.get_default_graph()
         self.operations = [o for o in graph.get_operations() if origins.is_first_replica(o.name)]

@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.conversion import convert, paths_in_config, units_by_path
 from keras_mp.numerics import batches as batches_of
-from keras_mp.numerics import own_thread, watching
+from keras_mp.numerics import own_thread, patterns
 from keras_mp.numerics.batches import Batch, Batches, Structure
 from keras_mp.numerics.census import census
 from keras_mp.numerics.records import array, is_noise, jitter, relative
@@ -28,7 +28,6 @@ from keras_mp.numerics.run import (
     RandomNumbers,
     Run,
     Runner,
-    check_finite,
     check_same_calls,
     compiled,
     loss_of,
@@ -306,8 +305,8 @@ def tune(
     with own_thread.random_numbers(seed):
         reference = compiled(model, "float32", "sgd")
         units = _units(reference)
-        left_out = watching.chosen("leave_out", leave_out, units)
-        included = watching.chosen("include", include, units)
+        left_out = patterns.chosen("leave_out", leave_out, units)
+        included = patterns.chosen("include", include, units)
         candidates = [path for path in included if path not in left_out]
         if not candidates:
             raise ValueError(
@@ -472,7 +471,11 @@ class _Search:
             narrow = self._run(candidates, batch, numbers)
             runner = Runner(self.reference, batch, of_model(loss), numbers=numbers)
             wide = runner.run()
-            check_finite(wide, batch)
+            if not math.isfinite(wide.loss):
+                raise ValueError(
+                    f"Expected batches with a finite loss in float32. Received one whose loss is "
+                    f"{wide.loss}: keras_mp.numerics.check, with it, says why."
+                )
             check_same_calls(narrow, wide)
             gradients = self._gradients(wide)
             moved = self._gradients(runner.run(noise=jitter(i)))

@@ -28,6 +28,7 @@ from keras_mp.support.dtypes import LOW_PRECISION
 
 _DIVIDE = op_table.ops("divisions", "reciprocals") | {"Log"}
 _FEW = 8
+EPSILON = "an epsilon that is 0 in 16 bits"
 # Operations between probabilities and the logarithm of a cross entropy.
 _TO_A_LOGARITHM = op_table.ops(
     *("casts", "identities", "reshapes", "maxima of two", "additions"),
@@ -74,7 +75,6 @@ def epsilons(step: TracedStep) -> Iterator[Observed]:
             value, output = static_value(constant), operation.outputs[0]
             if value is None or np.any(value) or (divides := _division(step, output)) is None:
                 continue
-            step.explained.add(divides)
             yield Observed(
                 operation,
                 op=operation.type,
@@ -90,10 +90,10 @@ def judge_epsilon(
     op: str, divides: str, dtype: str, size: int | str, zeros: int, least: float
 ) -> Said | None:
     """A constant that is 0 does harm where what it is added to is 0 as well."""
-    if not zeros:
+    if not zeros or (op == "Maximum" and least < 0):  # A maximum with a true 0 is a ReLU.
         return None
     return Said(
-        "an epsilon that is 0 in 16 bits",
+        EPSILON,
         f"The constant of {op}, before {divides}, is 0 in {dtype}, whose smallest number is "
         f"{SMALLEST[dtype]:.1g}. Of {size} values of this batch {zeros:,} are 0 then; the smallest "
         f"is {least:.3g}.",
@@ -321,28 +321,6 @@ def _are_alike(labels: tf.TensorShape, probabilities: tf.TensorShape) -> bool:
     # Examples and steps of a sequence may be one axis, but not classes; a column may be a vector.
     columns = [shape[:-1] if shape[-1:] == [1] else shape for shape in (labels, probabilities)]
     return columns[0] == columns[1] or labels[-1:] == probabilities[-1:]
-
-
-def softmaxes(step: TracedStep) -> Iterator[Observed]:
-    """Probabilities do not add up to 1, since their sum was made in 16 bits."""
-    for operation in step.in_16_bits(("Softmax",)):
-        output = operation.outputs[0]
-        total = tf.reduce_sum(widened(output), -1)
-        off = tf.where(tf.math.is_finite(total), tf.abs(total - 1.0), 0.0)
-        numbers = {"dtype": output.dtype.name, "length": output.shape[-1]}
-        yield Observed(operation, **numbers, worst=tf.reduce_max(off))
-
-
-def judge_softmax(dtype: str, length: int | None, worst: float) -> Said | None:
-    """Rounding each of them explains less."""
-    if worst < 16 * UNIT_ROUNDOFF[dtype]:
-        return None
-    return Said(
-        "a softmax in 16 bits",
-        f"A softmax over {length} values in {dtype} returns probabilities whose sum is up to "
-        f"{worst:.2g} away from 1: it adds up in {dtype}.",
-        'Give the softmax a layer of its own with dtype="float32", or cast its inputs to float32.',
-    )
 
 
 def cross_entropies(step: TracedStep) -> Iterator[Observed]:

@@ -525,6 +525,32 @@ def test_an_epsilon_and_the_division_that_it_was_for_are_one_finding():
     assert not found(classifier(divides), (X, CLASSES))
 
 
+class DividesByAProduct(L.Layer):
+    def call(self, x):
+        return x / tf.einsum("bi,bi->b", x * 1e-4, x * 1e-5)[:, None]
+
+
+@once
+def test_a_product_that_is_lost_before_a_division_in_float32_is_an_underflow():
+    hazards = found(classifier(DividesByAProduct), (X, CLASSES))
+    assert list(hazards) == ["an underflow in the forward pass"]
+    [finding] = hazards.values()
+    assert "results of Einsum are 0 in float16" in finding.why
+    assert finding.line == (__file__, line_of("DividesByAProduct", "einsum"))
+
+
+class DividesByARelu(L.Layer):
+    def call(self, x):
+        above = tf.maximum(x, tf.zeros([], x.dtype))
+        return tf.where(x > 0, x / above, tf.zeros_like(x))
+
+
+@once
+def test_a_maximum_with_a_true_zero_is_no_epsilon():
+    hazards = found(classifier(DividesByARelu), (X, CLASSES))
+    assert "an epsilon that is 0 in 16 bits" not in hazards
+
+
 def test_a_loss_function_that_multiplies_by_a_number():
     def scaled(y, predictions):
         losses = K.losses.sparse_categorical_crossentropy(y, predictions, from_logits=True)
@@ -550,35 +576,6 @@ def test_a_softmax_whose_probabilities_are_gathered_and_clipped():
 
 
 @pytest.mark.filterwarnings("ignore:The model .* has 2 layers whose variables are in bfloat16")
-def test_updates_that_are_lost():
-    def finding(optimizer):
-        layers = [L.Dense(16, "relu", dtype="bfloat16"), L.Dense(4, dtype="bfloat16")]
-        model = K.Sequential([K.Input([16], dtype="bfloat16"), *layers])
-        model.compile(optimizer, FROM_LOGITS)
-        return found(model, (X, CLASSES)).get("updates that are lost")
-
-    lost = finding(K.optimizers.Adam(1e-3))
-    assert lost.why.startswith("100% of")
-    assert "beta_2=0.999 is 1" in lost.why
-    assert lost.where == "the optimizer (Adam)"
-    assert "In bfloat16" not in finding(K.optimizers.SGD(1e-4)).why
-    assert finding(K.optimizers.SGD(10.0)) is None
-    assert finding(keras_mp.MasterWeightOptimizer(K.optimizers.SGD(1e-4))) is None
-
-
-@pytest.mark.filterwarnings("ignore:The model .* has 2 layers whose variables are in bfloat16")
-def test_updates_that_are_lost_of_weights_with_the_same_shape():
-    inputs = K.Input([16], dtype="bfloat16")
-    one, two = (L.Dense(16, use_bias=False, dtype="bfloat16") for _ in range(2))
-    hidden = one(inputs)
-    unused = L.Rescaling(0.0, dtype="bfloat16")(two(hidden))
-    model = K.Model(inputs, [hidden, unused])
-    model.compile(K.optimizers.SGD(1e-6), "mse")
-    finding = found(model, (X, [X, X]))["updates that are lost"]
-    # The other kernel has no gradient, nor has what one passes on.
-    assert " of 256 weights" in finding.why
-
-
 def test_a_step_that_cannot_be_skipped():
     with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=2.0**40)):
         model = K.Sequential([K.Input([16]), L.Dense(16), L.Dense(4)])

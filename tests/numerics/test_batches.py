@@ -6,16 +6,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.numerics import batches
-from keras_mp.numerics.batches import Batch
 from tests.common import Times, once
-
-
-@once
-def test_parts_that_are_not_finite():
-    ragged = tf.RaggedTensor.from_row_lengths([1.0, np.inf, np.nan], [1, 2])
-    batch = Batch({"a": tf.ones([2]), "ragged": ragged, "ids": tf.range(4)}, None, [1.0, np.nan])
-    assert batches.not_finite(batch) == [("x", 2, 5), ("sample_weight", 1, 2)]
-    assert batches.not_finite(Batch(tf.ones([2]), tf.range(2))) == []
 
 
 @once

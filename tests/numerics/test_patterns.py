@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_mp.numerics import watching as patterns
+from keras_mp.numerics import patterns
 from tests.common import once
 
 PATHS = ["block", "block/dense_1", "block/dense_1/kernel", "head/kernel", "odd[1]"]

@@ -216,7 +216,7 @@ def test_what_cannot_be_tuned_says_why():
         (
             (model, [(x * np.nan, y) for x, y in few]),
             ValueError,
-            "nan in float32.* infinite values or NaN. Received: x with 48 of 48 not finite",
+            "finite loss in float32. Received one whose loss is nan: keras_mp.numerics.check",
         ),
         ((subclassed, few), ValueError, "is not in its config, since its class makes it"),
     ):

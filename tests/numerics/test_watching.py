@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics import watching
+from keras_mp.numerics import origins
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
@@ -16,26 +16,26 @@ def test_each_watcher_gets_the_paths_that_it_gave(in_graph):
     def watcher(name):
         def watch(path, output, arguments):
             del arguments
-            seen.append((name, path, watching.running_layer()))
+            seen.append((name, path, origins.running_layer()))
             return output + 1
 
         return watch
 
     def step(x):
         with (
-            watching.watching_outputs({"outer/dense": dense}, watcher("first")),
-            watching.watching_outputs({"dense": dense}, watcher("second")),
+            origins.watching_outputs({"outer/dense": dense}, watcher("first")),
+            origins.watching_outputs({"dense": dense}, watcher("second")),
         ):
             return inner(x)
 
     x = tf.ones([3, 2])
     expected = inner(x).numpy() + 2
-    with watching.naming([inner]):
+    with origins.naming([inner]):
         outputs = (tf.function(step) if in_graph else step)(x)
     assert seen == [("first", "outer/dense", inner.name), ("second", "dense", inner.name)]
     assert outputs.numpy().tolist() == expected.tolist()
     assert "call" not in vars(dense)
-    assert watching.running_layer() == ""
+    assert origins.running_layer() == ""
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
@@ -53,7 +53,7 @@ def test_a_layer_for_raw_data_is_seen_in_float32_and_passes_on_what_was_not_roun
         return tf.identity(output)
 
     def step(x):
-        with watching.watching_outputs({"first": first, "second": second}, watch):
+        with origins.watching_outputs({"first": first, "second": second}, watch):
             return model(x)
 
     x = tf.constant([[1.0, 3.0]])
@@ -66,11 +66,11 @@ def test_the_innermost_layer_is_named_while_it_runs():
 
     class Named(tf.keras.layers.Layer):
         def call(self, x):
-            named.append(watching.running_layer())
+            named.append(origins.running_layer())
             return x
 
     model = tf.keras.Sequential([tf.keras.Input([2]), Named(name="one"), Named(name="two")])
-    with watching.naming([model]):
+    with origins.naming([model]):
         named.clear()
         model(tf.ones([1, 2]))
         assert named == ["one", "two"]
@@ -84,18 +84,18 @@ def test_a_layer_of_two_models_has_its_path_in_the_first():
 
     class Named(tf.keras.layers.Layer):
         def call(self, x):
-            named.append(watching.running_layer())
+            named.append(origins.running_layer())
             return x
 
     shared = Named(name="shared")
     inner = tf.keras.Sequential([tf.keras.Input([2]), shared], name="inner")
     outer = tf.keras.Sequential([tf.keras.Input([2]), inner], name="outer")
     for models, path in (([inner, outer], "shared"), ([outer, inner], "inner/shared")):
-        with watching.naming(models):
+        with origins.naming(models):
             named.clear()
             outer(tf.ones([1, 2]))
         assert named == [path]
-    with watching.naming([outer]), watching.naming([inner]):
+    with origins.naming([outer]), origins.naming([inner]):
         named.clear()
         inner(tf.ones([1, 2]))
     assert named == ["inner/shared"]
