@@ -25,75 +25,24 @@ from keras_mp.step.record import Notebook, Notes
 from keras_mp.support import host, messages
 
 
-class Stage(enum.IntEnum):
-    """A stage of a `LossScaleOptimizer`."""
+class How(enum.Enum):
+    """How the gradients of a step are unscaled."""
 
-    READY = 0
-    # A loss was scaled, and `get_unscaled_gradients` is to be called; or applying unscales.
-    SCALED = 1
-    SCALED_TO_APPLY = 2
-    # The gradients of that loss were unscaled: by the program, or for a wrapper. (Those of other
-    # variables may then still be scaled.) Or gradients were unscaled though no loss was scaled.
-    UNSCALED = 3
-    UNSCALED_EARLY = 4
-    UNSCALED_ONLY = 5
-    # Gradients were applied: those that were unscaled, in these ways or by applying.
-    APPLIED = 6
-    APPLIED_EARLY = 7
-    APPLIED_SCALED = 8
-
-    def has_begun(self) -> bool:
-        """Whether a loss was scaled, or gradients were unscaled, but not yet applied."""
-        return Stage.READY < self < Stage.APPLIED
-
-    def has_scaled(self) -> bool:
-        """Whether a loss was scaled whose gradients were not yet applied."""
-        return self.has_begun() and self is not Stage.UNSCALED_ONLY
-
-    def is_scaled(self, goes_on: bool, is_early: bool) -> bool:
-        """Whether the gradients that are applied now are still scaled.
-
-        Args:
-            goes_on: bool. Whether they may be another part of the step that was applied last.
-            is_early: bool. Whether these gradients were unscaled for a wrapper.
-        """
-        if self is Stage.APPLIED_EARLY:
-            return goes_on and not is_early
-        is_part = goes_on and self is Stage.APPLIED_SCALED
-        return self in (Stage.SCALED, Stage.SCALED_TO_APPLY) or is_part
-
-    def is_divided(self, goes_on: bool) -> bool:
-        """Whether a call has unscaled the gradients that are applied now."""
-        is_part = goes_on and self in (Stage.APPLIED, Stage.APPLIED_EARLY)
-        return Stage.UNSCALED <= self <= Stage.UNSCALED_ONLY or is_part
-
-    def misses_a_call(self, goes_on: bool) -> bool:
-        """Whether a call is missing if gradients are applied now."""
-        if self.has_scaled():
-            return self is Stage.SCALED
-        return not goes_on or self is Stage.READY
-
-    def after_unscaling(self) -> "Stage":
-        """Returns the stage after gradients were unscaled."""
-        if not self.has_scaled():
-            return Stage.UNSCALED_ONLY
-        return self if self is Stage.UNSCALED_EARLY else Stage.UNSCALED
-
-    def after_applying(self, goes_on: bool, is_early: bool) -> "Stage":
-        """Returns the stage after gradients were applied."""
-        if self.is_scaled(goes_on, is_early):
-            return Stage.APPLIED_SCALED
-        if self.misses_a_call(goes_on) and not self.has_begun():
-            return Stage.READY
-        is_early = self in (Stage.UNSCALED_EARLY, Stage.APPLIED_EARLY)
-        return Stage.APPLIED_EARLY if is_early else Stage.APPLIED
+    UNKNOWN = "no call says it"
+    BY_PROGRAM = "the program is to call get_unscaled_gradients"
+    BY_APPLYING = "applying unscales them"
+    DONE = "they are unscaled, or their loss was not scaled"
+    # Those of other variables may then still be scaled.
+    DONE_EARLY = "they were unscaled for a wrapper"
 
 
 class _Step(Notes):
     """What is known of a step.
 
     Attributes:
-        stage: the `Stage` after the last call.
+        how: how its gradients are unscaled.
+        has_loss: whether a loss was scaled.
+        is_over: whether its gradients were applied. Those of other variables may follow.
         applied: the ids of the variables whose gradients were applied: several functions may each
             make a part of one step.
         unscaled: the ids of the variables whose gradients were unscaled for a wrapper.
@@ -104,16 +53,30 @@ class _Step(Notes):
         results: weak references to the results of the last call.
     """
 
-    stage = Stage.READY
+    how = How.UNKNOWN
+    has_loss = is_over = is_whole = False
     applied: frozenset[int] = frozenset()
     unscaled: frozenset[int] = frozenset()
-    is_whole = False
     unclipped: Sequence[Gradient] = ()
     results: tuple["weakref.ref[Any]", ...] = ()
     tensors = (*Notes.tensors, "unclipped")
 
     def has_begun(self) -> bool:
-        return self.stage.has_begun()
+        return self.how is not How.UNKNOWN and not self.is_over
+
+    def has_scaled(self) -> bool:
+        """Whether a loss was scaled whose gradients were not yet applied."""
+        return self.has_begun() and self.has_loss
+
+    def misses_a_call(self, goes_on: bool) -> bool:
+        """Whether a call is missing if gradients are applied now.
+
+        Args:
+            goes_on: bool. Whether they may be another part of the step that was applied last.
+        """
+        if self.has_scaled():
+            return self.how is How.BY_PROGRAM
+        return not goes_on or self.how is How.UNKNOWN
 
 
 class OptimizerCalls(Calls):
@@ -150,10 +113,11 @@ class OptimizerCalls(Calls):
             return
         own = self._record.notes()
         # Overlapping steps can be told apart only if different calls unscale their gradients.
-        is_whole = own.stage.has_scaled() and (own.stage is Stage.SCALED_TO_APPLY) is not to_apply
+        is_whole = own.has_scaled() and (own.how is How.BY_APPLYING) is not to_apply
         self._record.note(
-            stage=Stage.SCALED_TO_APPLY if to_apply else Stage.SCALED,
-            **{"applied": frozenset(), "unscaled": frozenset(), "is_whole": is_whole},
+            how=How.BY_APPLYING if to_apply else How.BY_PROGRAM,
+            **{"has_loss": True, "is_over": False, "is_whole": is_whole},
+            **{"applied": frozenset(), "unscaled": frozenset()},
             **{"scaled_by": scaled_by, "unclipped": ()},
         )
         if self._scaled_by is not None and not host.in_v1_graph():
@@ -176,8 +140,9 @@ class OptimizerCalls(Calls):
         self._refuse_results(grads, "get_unscaled_gradients")
         scaled_by = self._scale_of_step()
         unscaled = gradients.unscale(grads, None if by_tape else scaled_by)
-        stage = self._record.current().stage.after_unscaling()
-        self._note_unscaled(stage, unscaled, scaled_by=scaled_by)
+        step = self._record.current()
+        is_early = step.has_scaled() and step.how is How.DONE_EARLY
+        self._note_unscaled(How.DONE_EARLY if is_early else How.DONE, unscaled, scaled_by)
         self._remember_results(unscaled)
         return unscaled
 
@@ -190,12 +155,12 @@ class OptimizerCalls(Calls):
         """
         step, ids = self._record.current(), frozenset(id(v) for v in variables)
         is_another_part = bool(step.unscaled) and step.unscaled.isdisjoint(ids)
-        is_early = step.stage in (Stage.UNSCALED_EARLY, Stage.APPLIED_EARLY)
-        if step.stage is not Stage.SCALED_TO_APPLY and not (is_another_part and is_early):
+        is_early = is_another_part and step.how is How.DONE_EARLY
+        if not is_early and (step.is_over or step.how is not How.BY_APPLYING):
             return grads
         scaled_by, ids = self._scale_of_step(), step.unscaled | ids
         unscaled = gradients.unscale(grads, scaled_by)
-        self._note_unscaled(Stage.UNSCALED_EARLY, unscaled, scaled_by=scaled_by, unscaled=ids)
+        self._note_unscaled(How.DONE_EARLY, unscaled, scaled_by, has_loss=True, unscaled=ids)
         return unscaled
 
     @contextlib.contextmanager
@@ -213,33 +178,38 @@ class OptimizerCalls(Calls):
             return
         variables = list(variables)
         step, own = self._record.current(), self._record.notes()
-        stage, applied = step.stage, frozenset(id(v) for v in variables)
+        how, applied = step.how, frozenset(id(v) for v in variables)
         before = frozenset() if step.is_whole else step.applied
         # Gradients of other variables may be another part of the step that was applied last.
         goes_on = bool(before) and before.isdisjoint(applied)
-        is_early = applied <= step.unscaled
+        is_part = goes_on or not step.is_over
+        is_scaled = is_part and how in (How.BY_PROGRAM, How.BY_APPLYING)
+        if is_part and step.is_over and how is How.DONE_EARLY:
+            is_scaled = not applied <= step.unscaled
+        is_divided = is_part and how in (How.DONE, How.DONE_EARLY)
         applied = before | applied if goes_on else applied
         # It is said once that a function makes no calls at all, until it makes one.
-        is_told = stage is Stage.READY and own.time > 0 and not tf.executing_eagerly()
+        is_told = how is How.UNKNOWN and own.time > 0 and not tf.executing_eagerly()
         is_by_tape = scaled_losses.thread.noted.are_by_tape(variables)
-        if stage.misses_a_call(goes_on) and not is_told and not is_by_tape:
-            messages.warn(missing_call(stage))
-            if stage.has_scaled() or tf.executing_eagerly():
+        is_missing, has_begun = step.misses_a_call(goes_on), step.has_begun()
+        if is_missing and not is_told and not is_by_tape:
+            messages.warn(_missing_call(step))
+            if step.has_scaled() or tf.executing_eagerly():
                 applied = frozenset()
         scaled_by, unclipped = self._scale_of_step(), list(step.unclipped)
         step.unclipped = ()
-        yield GradientState(
-            stage.is_scaled(goes_on, is_early),
-            scaled_by,
-            stage.is_divided(goes_on),
-            self.losses(),
-            unclipped,
-        )
-        stage = stage.after_applying(goes_on, is_early)
-        known = {"stage": stage, "applied": applied, "unscaled": step.unscaled, "losses": ()}
-        self._record.note(**known, is_whole=step.is_whole, scaled_by=scaled_by)
+        yield GradientState(is_scaled, scaled_by, is_divided, self.losses(), unclipped)
+        if is_scaled:
+            how = How.BY_APPLYING
+        elif is_missing and not has_begun:
+            how = How.UNKNOWN
+        elif how is not How.DONE_EARLY:
+            how = How.DONE
+        known = {"how": how, "is_over": how is not How.UNKNOWN}
+        known |= {"applied": applied, "unscaled": step.unscaled}
+        self._record.note(**known, losses=(), is_whole=step.is_whole, scaled_by=scaled_by)
         if step is not own and tf.executing_eagerly():
-            vars(step).update(known)  # The thread that began the step is done with it.
+            vars(step).update(known, losses=())  # The thread that began the step is done with it.
 
     @contextlib.contextmanager
     def whole_step(self) -> Iterator[None]:
@@ -268,16 +238,19 @@ class OptimizerCalls(Calls):
             _restore(notes, before)
             raise
 
-    def _note_unscaled(self, stage: Stage, grads: Sequence[Any], **known: Any) -> None:
+    def _note_unscaled(
+        self, how: How, grads: Sequence[Any], scaled_by: tf.Tensor, **known: Any
+    ) -> None:
         step = self._record.current()
         names = ("applied", "unscaled", "is_whole", "losses")
         before = {name: getattr(step, name) for name in names}
-        self._record.note(**{**before, "stage": stage, "unclipped": list(grads), **known})
+        before |= {"how": how, "has_loss": step.has_scaled(), "is_over": False}
+        self._record.note(**{**before, "scaled_by": scaled_by, "unclipped": list(grads), **known})
 
     def _scale_of_step(self) -> tf.Tensor:
         """Returns the factor by which the loss of this step was multiplied, or will be."""
         step = self._record.current()
-        if not step.stage.has_scaled() and step.stage < Stage.APPLIED:
+        if not step.has_scaled() and not step.is_over:
             return self._loss_scale()
         return self._scale_of(step)
 
@@ -306,11 +279,11 @@ def _restore(notes: Notes, before: dict[str, Any]) -> None:
     vars(notes).update(before)
 
 
-def missing_call(stage: Stage) -> str:
+def _missing_call(step: _Step) -> str:
     """Returns the message about the call that is missing if gradients are applied."""
-    if not stage.has_begun():
+    if not step.has_begun():
         return _NEITHER
-    return _NOT_UNSCALED if stage.has_scaled() else _NOT_SCALED_BEFORE
+    return _NOT_UNSCALED if step.has_scaled() else _NOT_SCALED_BEFORE
 
 
 _OPTIMIZER_EXAMPLE = """

@@ -129,9 +129,9 @@ class Notebook(Generic[N]):
 
         What the body of a loop does, or a function that is called, is done where it is called.
         """
-        own, graph, time = self.notes(), host.current_graph(), next(self._times)
+        own, time, graph = self.notes(), next(self._times), host.current_graph()
         vars(own).update(known, time=time)
-        if graph is None:
+        if own.is_eager:
             self._last_in_eager = own
         while _has_function_around(graph):
             around, count = self._in_graph(graph.outer_graph), _size(graph.outer_graph)
@@ -139,7 +139,7 @@ class Notebook(Generic[N]):
                 around.before_branches = count, dict(vars(around))
             vars(around).update(known, time=time)
             around.drop_tensors()
-            graph = graph.outer_graph  # pyright: ignore[reportOptionalMemberAccess]
+            graph = graph.outer_graph
 
     def _around(self, graph: Any) -> N:
         """Returns the notes of the graph around one.

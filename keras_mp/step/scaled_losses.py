@@ -1,7 +1,7 @@
 """Tells a `train_step` which losses are scaled, and asks it who scaled gradients.
 
 What scales a loss notes the result here. An optimizer that is about to apply gradients can then
-tell whether it has to warn of a missing call. `models/known_losses.py` has what is known in a
+tell whether it has to warn of a missing call. `models/step_tapes.py` has what is known in a
 `train_step` that is watched; elsewhere only whether anything was scaled is noted. This module needs
 TensorFlow only.
 """

@@ -96,7 +96,7 @@ def make_step(
     # overwritten, the new values stand in place of gradients.
     new_values = _new_values(adapter, state, pairs)
     grads = [None if i in new_values else gradient for i, (gradient, _) in enumerate(pairs)]
-    unclipped = _changed_since(state.unclipped, grads)
+    unclipped = _changed_since(state.unclipped, grads) if state.unclipped else []
     if state.unclipped:
         state.unclipped.clear()
     sums, sent = [*adapter.widened(grads), *_marks(state, kept, has_examples)], None

@@ -38,11 +38,6 @@ class Weight(NamedTuple):
     dtype: tf.DType
     is_trained: bool
 
-    @property
-    def name(self) -> str:
-        """The name that the user knows."""
-        return name_of(self.variable)
-
 
 def name_of(variable: Any) -> str:
     """Returns the name that the user knows.
@@ -294,7 +289,7 @@ class StepUnderWay:
             if is_written and value is not None:
                 old.append((weight.handle, value))
             elif is_written:
-                unknown.append(weight.name)
+                unknown.append(name_of(weight.variable))
         if unknown:
             messages.warn(
                 "If this step is skipped, these weights keep what the forward pass assigns to "
