@@ -641,3 +641,66 @@ def test_a_last_layer_that_a_model_builds_is_one_of_16_bits_elsewhere():
     first = model(x)
     assert (first.dtype, layer(x).dtype) == ("float32", "bfloat16")
     np.testing.assert_array_equal(first, model(x))
+
+
+class CallsItself(tf.keras.Model):
+    """Its class defines `__call__` in the place of `call`."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = L.Dense(2, kernel_initializer=tf.keras.initializers.Constant(1.001))
+        self.dense.build((None, 4))
+        self.built = True
+
+    def __call__(self, x, training=False):
+        if tf.reduce_sum(x) > 0:
+            return {"y": self.dense(x), "x": x}
+        return {"y": -self.dense(x), "x": x}
+
+
+class InHead(tf.keras.Model):
+    """Its class inherits `__call__`, and its model is inside of another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = CallsItself()
+
+    def call(self, x):
+        dtypes.append(self.inner(x)["y"].dtype.name)
+        return self.inner(x)["y"]
+
+
+dtypes = []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_model_whose_class_defines_call(mode, dtype):
+    x = tf.fill([3, 4], 100.0)
+    with keras_mp.policy_scope(f"mixed_{dtype}"):
+        model = type("Inherits", (CallsItself,), {})()
+        outer = InHead()
+    found = MODES[mode](lambda x: model(x, training=True))(x)
+    assert found["y"].dtype == found["x"].dtype == tf.float32
+    np.testing.assert_allclose(found["y"], np.full([3, 2], 400.4), rtol=2**-7)
+    assert MODES[mode](outer)(x).dtype == tf.float32
+    assert dtypes[-1] == dtype
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_static_sizes_stay(policy):
+    class Tagger(tf.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head = L.Dense(5)
+
+        def call(self, x):
+            return self.head(x)
+
+    with keras_mp.policy_scope(policy):
+        inputs = L.Input((3, 4))
+        models = [Tagger(), tf.keras.Model(inputs, L.Dense(5)(inputs))]
+    for model in models:
+        model(tf.ones([2, 3, 4]))
+        traced = tf.function(model).get_concrete_function(tf.TensorSpec([None, 3, 4]))
+        assert traced.outputs[0].shape.as_list() == [None, 3, 5]

@@ -29,10 +29,11 @@ from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import is_low
 from keras_mp.tensorflow_api import gradients
 
-# The kinds of faces; a larger one decides. `MADE` is computed again if an exact operation takes it;
-# `CAST` is what a cast of the program has rounded.
+# The kinds of faces; a larger one decides. `LEFT` says only that the tensor was made in reach.
+# `MADE` is computed again if an exact operation takes it; `CAST` is what a cast of the program has
+# rounded.
 # `LAST` is exact, and made by a layer that makes outputs of a model.
-MADE, CAST, WEIGHT, EXACT, LAST = 1, 2, 3, 4, 5
+LEFT, MADE, CAST, WEIGHT, EXACT, LAST = 0, 1, 2, 3, 4, 5
 # Notes of float32 tensors, which models return in the place of 16-bit ones: casts of these, or
 # computed a second time.
 OUTPUT, AGAIN = 6, 7
@@ -50,8 +51,9 @@ class Face(NamedTuple):
     Attributes:
         tensor: the float32 tensor that a 16-bit one was rounded from; a number in place of a
             constant; a `Lazy`, which makes the tensor. On a float32 tensor that is read from a
-            weight, None; on an output of a model, the 16-bit tensor that was cast.
-        kind: int. `MADE`, `CAST`, `WEIGHT`, `EXACT`, `LAST`, `OUTPUT` or `AGAIN`.
+            weight, and on a tensor that has left the reach without a face, None; on an output of
+            a model, the 16-bit tensor that was cast.
+        kind: int. `LEFT`, `MADE`, `CAST`, `WEIGHT`, `EXACT`, `LAST`, `OUTPUT` or `AGAIN`.
     """
 
     tensor: Any
@@ -188,8 +190,8 @@ def is_exact(value: Any) -> bool:
 
 def drop(value: Any) -> None:
     """Forgets the face of a tensor, as if the program had made it in 16 bits."""
-    if isinstance(value, tf.Tensor):
-        value.__dict__.pop(NOTE, None)
+    if isinstance(value, tf.Tensor) and of(value) is not None:
+        note(value, None, LEFT)
 
 
 def lazily(op: str, args: Sequence[Any], pairs: Sequence[Any], results: Any, kind: int) -> None:
@@ -220,8 +222,15 @@ def lazily(op: str, args: Sequence[Any], pairs: Sequence[Any], results: Any, kin
 
 def float32_of(value: Any) -> tf.Tensor | None:
     """Returns the float32 face of a 16-bit tensor, or None."""
+    tensor = _float32_of(value)
+    if tensor is not None and tf.is_symbolic_tensor(tensor):
+        tensor.set_shape(value.shape)  # The program may know more of it by now.
+    return tensor
+
+
+def _float32_of(value: Any) -> tf.Tensor | None:
     face = value.__dict__.get(NOTE)
-    if _thread.make is not None and (face is None or face.kind == MADE):
+    if _thread.make is not None and (face is None or face.kind <= MADE):
         made = _thread.make(value)
         if made is not None:
             return made
@@ -417,6 +426,80 @@ def without_face(values: Any) -> None:
         drop(each)
 
 
+# Tensors out of reach.
+
+
+def leave(outputs: Any, inputs: Any) -> None:
+    """Notes on 16-bit tensors that leave the reach in eager.
+
+    The notes say that they were made in it. In a graph their operations have marks
+    (`kernels/backward.py`).
+
+    Args:
+        outputs: structure of tensors.
+        inputs: those from which they were made, which may be among them.
+    """
+    flat = [outputs] if isinstance(outputs, tf.Tensor) else _flat(outputs)
+    low = [each for each in flat if is_low_tensor(each)]
+    if not low:
+        return
+    given = set(map(id, _flat(inputs)))
+    for each in low:
+        if of(each) is None and id(each) not in given:
+            note(each, None, LEFT)
+    reach.thread.has_left = True
+
+
+def follow(inputs: Sequence[Any], outputs: Any) -> None:
+    """Notes on the 16-bit results of an operation what its inputs have said.
+
+    Out of reach, a result was made of a tensor that was made in reach.
+
+    Args:
+        inputs: the arguments of the operation.
+        outputs: its result, or a list of them.
+    """
+    flat = outputs if isinstance(outputs, list | tuple) else (outputs,)
+    low = [each for each in flat if is_low_tensor(each)]
+    if low and any(is_low_tensor(each) and of(each) is not None for each in _flat(inputs)):
+        for each in low:
+            note(each, None, LEFT)
+
+
+def _leave_with_sources(found: Sequence[Any], sources: Sequence[Any]) -> None:
+    """Notes on the gradients of tensors that were made in reach."""
+    for gradient, source in zip(found, sources):
+        if is_low_tensor(gradient) and is_low_tensor(source) and was_made_in_reach(source):
+            note(gradient, None, LEFT)
+
+
+def was_made_in_reach(tensor: tf.Tensor) -> bool:
+    """Whether a 16-bit tensor comes from one that was made in reach.
+
+    Args:
+        tensor: tensor of eager code, or of a graph.
+    """
+    seen: set[int] = set()
+    waiting = [tensor]
+    while waiting:
+        each: Any = waiting.pop()
+        if of(each) is not None:
+            return True
+        if not tf.is_symbolic_tensor(each) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if getattr(each.op, "_keras_mp_made_in", None) is not None:
+            return True
+        captured = getattr(each.graph, "captures", ()) if each.op.type == "Placeholder" else ()
+        before = [*each.op.inputs, *(outer for outer, inner in captured if inner is each)]
+        waiting += [value for value in before if is_low(value.dtype)]
+    return False
+
+
+def _flat(values: Any) -> list[Any]:
+    return tf.nest.flatten(values, expand_composites=True)
+
+
 # Gradients with respect to tensors that have a face.
 
 
@@ -434,11 +517,15 @@ def on_tapes(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         stands_for = _Sources(sources)
         if not stands_for.found:
-            return original(
+            found = original(
                 tape, target, sources, output_gradients, sources_raw, unconnected_gradients
             )
-        found = original(tape, target, stands_for.all, output_gradients)
-        return stands_for.merged(found, unconnected_gradients)
+        else:
+            found = original(tape, target, stands_for.all, output_gradients)
+            found = stands_for.merged(found, unconnected_gradients)
+        if reach.thread.dtype is None:
+            _leave_with_sources(found, sources)
+        return found
 
     return imperative_grad
 

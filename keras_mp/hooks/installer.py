@@ -4,7 +4,7 @@ A `Replacement` is a row of a table: the function, what takes its place, and whe
 function is replaced at most once. What takes its place asks for the state of the thread
 (`reach.py`) and then calls what the rows of this function have made of the original. Where a
 function has several rows, each wraps the one before: those that always act are the innermost, those
-of regions the outermost.
+of regions the outermost. Those that act out of reach wrap only the ones that always act.
 
 This module needs TensorFlow only.
 """
@@ -30,8 +30,9 @@ class When(enum.IntEnum):
     """When a replacement acts; at other times the original function is called."""
 
     ALWAYS = 0
-    IN_REACH = 1
-    IN_A_REGION = 2
+    OUT_OF_REACH = 1
+    IN_REACH = 2
+    IN_A_REGION = 3
 
 
 class Method(NamedTuple):
@@ -102,19 +103,19 @@ class _Replaced:
     def __init__(self, original: Any) -> None:
         self.original, self.rows = original, []
         function: Any = original.fget if isinstance(original, property) else original
-        always = in_reach = in_region = function
+        elsewhere = in_reach = in_region = function
         thread = reach.thread
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if thread.dtype is None:
-                return always(*args, **kwargs)
+                return elsewhere(*args, **kwargs)
             if thread.region is None:
                 return in_reach(*args, **kwargs)
             return in_region(*args, **kwargs)
 
         def use(rows: list[Replacement], made: Sequence[Function]) -> None:
-            nonlocal always, in_reach, in_region
-            always, in_reach, in_region = made
+            nonlocal elsewhere, in_reach, in_region
+            elsewhere, in_reach, in_region = made
             self.rows = rows
 
         call = functools.wraps(function)(do_not_convert(call))
@@ -124,15 +125,21 @@ class _Replaced:
         self.call: Any = property(call) if isinstance(original, property) else call
         self._function, self.use = function, use
 
-    def made_by(self, rows: list[Replacement]) -> list[Function]:
-        """Returns the function to call for each `When`: the original, wrapped by its rows."""
-        made, found = self._function, []
-        for when in When:
+    def made_by(self, rows: list[Replacement]) -> tuple[Function, Function, Function]:
+        """Returns the functions to call out of reach, in reach and in a region.
+
+        They are the original, wrapped by its rows.
+        """
+
+        def wrapped(function: Function, when: When) -> Function:
             for row in rows:
                 if row.when == when:
-                    made = row.make(made)
-            found.append(made)
-        return found
+                    function = row.make(function)
+            return function
+
+        always = wrapped(self._function, When.ALWAYS)
+        in_reach = wrapped(always, When.IN_REACH)
+        return wrapped(always, When.OUT_OF_REACH), in_reach, wrapped(in_reach, When.IN_A_REGION)
 
 
 def caller() -> Any:

@@ -40,6 +40,7 @@ class _Reach(threading.local):
         in_gradient: bool. Whether a gradient function of TensorFlow runs.
         is_strict: bool. Whether mixtures of dtypes are errors, as without keras_mp.
         is_exact: bool. Whether a layer runs that makes outputs of a model, which are exact.
+        has_left: bool. Whether a 16-bit tensor has left the reach in eager.
     """
 
     dtype: tf.DType | None = None
@@ -48,6 +49,7 @@ class _Reach(threading.local):
     in_gradient: bool = False
     is_strict: bool = False
     is_exact: bool = False
+    has_left: bool = False
 
 
 # Functions that run for each operation read it directly; everything else calls the functions below.

@@ -23,7 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.hooks import faces, reach
-from keras_mp.hooks.faces import CAST, EXACT, LAST, MADE, NOTE, WEIGHT
+from keras_mp.hooks.faces import CAST, EXACT, LAST, LEFT, MADE, NOTE, WEIGHT
 from keras_mp.kernels import low_precision_gradients, slow, sums
 from keras_mp.kernels.replaced import usual_device
 from keras_mp.support import op_table, registered_kernels
@@ -100,6 +100,13 @@ def _find(name: str) -> Operation | None:
             )
             outputs = [arg.type_attr == attr.name for arg in op_def.output_arg]
             return _described(op_def, attr.name, has_dtype, outputs, refuses)
+        if _FLOAT32 in allowed and allowed.isdisjoint(_LOW):
+            # Its inputs hide their dtype, such as those of a product of sparse matrices.
+            outputs = [arg.type_attr == attr.name for arg in op_def.output_arg]
+            return dataclasses.replace(
+                _described(op_def, attr.name, has_dtype, outputs, frozenset(LOW_PRECISION)),
+                kind="draw",
+            )
     has_dtype = [arg.type == _FLOAT32 for arg in op_def.input_arg]
     if not any(has_dtype):
         return None
@@ -295,6 +302,8 @@ def _note_lazily(known: Operation, args: Sequence[Any], pairs: Sequence[Any], re
         if not any(notes):
             return
         kind = min(MADE if each is None else each.kind for each in notes)
+        if kind == LEFT:
+            return
     if known.is_one and isinstance(results, list):
         results = results[0]
     faces.lazily(known.name, args, pairs, results, kind)
@@ -495,9 +504,11 @@ def _drawn_in_eager(
     if not is_low(wanted):
         return original(context, known.name, name, *args, *mark)
     wide = [*args[:place], _FLOAT32, *args[place + 1 :]]
-    face = original(context, known.name, name, *wide, *mark)
-    choice = _Choice(wanted, EXACT if op_table.DRAWS[known.name] else CAST)
-    return _rounded_in_eager(original, context, choice, face, mark)
+    results = original(context, known.name, name, *wide, *mark)
+    choice = _Choice(wanted, EXACT if op_table.DRAWS.get(known.name, True) else CAST)
+    return _rounded(
+        known, results, lambda face: _rounded_in_eager(original, context, choice, face, mark)
+    )
 
 
 def _rounded_in_eager(
@@ -629,7 +640,7 @@ def _drawn_in_graph(
         return original(known.name, name, **keywords)
     keywords[known.attribute] = tf.float32
     structure, is_stateful, op, outputs = _decided(original, known.name, name, keywords)
-    choice = _Choice(wanted, EXACT if op_table.DRAWS[known.name] else CAST)
+    choice = _Choice(wanted, EXACT if op_table.DRAWS.get(known.name, True) else CAST)
     outputs = [_rounded_in_graph(original, choice, each) for each in outputs]
     return structure, is_stateful, op, outputs
 

@@ -7,6 +7,9 @@ All other layers are called as if there were no hook.
 """
 
 import contextlib
+import functools
+import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,7 +54,10 @@ def _heeding_policies(original: Callable[..., Any]) -> Callable[..., Any]:
         policy: Any = getattr(self, "dtype_policy", None)
         dtype = policy.low_precision_dtype if isinstance(policy, Policy) else None
         try:
-            return _call_in(policy, dtype, keras_call, self, args, kwargs)
+            outputs = _call_in(policy, dtype, keras_call, self, args, kwargs)
+            if dtype is not None and reach.current() is None and tf.executing_eagerly():
+                faces.leave(outputs, (args, kwargs))
+            return outputs
         except type_errors.ERRORS as error:
             explained = _explained(error, self) if dtype is not None else None
             if explained is None:
@@ -60,6 +66,41 @@ def _heeding_policies(original: Callable[..., Any]) -> Callable[..., Any]:
             raise explained.with_traceback(error.__traceback__) from None
 
     return call
+
+
+# What stands in the place of methods of classes.
+_own_calls: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def call_of_its_own(cls: type) -> None:
+    """Lets models whose class defines `__call__` return float32.
+
+    Args:
+        cls: a class of models.
+    """
+    for each in itertools.takewhile(lambda each: each is not tf.keras.Model, cls.__mro__):
+        own = vars(each).get("__call__")
+        if own is not None and own not in _own_calls:
+            each.__call__ = _returning_float32(own)
+            _own_calls.add(each.__call__)
+
+
+def _returning_float32(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a model's method that calls it in the place of Keras's."""
+
+    @functools.wraps(original)
+    @do_not_convert
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        policy: Any = getattr(self, "dtype_policy", None)
+        dtype = policy.low_precision_dtype if isinstance(policy, Policy) else None
+        own_call = allow_conversion(original)
+        is_symbolic = any(map(keras_api.is_symbolic_input, tf.nest.flatten((args, kwargs))))
+        if dtype is None or is_symbolic or keras_api.is_in_a_layer(self):
+            return own_call(self, *args, **kwargs)
+        observers.reach_begins()
+        return model_outputs.call(own_call, self, dtype, args, kwargs)
+
+    return __call__
 
 
 # AutoGraph converts `__call__` where a `tf.function` is made of the layer itself.

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from keras_mp import hooks, keras_api
 from keras_mp.hooks import Method, Replacement, When, observers, reach
+from keras_mp.layer_calls import layer_call
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models import step_tapes
 from keras_mp.policy import Policy
@@ -91,7 +92,10 @@ def scale(model: tf.keras.Model, loss_scale: LossScale | None) -> None:
 
 
 def scale_own_loops() -> None:
-    """Lets the loops of models scale that are never compiled."""
+    """Lets the loops of models scale that are never compiled.
+
+    A model that defines `__call__` returns float32.
+    """
     step_tapes.install()
     # Keras looks at the arguments of `__init__`.
     hooks.install([Replacement(Method(tf.keras.Model, "__new__"), _with_loops, When.ALWAYS)])
@@ -101,7 +105,10 @@ def _with_loops(original: Callable[..., Any]) -> Callable[..., Any]:
     def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
         model = original(cls, *args, **kwargs)
         policies: tuple[Any, ...] = keras_api.get_global_policy(), kwargs.get("dtype")
-        if any(isinstance(each, Policy) and each.scales_loss for each in policies):
+        ours = [each for each in policies if isinstance(each, Policy)]
+        if ours:
+            layer_call.call_of_its_own(cls)
+        if any(policy.scales_loss for policy in ours):
             _scale_loops(model)
         return model
 

@@ -1,24 +1,26 @@
 """Computes operations in float32 that TensorFlow refuses for 16-bit tensors.
 
-TensorFlow refuses 16-bit tensors beside float32 ones, operations that it has in float32 only, and,
-in graphs, a number before a 16-bit tensor, as in `tf.maximum(0.0, x)`. The first two are computed
-in float32. The number gets the dtype of the tensor, as it would in eager. A number that is finite
-in float32 only, such as -1e9 in float16, becomes a float32 tensor, so the sum with it is computed
-in float32.
+In reach, the door (`kernels/door.py`) knows before what an operation refuses. This module is for
+the rest:
 
-All this is only for code in the reach of keras_mp (`hooks/reach.py`), and only for what TensorFlow
-refuses: any other program runs as if this module did not exist. A function that is refused has made
-nothing, so it is called again, with float32 in the place of 16 bits. In graphs, that is the
-function that makes an operation. Elsewhere it is the public function that was called: TensorFlow
-then asks its dispatchers for other types of arguments, one of which is ours. Branches and loops are
-made again with float32 in the place of 16 bits. What is written into a `tf.TensorArray` gets the
-dtype of the array, and what is assigned to a float32 variable is cast.
+- Out of reach, operations that TensorFlow refuses since a 16-bit tensor that was made in reach
+  meets a float32 one (`faces.was_made_in_reach`). A program's own 16-bit tensors are refused as
+  ever.
+- Functions of TensorFlow that refuse dtypes in Python. TensorFlow then asks its dispatchers for
+  other types of arguments, one of which is ours.
+- A 16-bit tensor that is to become a float32 one: what is assigned, or written into a
+  `tf.TensorArray`.
+- Branches and loops, which are made again with float32 in the place of 16 bits.
+
+Nothing is asked where nothing is refused. What is refused has made nothing, so it is made again.
 
 This module needs TensorFlow only.
 """
 
 import contextlib
-import threading
+import os
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import hooks, variables
-from keras_mp.hooks import Everywhere, Method, Replacement, faces, reach
+from keras_mp.hooks import Everywhere, Method, Replacement, When, faces, reach
 from keras_mp.hooks.once import once
 from keras_mp.op_autocast import signatures
 from keras_mp.support import features
@@ -37,29 +39,11 @@ from keras_mp.tensorflow_api import operations
 from keras_mp.tensorflow_api.features import MIXTURES
 
 # The errors that functions raise if dtypes do not fit.
-_ERRORS = (
-    AttributeError,
-    TypeError,
-    ValueError,
-    tf.errors.InvalidArgumentError,
-    tf.errors.NotFoundError,
-)
+_REFUSALS = TypeError, ValueError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 # The methods of `tf.TensorArray` that take tensors of its dtype.
 _WRITING = ("write", "unstack", "scatter", "split")
 _ASSIGNING = {"assign", "assign_add", "assign_sub"}
-
-
-class _Thread(threading.local):
-    """What this thread is doing about a refusal.
-
-    Attributes:
-        is_retrying: whether a function is called again.
-    """
-
-    is_retrying = False
-
-
-_thread = _Thread()
 
 
 def refused() -> contextlib.AbstractContextManager[None]:
@@ -76,11 +60,13 @@ def install() -> None:
 
 
 def _replacements() -> Iterator[Replacement]:
-    for name, make in (
-        (operations.make_in_graph, _made_in_float32),
-        (operations.to_tensor, _keeping_numbers),
+    for name, make, when in (
+        (operations.run_in_eager, _running_elsewhere, When.OUT_OF_REACH),
+        (operations.run_in_slower_way, _following, When.OUT_OF_REACH),
+        (operations.make_in_graph, _made_elsewhere, When.OUT_OF_REACH),
+        (operations.to_tensor, _keeping_numbers, When.IN_REACH),
     ):
-        yield Replacement(name, make, feature=MIXTURES)
+        yield Replacement(name, make, when, MIXTURES)
     for original, make in (
         (tf.constant, _keeping_numbers),
         (tf.matmul, _of_ragged),
@@ -91,13 +77,15 @@ def _replacements() -> Iterator[Replacement]:
     # The classes of variables, below one of them that is public.
     for cls in tf.experimental.dtensor.DVariable.__mro__:
         for name in vars(cls).keys() & _ASSIGNING if cls is not tf.Variable else ():
-            yield Replacement(Method(cls, name), _in_the_dtype_of_the_variable)
+            yield Replacement(Method(cls, name), _in_the_dtype_of_the_variable, When.ALWAYS)
     yield Replacement(Everywhere(tf.compat.v1.cond), _with_faces_of_branches)
     branching: list[Any] = [tf.switch_case, tf.compat.v1.while_loop]
     for original in branching:
-        yield Replacement(Everywhere(original), _made_again)
+        yield Replacement(Everywhere(original), _made_again, When.ALWAYS)
+    yield Replacement(Everywhere(tf.compat.v1.cond), _made_again, When.OUT_OF_REACH)
+    yield Replacement(Method(type(tf.function(_read)), "__call__"), _called_again, When.ALWAYS)
     for name in _WRITING:
-        yield Replacement(Method(tf.TensorArray, name), _in_the_dtype_of_the_array)
+        yield Replacement(Method(tf.TensorArray, name), _in_the_dtype_of_the_array, When.ALWAYS)
 
 
 def _keeping_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,27 +129,87 @@ def _dispatcher_class() -> type:
 
         def handle(self, op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             """Returns a function's result, or `NOT_SUPPORTED` if dtypes are not the reason."""
-            if not _is_active_in_reach() or _thread.is_retrying:
-                return self.NOT_SUPPORTED
-            for args_again, kwargs_again in _in_other_dtypes((list(args), kwargs)):
-                with contextlib.suppress(*_ERRORS), replaced(_thread, "is_retrying", True):
-                    return op(*args_again, **kwargs_again)
+            call = list(args), kwargs
+            if not _is_own_fault(sys.exc_info()[1]) and _may_be_made_again(call):
+                for args_again, kwargs_again in _in_other_dtypes(call):
+                    with contextlib.suppress(*_REFUSALS):
+                        return op(*args_again, **kwargs_again)
             return self.NOT_SUPPORTED  # TensorFlow's error about the user's own call is raised.
 
     return _Dispatcher
 
 
-def _made_in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that makes an operation in a graph."""
+class _Refused(TypeError):
+    """TensorFlow has refused an operation. Dispatchers hear of this error."""
+
+
+def _is_own_fault(error: BaseException | None) -> bool:
+    """Whether an error comes from a line of keras_mp, and refuses nothing."""
+    if error is None or isinstance(error, _Refused):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_PACKAGE)
+
+
+def _may_be_made_again(call: Any) -> bool:
+    """Whether a call that TensorFlow has refused may be made in other dtypes."""
+    if reach.current() is not None:
+        return _is_active()
+    return any(map(_is_of_ours, tf.nest.flatten(call)))
+
+
+def _is_of_ours(value: Any) -> bool:
+    return faces.is_low_tensor(value) and faces.was_made_in_reach(value)
+
+
+def _running_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that runs an operation in eager, out of reach."""
+    thread = reach.thread
+
+    def execute(context: Any, op: str, name: Any, *args: Any) -> Any:
+        try:
+            results = original(context, op, name, *args)
+        except operations.QuickWayFailed.get():
+            is_mixed = _is_mixed([*map(_dtype_of, tf.nest.flatten(args))])
+            if not is_mixed or not _may_be_made_again(args):
+                raise
+            return original(context, op, name, *tf.nest.map_structure(_widened, args))
+        if thread.has_left:
+            faces.follow(args, results)
+        return results
+
+    return execute
+
+
+def _following(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that runs operations in the slower way, out of reach."""
+    thread = reach.thread
+
+    def execute(handle: Any, device: Any, op: Any, inputs: Any, *args: Any) -> Any:
+        try:
+            results = original(handle, device, op, inputs, *args)
+        except tf.errors.InvalidArgumentError as error:
+            if not _is_mixed([*map(_dtype_of, inputs)]) or not _may_be_made_again(inputs):
+                raise
+            raise _Refused(str(error)) from None
+        if thread.has_left:
+            faces.follow(inputs, results)
+        return results
+
+    return execute
+
+
+def _made_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that makes an operation in a graph, out of reach."""
 
     def apply_op_helper(op_type_name: str, name: str | None = None, **inputs: Any) -> Any:
-        if not _is_active():
-            return original(op_type_name, name, **inputs)
         try:
             return original(op_type_name, name, **inputs)
         except TypeError as error:
+            if not _may_be_made_again(inputs):
+                raise
             for again in _in_other_dtypes(inputs):
-                with contextlib.suppress(TypeError, ValueError):
+                with contextlib.suppress(TypeError):
                     return original(op_type_name, name, **again)
             raise error from None
 
@@ -169,13 +217,15 @@ def _made_in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_the_dtype_of_the_variable(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method of variables that assigns."""
+    """Returns a method of variables that assigns; a float32 one takes 16 bits."""
 
     def assign(variable: tf.Variable, value: Any, *args: Any, **kwargs: Any) -> Any:
-        is_float32 = variable.dtype == tf.float32
-        if is_float32 and is_low(_dtype_of(value)) and _is_active():
-            value = _widened(value)
-        return original(variable, value, *args, **kwargs)
+        try:
+            return original(variable, value, *args, **kwargs)
+        except (TypeError, ValueError):
+            if variable.dtype != tf.float32 or not _is_allowed(value):
+                raise
+            return original(variable, _widened(value), *args, **kwargs)
 
     return assign
 
@@ -244,11 +294,33 @@ def _made_again(original: Callable[..., Any]) -> Callable[..., Any]:
 def _widening(value: Any) -> Any:
     """Returns a tensor in float32, or a function that returns its result in float32."""
     if not callable(value):
-        return _widened(value)
+        return _widened_if_allowed(value)
 
     @do_not_convert
     def call(*args: Any) -> Any:
-        return tf.nest.map_structure(_widened, value(*args))
+        return tf.nest.map_structure(_widened_if_allowed, value(*args))
+
+    return call
+
+
+def _widened_if_allowed(value: Any) -> Any:
+    return _widened(value) if _is_allowed(value) else value
+
+
+def _called_again(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method that calls a `tf.function`, again with float32."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except TypeError as error:
+            if not any(map(_is_allowed, tf.nest.flatten((args, kwargs)))):
+                raise
+            args, kwargs = tf.nest.map_structure(_widened_if_allowed, (args, kwargs))
+            try:
+                return original(self, *args, **kwargs)
+            except (TypeError, ValueError):
+                raise error from None
 
     return call
 
@@ -259,10 +331,12 @@ def _in_the_dtype_of_the_array(original: Callable[..., Any]) -> Callable[..., An
     def write(array: tf.TensorArray, *args: Any, **kwargs: Any) -> Any:
         def cast(value: Any) -> Any:
             is_mixed = _is_mixed([_dtype_of(value), array.dtype])
-            return tf.cast(value, array.dtype) if is_mixed else value
+            return tf.cast(value, array.dtype) if is_mixed and may_mix(value) else value
 
-        if _is_active():
-            args, kwargs = tf.nest.map_structure(cast, (args, kwargs))
+        def may_mix(value: Any) -> bool:
+            return _is_active() if reach.current() is not None else _is_of_ours(value)
+
+        args, kwargs = tf.nest.map_structure(cast, (args, kwargs))
         return original(array, *args, **kwargs)
 
     return write
@@ -271,10 +345,6 @@ def _in_the_dtype_of_the_array(original: Callable[..., Any]) -> Callable[..., An
 def _is_active() -> bool:
     """Whether mixtures are allowed, in reach."""
     return not reach.thread.is_strict
-
-
-def _is_active_in_reach() -> bool:
-    return reach.current() is not None and _is_active()
 
 
 def _is_mixed(dtypes: Sequence[tf.DType | None]) -> bool:
@@ -289,6 +359,12 @@ def _dtype_of(value: Any) -> tf.DType | None:
     dtype = getattr(value, "dtype", None)
     is_tensor = dtype is not None and (tf.is_tensor(value) or hasattr(value, "__tf_tensor__"))
     return parse(dtype) if is_tensor else None
+
+
+def _is_allowed(value: Any) -> bool:
+    """Whether a value is a 16-bit tensor that may become a float32 one."""
+    in_reach = reach.current() is not None and _is_active() and is_low(_dtype_of(value))
+    return in_reach or _is_of_ours(value)
 
 
 def _in_other_dtypes(inputs: Any) -> Iterator[Any]:

@@ -4,6 +4,8 @@ from keras_mp.tensorflow_api.names import Name
 
 # Runs an operation in eager code.
 run_in_eager = Name("tensorflow.python.pywrap_tfe.TFE_Py_FastPathExecute")
+# Runs one whose arguments are not all tensors.
+run_in_slower_way = Name("tensorflow.python.pywrap_tfe.TFE_Py_Execute")
 # Makes an operation in a graph.
 make_in_graph = Name("tensorflow.python.framework.op_def_library._apply_op_helper")
 # What the quick way raises, and generated code catches.

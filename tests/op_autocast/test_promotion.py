@@ -7,6 +7,9 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from keras_mp.hooks import faces
+from keras_mp.kernels import door
+from keras_mp.op_autocast import promotion
 from tests.common import Mixes, eager_and_graph, mirrored, once, pairs
 from tests.op_autocast import operations
 
@@ -344,6 +347,20 @@ def test_sparse_matrices(mode):
     np.testing.assert_array_equal(result, [[9.0]])
 
 
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_product_of_two_sparse_matrices(mode, dtype):
+    def multiply(x):
+        matrices = tf.raw_ops.DenseToCSRSparseMatrix(dense_input=x, indices=[[0, 0], [1, 1]])
+        product = tf.raw_ops.SparseMatrixSparseMatMul(a=matrices, b=matrices, type=x.dtype)
+        return tf.raw_ops.CSRSparseMatrixToDense(sparse_input=product, type=x.dtype)
+
+    layer = Mixes(multiply, dtype=keras_mp.Policy(f"mixed_{dtype}"))
+    found = MODES[mode](layer)(tf.constant([[300.5, 0.0], [0.0, 2.0]]))
+    assert found.dtype == dtype
+    np.testing.assert_allclose(tf.cast(found[1, 1], tf.float32), 4.0)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_assigned_to_a_float32_variable(mode):
     total = tf.Variable([[0.0, 0.0]])
@@ -380,6 +397,105 @@ def test_elsewhere_and_in_float32_nothing_is_promoted():
     for dtype in ("float32", layer.dtype_policy):
         with pytest.raises(Exception, match="Incompatible shapes|must be broadcastable|Dimensions"):
             Mixes(lambda x: x + tf.ones([3, 3]), dtype=dtype)(X)
+
+
+class Network(tf.keras.layers.Layer):
+    """A layer that a loop calls, and whose method it calls."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = L.Dense(2, kernel_initializer="identity")
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.bias = self.add_weight(shape=[2], initializer="zeros", name="bias")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def step(self, x):
+        return self.dense(x) + self.bias
+
+
+def network(policy):
+    with keras_mp.policy_scope(policy):
+        layer = Network()
+    layer.build((1, 2))
+    return layer
+
+
+OUT_OF_REACH = {
+    **{name: function for name, function in MIXTURES.items() if name != "assert_type"},
+    **{name: NUMBERS[name] for name in ("maximum", "truediv", "multiply_no_nan", "a list")},
+    **{name: CONTROL_FLOW[name] for name in ("cond", "while_loop", "TensorArray.write")},
+    "after moves": lambda x: tf.stop_gradient(tf.reshape(x[:, :], [1, 2])) * WIDE + x,
+    "rows": lambda x: tf.gather(x, [0]) * WIDE,
+    "<": lambda x: tf.where(x < WIDE, x, 2 * x) * WIDE,
+    "a function": lambda x: tf.function(lambda x: x * WIDE)(x),
+    "a function's result": lambda x: tf.function(lambda x: 2 * x)(x) * WIDE,
+    "a function of float32": lambda x: DOUBLED(x) * WIDE,
+    "a gradient": lambda x: of_square(x) * WIDE,
+    "an assignment": lambda x: VARIABLE.assign(x) + x,
+    "a loss": lambda x: tf.keras.losses.Huber()(WIDE, x),
+    "a cross entropy": lambda x: tf.nn.softmax_cross_entropy_with_logits(WIDE, x),
+}
+DOUBLED = tf.function(lambda x: 2.0 * x, input_signature=[tf.TensorSpec([1, 2])])
+VARIABLE = tf.Variable([[0.0, 0.0]])
+
+
+def of_square(x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = x * x
+    return tape.gradient(y, x)
+
+
+@pytest.mark.parametrize("method", ["__call__", "step"])
+@pytest.mark.parametrize(("name", "mode", "dtype"), eager_and_graph(OUT_OF_REACH))
+def test_out_of_reach_a_tensor_of_ours_meets_float32(name, mode, dtype, method):
+    def run(layer, mode):
+        @MODES[mode]
+        def differentiate(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = OUT_OF_REACH[name](getattr(layer, method)(x))
+                loss = tf.reduce_sum(tf.cast(y, tf.float32) ** 2)
+            return y, tape.gradient(loss, x)
+
+        return differentiate(tf.constant(X))
+
+    expected, of_x = run(network("float32"), "eager")
+    found, gradient = run(network(f"mixed_{dtype}"), mode)
+    np.testing.assert_allclose(tf.cast(found, tf.float32), expected, rtol=2**-6)
+    np.testing.assert_allclose(gradient, of_x, rtol=2**-5)
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_tensors_of_others_are_refused_beside_ours(mode):
+    layer = network("mixed_float16")
+
+    def others(x):
+        assert layer(x).dtype == tf.float16
+        return tf.cast(x, tf.float16) * WIDE
+
+    with pytest.raises((TypeError, tf.errors.InvalidArgumentError)):
+        MODES[mode](others)(tf.constant(X))
+    low = tf.cast(X, tf.float16)
+    Mixes(lambda x: x, dtype=layer.dtype_policy)(low)
+    with pytest.raises((TypeError, tf.errors.InvalidArgumentError)):
+        low + WIDE
+
+
+def test_a_fault_of_keras_mp_is_not_hidden(monkeypatch):
+    def fails(*args):
+        raise TypeError("a fault")
+
+    fails.__code__ = fails.__code__.replace(co_filename=promotion.__file__)
+    layer = Mixes(lambda x: tf.linalg.inv(x), dtype=keras_mp.Policy("mixed_float16"))
+    monkeypatch.setattr(faces, "widened", fails)
+    monkeypatch.setitem(door._WIDEN, faces.EXACT, fails)
+    with pytest.raises(TypeError, match="a fault"):
+        layer(tf.ones([2, 2], tf.float16))
 
 
 def test_on_replicas():
