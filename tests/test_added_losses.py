@@ -20,7 +20,7 @@ class Adds(tf.keras.layers.Layer):
         self.factor = factor
 
     def call(self, x):
-        self.add_loss(tf.reduce_sum(tf.matmul(x, x, transpose_b=True)) * self.factor)
+        self.add_loss(tf.reduce_sum(tf.matmul(x, 2 * x, transpose_b=True)) * self.factor)
         return x
 
 

@@ -296,17 +296,17 @@ def check(
     Example:
 
     >>> layers = tf.keras.layers
-    >>> class Gram(layers.Layer):
+    >>> class Scores(layers.Layer):
     ...     def call(self, x):
-    ...         return tf.matmul(x, x, transpose_a=True) / 1e4
+    ...         return tf.matmul(x, 2 * x, transpose_a=True) / 1e4
     >>> keras_mp.set_global_policy("mixed_float16")
     >>> model = tf.keras.Sequential(
-    ...     [tf.keras.Input([4]), Gram(name="gram"), layers.Dense(1, dtype="float32")]
+    ...     [tf.keras.Input([4]), Scores(name="scores"), layers.Dense(1, dtype="float32")]
     ... )
     >>> model.compile("sgd", "mse")
     >>> found = keras_mp.numerics.check(model, (tf.fill([8, 4], 300.0), tf.ones([4, 1]))).findings
     >>> [(each.hazard, each.where) for each in found]
-    [('an overflow in the forward pass', 'gram')]
+    [('an overflow in the forward pass', 'scores')]
     """
     keras_api.check_model(model)
     made = batches_of.listed(model, batches)

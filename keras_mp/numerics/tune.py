@@ -280,17 +280,17 @@ def tune(
     Example:
 
     >>> layers = tf.keras.layers
-    >>> class Gram(layers.Layer):
+    >>> class Scores(layers.Layer):
     ...     def call(self, x):
-    ...         return tf.matmul(x, x, transpose_a=True) / 1e6
+    ...         return tf.matmul(x, 2 * x, transpose_a=True) / 1e6
     >>> model = tf.keras.Sequential(
-    ...     [tf.keras.Input([4]), Gram(name="gram"), layers.Dense(1, name="dense")]
+    ...     [tf.keras.Input([4]), Scores(name="scores"), layers.Dense(1, name="dense")]
     ... )
     >>> batches = [(tf.fill([8, 4], 300.0 * i), tf.ones([4, 1])) for i in range(1, 5)]
     >>> tuned = keras_mp.numerics.tune(model, batches, loss="mse")
     >>> tuned.policies
-    {'': 'mixed_float16', 'gram': 'float32', 'dense': 'mixed_float16'}
-    >>> tuned.model.get_layer("gram").compute_dtype
+    {'': 'mixed_float16', 'scores': 'float32', 'dense': 'mixed_float16'}
+    >>> tuned.model.get_layer("scores").compute_dtype
     'float32'
     """
     keras_api.check_model(model)

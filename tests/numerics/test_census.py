@@ -214,7 +214,9 @@ def test_the_tensor_cores_of_each_generation():
         census(tf.function(function), tf.ones([8, 8]), device="A100")
 
 
-def test_reasons_in_a_region_of_autocast():
+def test_reasons_in_a_region_of_autocast(monkeypatch):
+    monkeypatch.setattr(slow, "is_slow", lambda *_: False)
+
     @tf.function
     @keras_mp.autocast("bfloat16")
     def function(x):

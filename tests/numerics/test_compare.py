@@ -433,7 +433,7 @@ class Subclassed(tf.keras.Model):
 
     def call(self, inputs, training=None):
         x = self.last(self.inner(inputs["x"], training=training)) * 400
-        return {"y": tf.math.log(1 + tf.matmul(x, x, transpose_b=True) ** 2)}
+        return {"y": tf.math.log(1 + tf.matmul(x, 2 * x, transpose_b=True) ** 2)}
 
 
 def test_what_a_model_does_between_its_layers_is_its_own():
