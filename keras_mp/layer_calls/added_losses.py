@@ -42,7 +42,7 @@ def _adding_wide_losses(original: Callable[..., None]) -> Callable[..., None]:
 
 def _widened(layer: tf.keras.layers.Layer, loss: Any) -> Any:
     # Keras 2 adds a symbolic loss in a layer whose policy is not one of keras_mp.
-    is_ours = reach.current() is not None or (isinstance(loss, tf.Tensor) and faces.of(loss))
+    is_ours = reach.current() is not None or (isinstance(loss, tf.Tensor) and faces.kind_of(loss))
     if not is_ours or not isinstance(loss, tf.Tensor) or not is_low(loss.dtype):
         return loss
     result = faces.widened(loss)

@@ -1,10 +1,10 @@
 """Functions that were written for float32, and get 16-bit tensors from a layer.
 
-Functions with an `input_signature`, concrete ones, those of SavedModels, and functions of Python
-that run outside of the graph say which dtypes they take or return. In the reach of keras_mp
-(`hooks/reach.py`) they get float32 where they were written for it, and 16 bits where they were
-written for these. What they return in float32 meets 16 bits as any float32 tensor does. This module
-needs TensorFlow only.
+Concrete functions, those of SavedModels, and functions of Python that run outside of the graph say
+which dtypes they take or return. (A `tf.function` that refuses 16 bits is called again in
+`promotion.py`.) In the reach of keras_mp (`hooks/reach.py`) they get float32 where they were
+written for it, and 16 bits where they were written for these. What they return in float32 meets 16
+bits as any float32 tensor does. This module needs TensorFlow only.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.hooks import Everywhere, Method, Replacement, reach
+from keras_mp.hooks import Everywhere, Replacement, reach
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import graphs, saving
 from keras_mp.tensorflow_api.features import SIGNATURES
@@ -44,14 +44,6 @@ def replacements(
     def narrowed(value: Any, dtype: tf.DType | None) -> Any:
         is_wide = isinstance(value, tf.Tensor) and value.dtype == tf.float32
         return value if dtype is None or not is_wide else tf.cast(value, dtype)
-
-    def with_signature(original: Callable[..., Any]) -> Callable[..., Any]:
-        def cast_to_spec(spec: tf.TensorSpec, value: Any, context: Any) -> Any:
-            if is_active():
-                value = cast(value, spec.dtype)
-            return original(spec, value, context)
-
-        return cast_to_spec
 
     def concrete(original: Callable[..., Any]) -> Callable[..., Any]:
         def call_flat(self: Any, tensor_inputs: Any, captured_inputs: Any) -> Any:
@@ -87,7 +79,6 @@ def replacements(
         return call
 
     return (
-        Replacement(Method(tf.TensorSpec, "cast"), with_signature),
         Replacement(graphs.call_flat, concrete, feature=SIGNATURES),
         Replacement(saving.is_callable_with, loaded, feature=SIGNATURES),
         *(

@@ -216,6 +216,8 @@ PRODUCTS = ops(
     *("matrix products", "convolutions", "transposed convolutions"),
     "transposed convolutions to the shape of a tensor",
 )
+# They belong to the products, and are exact in the last layers of a model.
+NORMALIZATIONS = ops("batch normalization")
 # Near each other, large and small: sums, squares, quotients, logarithms, and all that 16 bits end.
 EXACT = ops(
     *("sums over axes", "running sums", "sums of tensors", "norms", "products over axes"),
