@@ -27,7 +27,7 @@ from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
 
 # Where keras_mp calls the last layers of subclassed models once more.
-_MADE_AGAIN = ("model_outputs.py",), ("_again",)
+_FILE, _AGAIN = model_outputs.__file__, "_again"
 
 _RETURNED = "the model returns float32"
 
@@ -406,7 +406,9 @@ class _Reader:
         """Whether an operation is in float32 since the model returns that."""
         is_gradient = origins.is_of_backward_pass(path)
         made = self._made.get(origins.forward_name(path, "", self._made) if is_gradient else path)
-        is_made_again = made is not None and origins.is_made_in(made, *_MADE_AGAIN)
+        # From outside of the layer's call, which ends what `origins` looks at.
+        frames = [] if made is None else made.traceback
+        is_made_again = any((_FILE, each.name) == (each.filename, _AGAIN) for each in frames)
         return is_made_again or id(self._layers.layer(path)) in self._last
 
     def _operation(self, node: Node) -> Operation:

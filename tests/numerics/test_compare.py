@@ -549,8 +549,7 @@ def test_nothing_is_said_of_what_is_not_finite():
     with pytest.raises(ValueError, match=r"Received: x of the shape \(0, 8\)"):
         compare(model, x[:0], y[:0], policy="mixed_float16")
     for bad in ((x * math.nan, y), (x, y + math.inf)):
-        with pytest.raises(ValueError, match=r"Received: (x with 128 of 128|y with 48 of 48) not"):
-            compare(model, *bad, policy="mixed_float16")
+        assert not compare(model, *bad, policy="mixed_float16").is_judged
     # It handles them.
     keep = Planted(lambda x: tf.where(tf.math.is_nan(x), tf.zeros_like(x), x), name="keep")
     handling = tf.keras.Sequential([tf.keras.Input([8]), keep, L.Dense(3)])
