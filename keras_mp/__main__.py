@@ -204,7 +204,8 @@ class _Run:
                 verbose=0,
             )
             size = len(test_labels)
-            _, self.accuracy = model.evaluate(test_images, test_labels, batch_size=size, verbose=0)
+            scores: Any = model.evaluate(test_images, test_labels, batch_size=size, verbose=0)
+        self.accuracy = scores[1]
         self.milliseconds = 1000 * statistics.median(self.steps.seconds[_WARM_UP_STEPS:])
         self.activation_bytes = _activation_bytes(model, train_images[:_BATCH_SIZE])
 

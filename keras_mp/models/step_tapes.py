@@ -39,7 +39,7 @@ _SMALL = 2.0**-10
 
 
 class _Step(scaled_losses.ScaledLosses):
-    """The `train_step`, or the training loop, that this thread runs: who has scaled what.
+    """The `train_step` or the loop that this thread runs: who has scaled what.
 
     Attributes:
         model: the model.
@@ -329,8 +329,11 @@ class _StepTape(LossScaleGradientTape):
         are_small = [tf.reduce_all(tf.abs(v) < _SMALL) for v in values if v.dtype.is_floating]
 
         def scaled() -> list[Any]:
-            with replaced(self, "_moves_scale", False):
+            self._moves_scale = False
+            try:
                 found = tf.nest.flatten(compute(), expand_composites=True)
+            finally:
+                self._moves_scale = True
             return [found[i] for i in present]
 
         found = tf.cond(tf.reduce_all(are_small), scaled, lambda: values)

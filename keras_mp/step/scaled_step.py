@@ -217,7 +217,7 @@ def _summed(
 def _new_values(
     adapter: OptimizerAdapter, state: GradientState, pairs: Pairs
 ) -> dict[int, Gradient]:
-    """Returns the new values, by position, that some variables have in place of gradients.
+    """Returns, by position, the new values that come in place of gradients.
 
     New values were never scaled. If they were divided along with the gradients, that is undone.
     """
