@@ -406,7 +406,7 @@ class _StepTape(LossScaleGradientTape):
 
 
 def _with_derivatives(value: tf.Tensor | None, other: tf.Tensor | None) -> tf.Tensor | None:
-    """Returns a gradient with the derivatives of another one, which is equal but for rounding."""
+    """Returns a gradient with the derivatives of another one, equal but for rounding."""
     if value is None or other is None or value.dtype.is_integer:
         return value
     other = tf.where(tf.math.is_finite(other), other, 0.0)

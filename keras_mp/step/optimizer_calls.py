@@ -124,7 +124,7 @@ class OptimizerCalls(Calls):
             self._scaled_by.assign(scaled_by, read_value=False)
 
     def begin_by_hand(self, grads: Sequence[Any]) -> None:
-        """Notes that the user has multiplied the loss of gradients, which `applying` unscales."""
+        """Notes that the user has multiplied a loss; `applying` unscales its gradients."""
         self._refuse_results(grads, "apply_gradients(scaled=True)")
         self.begin(self._loss_scale(), to_apply=True)
 

@@ -181,7 +181,7 @@ def _summed(
     reduce_dtype: tf.DType,
     may_skip: bool,
 ) -> tuple[list[Gradient], Callable[[], Sequence[Gradient]]]:
-    """Sums gradients over replicas while they are scaled, and the marks that follow them.
+    """Sums gradients over replicas while they are scaled, and the marks of these.
 
     RFC 293, "All-reducing in float16".
 
