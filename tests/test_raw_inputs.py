@@ -467,6 +467,26 @@ def test_a_layer_of_ones_own_reads_raw() -> None:
     np.testing.assert_array_equal(np.asarray(model(YEARS), "f4"), YEARS - 2000)
 
 
+class Differs(tf.keras.layers.Layer):
+    def __init__(self, number: Any) -> None:
+        super().__init__(dtype=keras_mp.Policy("mixed_float16"))
+        self.number = number
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return x - self.number
+
+
+@pytest.mark.parametrize("compute", [lambda f: f, tf.function])
+@pytest.mark.parametrize("given", [np.array, tf.constant])
+@pytest.mark.parametrize("number", [1999.7, np.float32(1999.7), np.array([1999.7], "float32")])
+def test_arrays_of_numpy_are_raw_data_and_constants(
+    number: Any, given: Callable[..., Any], compute: Callable[..., Any]
+) -> None:
+    values = np.array([[1980.3], [1990.1]], "float32")
+    found = compute(lambda: Differs(number)(given(values)))()
+    np.testing.assert_array_equal(found, tf.cast(values - np.float32(1999.7), tf.float16))
+
+
 def test_variables_are_float32_under_any_policy() -> None:
     norm = layers.Normalization(dtype=keras_mp.Policy("bfloat16"))
     norm.adapt(YEARS)

@@ -49,8 +49,8 @@ class Face(NamedTuple):
     """A note on a tensor.
 
     Attributes:
-        tensor: the float32 tensor that a 16-bit one was rounded from; a number in place of a
-            constant; a `Lazy`, which makes the tensor. On a float32 tensor that is read from a
+        tensor: the float32 tensor that a 16-bit one was rounded from; a number or an array in place
+            of a constant; a `Lazy`, which makes the tensor. On a float32 tensor that is read from a
             weight, and on a tensor that has left the reach without a face, None; on an output of
             a model, the 16-bit tensor that was cast.
         kind: int. `LEFT`, `MADE`, `CAST`, `WEIGHT`, `EXACT`, `LAST`, `OUTPUT` or `AGAIN`.
@@ -238,7 +238,9 @@ def _float32_of(value: Any) -> tf.Tensor | None:
         return None
     if type(face.tensor) is Lazy:
         return face.tensor.make()
-    return tf.constant(face.tensor, tf.float32) if type(face.tensor) is float else face.tensor
+    if type(face.tensor) in (float, np.ndarray):
+        return tf.constant(face.tensor, tf.float32)
+    return face.tensor
 
 
 def widened(value: Any) -> Any:
@@ -315,9 +317,9 @@ def cast_input(value: Any, result: Any) -> Any:
         A tensor equal to `result`, with a face if it is a 16-bit tensor, and the input was a
         float32 or float64 one.
     """
-    if value is result or not isinstance(value, tf.Tensor) or not isinstance(result, tf.Tensor):
+    if value is result or not is_low_tensor(result):
         return result
-    if not is_low(result.dtype) or value.dtype not in (tf.float32, tf.float64):
+    if not isinstance(value, tf.Tensor | np.ndarray) or value.dtype not in (tf.float32, tf.float64):
         return result
     with reach.decided():
         own = of_its_own(tf.cast(value, tf.float32))
@@ -401,17 +403,16 @@ def constant(make: Callable[..., Any], value: Any, low: tf.DType) -> Any:
         value: a number, or a list or array of numbers and tensors.
         low: DType of 16 bits.
     """
-    if type(value) in (float, int) and is_held(value, low):
-        result = make(value, low)
-        if isinstance(result, tf.Tensor) and result.shape.rank == 0:
-            note(result, float(value), WEIGHT)
-        return result
     try:
         is_lossy = not is_held(value, low)
     except (TypeError, ValueError, NotImplementedError):  # There are tensors in it.
-        is_lossy = False
-    if not is_lossy:
         return make(value, low)
+    if not is_lossy:
+        result = make(value, low)
+        wide = float(value) if type(value) in (float, int) else np.asarray(value, np.float32)
+        if isinstance(result, tf.Tensor) and result.shape == np.shape(wide):
+            note(result, wide, WEIGHT)
+        return result
     with reach.decided():
         face = make(value, tf.float32)
         result = tf.cast(face, low)

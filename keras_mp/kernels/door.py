@@ -46,7 +46,7 @@ class Operation:
 
     Attributes:
         name: str. Its type.
-        kind: str, "exact", "other", "product", "normalization", "low", "cast", "read" or "draw".
+        kind: str, "exact", "other", "product", "low", "cast", "read" or "draw".
         inputs: names of all its inputs.
         positions: the positions of those inputs that share the dtype.
         others: dict of the DTypes of other inputs that are one tensor each, by their positions;
@@ -82,8 +82,7 @@ def _find(name: str) -> Operation | None:
     op_def = operations.definition(name)
     may_be_wrong = name in sums.KERNELS or name in slow.OPS
     is_low = name in op_table.LOW
-    is_exact_at_the_rim = name in op_table.PRODUCTS | op_table.NORMALIZATIONS
-    if op_def is None or (is_low and not may_be_wrong and not is_exact_at_the_rim):
+    if op_def is None or (is_low and not may_be_wrong and name not in op_table.PRODUCTS):
         return None
     if any(arg.type == _RESOURCE for arg in op_def.input_arg):
         return None  # A variable decides.
@@ -148,8 +147,6 @@ def _described(
 
 
 def _kind_of(name: str) -> str:
-    if name in op_table.NORMALIZATIONS:
-        return "normalization"
     if name in op_table.LOW:
         return "product" if name in op_table.PRODUCTS else "low"
     if name == "Cast":
@@ -267,7 +264,7 @@ def _choose(known: Operation, values: Sequence[Any]) -> _Choice | None:
         return None
     if is_mixed:
         return None if _thread.is_strict else _Choice(None, EXACT)
-    if known.kind == "low" or (known.kind == "normalization" and not _thread.is_exact):
+    if known.kind == "low":
         return None
     if known.kind == "product":
         if _thread.is_exact:

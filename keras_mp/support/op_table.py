@@ -206,7 +206,7 @@ LOW = ops(
     *("matrix products", "matrix products into another dtype", "convolutions"),
     *("padded convolutions", "transposed convolutions", "recurrent cells", "gradients"),
     *("transposed convolutions to the shape of a tensor", "gradients of kernels"),
-    *("gradients of biases", "batch normalization", "fusions", "variables", "arguments", "data"),
+    *("gradients of biases", "fusions", "variables", "arguments", "data"),
     *("looks at variables", "writes of variables", "files", "results", "calls", "conditions"),
     *("loops", "entries of frames", "exits of frames", "frames", "lists of a loop", "constants"),
     *("identities of lists", "shapes", "fills", "empty tensors", "no numbers", "casts of bits"),
@@ -216,8 +216,6 @@ PRODUCTS = ops(
     *("matrix products", "convolutions", "transposed convolutions"),
     "transposed convolutions to the shape of a tensor",
 )
-# They belong to the products, and are exact in the last layers of a model.
-NORMALIZATIONS = ops("batch normalization")
 # Near each other, large and small: sums, squares, quotients, logarithms, and all that 16 bits end.
 EXACT = ops(
     *("sums over axes", "running sums", "sums of tensors", "norms", "products over axes"),
