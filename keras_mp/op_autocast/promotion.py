@@ -153,7 +153,7 @@ def _is_own_fault(error: BaseException | None) -> bool:
 
 def _may_be_made_again(call: Any) -> bool:
     """Whether a call that TensorFlow has refused may be made in other dtypes."""
-    if reach.current() is not None:
+    if reach.current() is not None or not _is_active():
         return _is_active()
     return any(map(_is_of_ours, tf.nest.flatten(call)))
 
@@ -363,8 +363,10 @@ def _dtype_of(value: Any) -> tf.DType | None:
 
 def _is_allowed(value: Any) -> bool:
     """Whether a value is a 16-bit tensor that may become a float32 one."""
-    in_reach = reach.current() is not None and _is_active() and is_low(_dtype_of(value))
-    return in_reach or _is_of_ours(value)
+    if not _is_active():
+        return False
+    is_in_reach = reach.current() is not None and is_low(_dtype_of(value))
+    return is_in_reach or _is_of_ours(value)
 
 
 def _in_other_dtypes(inputs: Any) -> Iterator[Any]:

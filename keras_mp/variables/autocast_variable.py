@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.hooks import reach
 from keras_mp.variables import casts
 from keras_mp.variables.scope import autocast_dtype
 from keras_mp.variables.wrapper import AsWrapped, VariableWrapper, WrapperType
@@ -157,6 +158,8 @@ class AutoCastVariable(VariableWrapper):
     def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
         """Converts to a tensor of the dtype in which the variable appears."""
         del name
+        if dtype == self._variable.dtype and not reach.thread.is_strict:
+            return tf.convert_to_tensor(self._variable)
         if dtype is not None and not dtype.is_compatible_with(self.dtype):
             raise ValueError(
                 f"Cannot convert a variable that appears as {self.dtype.name} to a tensor of "

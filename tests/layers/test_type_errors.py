@@ -221,12 +221,13 @@ class Branches(tf.keras.layers.Layer):
 
     def call(self, x):
         @tf.function
-        def branch(x):
+        def branch():
+            y = x
             if tf.reduce_sum(x) > 0:
-                x = tf.ones([4, 1])
-            return x
+                y = tf.ones([4, 1])
+            return y
 
-        return branch(x)
+        return branch()
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])

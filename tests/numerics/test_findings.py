@@ -136,8 +136,8 @@ class Adds(L.Layer):
 
 class Late(K.Model):
     def __init__(self):
-        super().__init__(name="late")
-        # Keras's own policy: one of keras_mp would take the wider dtype.
+        super().__init__(name="late", dtype=K.mixed_precision.Policy("mixed_float16"))
+        # Keras's own policies: those of keras_mp would take the wider dtype.
         self.adds = Adds(name="adds", dtype=K.mixed_precision.Policy("mixed_float16"))
         self.last = L.Dense(4, dtype="float32")
 
