@@ -131,14 +131,13 @@ def test_a_difference_has_a_line(off):
 
 class Adds(L.Layer):
     def call(self, x):
-        return tf.add(x, tf.ones([24], tf.float32))
+        return tf.add(x, tf.ones([24], tf.float64))
 
 
 class Late(K.Model):
     def __init__(self):
-        super().__init__(name="late", dtype=K.mixed_precision.Policy("mixed_float16"))
-        # Keras's own policies: those of keras_mp would take the wider dtype.
-        self.adds = Adds(name="adds", dtype=K.mixed_precision.Policy("mixed_float16"))
+        super().__init__(name="late")
+        self.adds = Adds(name="adds")
         self.last = L.Dense(4, dtype="float32")
 
     def call(self, x):
@@ -158,7 +157,7 @@ def test_a_step_that_cannot_be_traced_has_the_layer_the_line_the_dtypes_and_a_cu
     [finding] = checked.findings
     assert (finding.hazard, finding.where) == ("dtypes that do not fit", "adds")
     assert finding.line == (__file__, line_with("return tf.add(x, tf.ones"))
-    for text in ("float32", "float16", "AddV2", "'adds' computes in float16"):
+    for text in ("float64", "float16", "AddV2", "'adds' computes in float16"):
         assert text in finding.why
     assert "self.compute_dtype" in finding.cure
     assert len(checked.notes) == 1
