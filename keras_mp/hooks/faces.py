@@ -395,13 +395,14 @@ _LARGEST_BFLOAT16, _LARGEST_FLOAT16 = float(tf.bfloat16.max), float(tf.float16.m
 _SMALLEST_FLOAT16 = 2.0**-18
 
 
-def constant(make: Callable[..., Any], value: Any, low: tf.DType) -> Any:
+def constant(make: Callable[..., Any], value: Any, low: tf.DType, keeps_arrays: bool = True) -> Any:
     """Makes a constant in 16 bits, which keeps the number that the program wrote.
 
     Args:
         make: takes a value and a dtype, and returns a tensor.
         value: a number, or a list or array of numbers and tensors.
         low: DType of 16 bits.
+        keeps_arrays: bool. Whether numbers of NumPy are kept, too, that the program has not cast.
     """
     try:
         is_lossy = not is_held(value, low)
@@ -409,9 +410,13 @@ def constant(make: Callable[..., Any], value: Any, low: tf.DType) -> Any:
         return make(value, low)
     if not is_lossy:
         result = make(value, low)
-        wide = float(value) if type(value) in (float, int) else np.asarray(value, np.float32)
-        if isinstance(result, tf.Tensor) and result.shape == np.shape(wide):
-            note(result, wide, WEIGHT)
+        # A list may have tensors in it, whose gradients would be lost.
+        is_number = type(value) in (float, int)
+        is_wide = getattr(value, "dtype", None) in (tf.float32, tf.float64)
+        if isinstance(result, tf.Tensor) and (is_number or (keeps_arrays and is_wide)):
+            wide = float(value) if is_number else np.asarray(value, np.float32)
+            if result.shape == np.shape(wide):
+                note(result, wide, WEIGHT)
         return result
     with reach.decided():
         face = make(value, tf.float32)

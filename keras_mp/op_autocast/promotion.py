@@ -18,6 +18,7 @@ This module needs TensorFlow only.
 """
 
 import contextlib
+import functools
 import os
 import sys
 import traceback
@@ -68,7 +69,7 @@ def _replacements() -> Iterator[Replacement]:
     ):
         yield Replacement(name, make, when, MIXTURES)
     for original, make in (
-        (tf.constant, _keeping_numbers),
+        (tf.constant, functools.partial(_keeping_numbers, keeps_arrays=False)),
         (tf.matmul, _of_ragged),
     ):
         yield Replacement(Everywhere(original), make, feature=MIXTURES)
@@ -88,7 +89,7 @@ def _replacements() -> Iterator[Replacement]:
         yield Replacement(Method(tf.TensorArray, name), _in_the_dtype_of_the_array, When.ALWAYS)
 
 
-def _keeping_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
+def _keeping_numbers(original: Callable[..., Any], keeps_arrays: bool = True) -> Callable[..., Any]:
     """Returns a function that makes tensors; a constant in 16 bits keeps its number."""
 
     def make(value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +103,10 @@ def _keeping_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
         if wanted is None or not is_low_constant:
             return original(value, dtype, *args, **kwargs)
         return faces.constant(
-            lambda value, dtype: original(value, dtype, *args, **kwargs), value, wanted
+            lambda value, dtype: original(value, dtype, *args, **kwargs),
+            value,
+            wanted,
+            keeps_arrays,
         )
 
     return make

@@ -158,15 +158,16 @@ class AutoCastVariable(VariableWrapper):
     def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
         """Converts to a tensor of the dtype in which the variable appears."""
         del name
+        appears_as = self.dtype
         if dtype == self._variable.dtype and not reach.thread.is_strict:
-            return tf.convert_to_tensor(self._variable)
-        if dtype is not None and not dtype.is_compatible_with(self.dtype):
+            appears_as = dtype
+        if dtype is not None and not dtype.is_compatible_with(appears_as):
             raise ValueError(
-                f"Cannot convert a variable that appears as {self.dtype.name} to a tensor of "
+                f"Cannot convert a variable that appears as {appears_as.name} to a tensor of "
                 f"{dtype.name}; `tf.cast` does. Received: {self!r}"
             )
         # Not all variables that are summed over replicas when they are read have `value`.
-        return casts.read(self._variable, self.dtype, tf.convert_to_tensor)
+        return casts.read(self._variable, appears_as, tf.convert_to_tensor)
 
     def _cast(self, value: tf.Tensor) -> tf.Tensor:
         return casts.cast(value, self.dtype)

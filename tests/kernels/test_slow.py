@@ -201,7 +201,7 @@ def test_nothing_is_timed(monkeypatch):
 FUNCTIONS = {
     "product": lambda x: x @ tf.reshape(tf.reverse(x, [0]), [32, 8]),
     "max pooling": lambda x: tf.nn.max_pool2d(tf.reshape(x, [1, 8, 8, 4]), 2, 2, "VALID"),
-    "einsum": lambda x: tf.einsum("ab,cb->ac", x, x),
+    "einsum": lambda x: tf.einsum("ab,cb->ac", x, tf.ones_like(x)),
     "average pooling": lambda x: tf.nn.avg_pool2d(tf.reshape(x, [1, 8, 8, 4]), 2, 2, "VALID"),
 }
 
