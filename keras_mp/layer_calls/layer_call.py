@@ -137,6 +137,9 @@ def _call_in(
         return keras_call(layer, *args, **kwargs)
     if dtype is not None and data_layers.is_one(layer):
         return data_layers.call(keras_call, layer, args, kwargs)
+    if dtype is None and layer.compute_dtype == "float32":
+        # Keras casts its inputs out of reach, where nothing is known of their faces.
+        args, kwargs = tf.nest.map_structure(data_layers.unrounded, (args, kwargs))
     with reach.entered(dtype), _gradients(policy, dtype):
         outputs = keras_call(layer, *args, **kwargs)
         outputs = model_outputs.with_float32(layer, data_layers.rounded(layer, dtype, outputs))
