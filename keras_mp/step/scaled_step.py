@@ -32,21 +32,22 @@ class _Replica(NamedTuple):
 
     Attributes:
         losses: its losses, as far as they are known.
-        sums: the gradients that are applied.
+        sums: function that returns the gradients that are applied. A branch takes fewer inputs if
+            it separates small ones itself.
         kept: the values to restore if the step is skipped.
         has_examples: bool scalar tensor; None if that is certain, or not known.
         own: function that returns the gradients that it has computed, as it sent them or as they
             were before the user clipped them, in which values that are not finite are counted.
-        totals: the gradients that were tested, if these are others.
+        totals: function that returns the gradients that were tested, if these are others.
         tested: the variables of the gradients that were tested.
     """
 
     losses: Sequence[tf.Tensor]
-    sums: Sequence[Gradient]
+    sums: Callable[[], Sequence[Gradient]]
     kept: KeptValues
     has_examples: tf.Tensor | None
     own: Callable[[], Sequence[Gradient]]
-    totals: Sequence[Gradient] | None
+    totals: Callable[[], Sequence[Gradient]] | None
     tested: Sequence[Any]
 
 
@@ -99,30 +100,35 @@ def make_step(
     unclipped = _changed_since(state.unclipped, grads) if state.unclipped else []
     if state.unclipped:
         state.unclipped.clear()
-    sums, sent = [*adapter.widened(grads), *_marks(state, kept, has_examples)], None
+    packed, unpack, sent = [*adapter.widened(grads), *_marks(state, kept, has_examples)], list, None
     custom = adapter.custom_aggregation() if aggregate else None
     if custom or (aggregate and replicas.are_several()):
-        sums, sent = _summed(sums, variables, custom, state, reduce_dtype, may_skip)
+        packed, unpack, sent = _summed(packed, variables, custom, state, reduce_dtype, may_skip)
     else:
-        sums = gradients.unscale(sums, divisor)
-    sums, marks = sums[: len(pairs)], sums[len(pairs) :]
-    sums = [new_values.get(i, gradient) for i, gradient in enumerate(sums)]
+        packed = gradients.unscale(packed, divisor)
+    if new_values or adapter.accumulates():
+        packed = [new_values.get(i, gradient) for i, gradient in enumerate(unpack(packed))]
+        unpack = list
+
+    def sums() -> list[Gradient]:
+        return unpack(packed)[: len(pairs)]
 
     # Test them. The verdict is the same on every replica.
-    finite, tested, totals = None, variables, sums if sent else None
+    finite, tested, totals, values = None, variables, sums if sent else None, packed
     if may_skip:
         if adapter.accumulates():
-            totals, tested = zip(*adapter.totals(list(zip(sums, variables))), strict=True)
-        finite = finiteness.all_finite([*(totals or sums), *marks])
+            of_totals, tested = zip(*adapter.totals(list(zip(sums(), variables))), strict=True)
+            totals, values = lambda: of_totals, [*of_totals, *packed[len(pairs) :]]
+        finite = finiteness.all_finite(values)
         if not aggregate and replicas.are_several():
             finite = replicas.agree(finite)
-    own = (lambda: unclipped) if unclipped else sent or (lambda: sums)
+    own = (lambda: unclipped) if unclipped else sent or sums
     replica = _Replica(state.losses, sums, kept, has_examples, own, totals, tested)
 
     # Make or skip the step, once for all replicas.
     def apply(replica: _Replica) -> Any:
         with scaled_losses.applying():
-            return adapter.apply(list(zip(replica.sums, variables)), name, aggregate=False)
+            return adapter.apply(list(zip(replica.sums(), variables)), name, aggregate=False)
 
     def decide(
         finite: Any, steps: Sequence[_Replica], apply_on_each: Callable[[], Any]
@@ -180,14 +186,14 @@ def _summed(
     state: GradientState,
     reduce_dtype: tf.DType,
     may_skip: bool,
-) -> tuple[list[Gradient], Callable[[], Sequence[Gradient]]]:
+) -> tuple[list[Gradient], Callable[[list[Gradient]], list[Gradient]], Callable[[], Any]]:
     """Sums gradients over replicas while they are scaled, and the marks of these.
 
     RFC 293, "All-reducing in float16".
 
     Returns:
-        tuple of the sums, unscaled, and of a function that returns the gradients that this replica
-        has sent to the others.
+        tuple of the sums, unscaled, small ones of them joined; of a function that separates these;
+        and of one that returns the gradients that this replica has sent to the others.
     """
     scaled_by = state.scaled_by
     divisor = scaled_by if state.scaled else None
@@ -197,7 +203,7 @@ def _summed(
         if replicas.are_several():
             marks = replicas.all_reduce(marks, tf.float32)
         sums = custom(list(zip(own, variables, strict=True)))
-        return [*(gradient for gradient, _ in sums), *marks], lambda: own
+        return [*(gradient for gradient, _ in sums), *marks], list, lambda: own
     packed, unpack = gradients.pack(grads)
     if reduce_dtype == tf.float16:
         if not may_skip or scaled_by is None:
@@ -211,7 +217,7 @@ def _summed(
     sums = gradients.cast_as(replicas.all_reduce(sent, tf.float32), wide)
     # They are unscaled while they are packed: one operation for many small gradients.
     sums = gradients.cast_as(gradients.unscale(sums, divisor), packed)
-    return unpack(sums), lambda: unpack(sent)[: len(variables)]
+    return sums, unpack, lambda: unpack(sent)[: len(variables)]
 
 
 def _new_values(
@@ -280,7 +286,7 @@ def _skipped(
         loss_is_finite = finiteness.all_finite(losses) if is_known else tf.constant(False)
         return SkippedStep((), names, None, False, None, loss_is_finite, True)
     of_replicas = [(each.losses, each.own(), each.has_examples) for each in steps]
-    totals = first.totals
+    totals = None if first.totals is None else first.totals()
     counts = count_of_replicas(of_replicas, totals, len(first.tested))
     loss_is_finite = tf.reduce_all(tf.equal(counts[:count, 0], 0))
     has_overflowed: Any = True
