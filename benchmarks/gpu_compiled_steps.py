@@ -15,8 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-import keras_mp
-from benchmarks import common, models, small_steps
+from benchmarks import models, small_steps, step
 from keras_mp.kernels import convolutions, replaced, sums
 from keras_mp.support import attributes
 
@@ -88,32 +87,10 @@ def model_step(name: str, variant: str) -> tuple[Callable[..., Any], Any, Any]:
         variant: str. A key of `VARIANTS`.
     """
     policy, is_ours = VARIANTS[variant]
-    own = tf.keras.mixed_precision
-    own.set_global_policy("float32" if is_ours else policy)
     if is_ours:
-        keras_mp.set_global_policy(policy)
-    try:
         # Keras's guide asks for a head in float32; keras_mp gives float32 outputs by itself.
-        model, x, y = models.make(*MODELS[name], None if is_ours else "float32")
-    finally:
-        keras_mp.set_global_policy(None)
-        own.set_global_policy("float32")
-    losses = keras_mp.losses if is_ours else tf.keras.losses
-    loss = losses.SparseCategoricalCrossentropy(from_logits=True)
-    optimizer: Any = tf.keras.optimizers.Adam()
-    if policy == "mixed_float16":
-        optimizer = common.WRAPPERS["keras_mp" if is_ours else "Keras"](optimizer)
-    optimizer.build(model.trainable_variables)
-
-    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            value = loss(y, model(x, training=True))
-            scaled, unscale = common.scaled(optimizer, value)
-        gradients = unscale(tape.gradient(scaled, model.trainable_variables))
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-        return value
-
-    return step, x, y
+        return step.training_step(*MODELS[name], policy=policy, head=None)
+    return step.training_step(*MODELS[name], keras=policy)
 
 
 def step_of(name: str) -> bytes:

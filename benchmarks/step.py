@@ -30,15 +30,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 TORCH = {"torch float32": False, "torch autocast": True}
 
 
-def make_step(
+def training_step(
     name: str,
     sizes: models.Sizes,
     keras: str = "float32",
     policy: str | None = None,
     autocast: bool = False,
-    rewrite: bool = False,
-) -> Callable[[], Any]:
-    """A function that makes one step of training with Adam.
+    head: str | None = "float32",
+) -> tuple[Callable[..., Any], Any, Any]:
+    """A Python function that makes one step of training with Adam, and what it is called with.
 
     Args:
         name: a model of `models`.
@@ -46,7 +46,10 @@ def make_step(
         keras: the policy of Keras's own.
         policy: one of keras_mp's in its place.
         autocast: whether the forward pass is in a region of bfloat16.
-        rewrite: whether grappler rewrites the graph to bfloat16.
+        head: the dtype of the last layer; None for the policy.
+
+    Returns:
+        The function, inputs and labels.
     """
     import tensorflow as tf
 
@@ -59,7 +62,7 @@ def make_step(
         keras_mp.set_global_policy(policy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
-        model, x, y = models.make(name, sizes)
+        model, x, y = models.make(name, sizes, head)
     keras_mp.set_global_policy(None)
     own.set_global_policy("float32")
     optimizer: Any = tf.keras.optimizers.Adam(1e-4)
@@ -69,7 +72,6 @@ def make_step(
     loss = losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer.build(model.trainable_variables)
 
-    @tf.function
     def step(x: Any, y: Any) -> Any:
         region = keras_mp.autocast("bfloat16") if autocast else contextlib.nullcontext()
         with region, tf.GradientTape() as tape:
@@ -79,6 +81,25 @@ def make_step(
         with tf.name_scope(UPDATE):
             optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return value
+
+    return step, x, y
+
+
+def make_step(
+    name: str, sizes: models.Sizes, rewrite: bool = False, **how: Any
+) -> Callable[[], Any]:
+    """A function that runs a `training_step`.
+
+    Args:
+        name: a model of `models`.
+        sizes: its sizes.
+        rewrite: whether grappler rewrites the graph to bfloat16.
+        **how: the other arguments of `training_step`.
+    """
+    import tensorflow as tf
+
+    function, x, y = training_step(name, sizes, **how)
+    step = tf.function(function)
 
     def run() -> Any:
         with rewriting(rewrite):

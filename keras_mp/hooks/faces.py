@@ -409,9 +409,8 @@ def constant(make: Callable[..., Any], value: Any, low: tf.DType, keeps_arrays: 
     except (TypeError, ValueError, NotImplementedError):  # There are tensors in it.
         return make(value, low)
     if not is_lossy:
-        result = make(value, low)
-        # A list may have tensors in it, whose gradients would be lost.
-        is_number = type(value) in (float, int)
+        result, is_number = make(value, low), type(value) in (float, int)
+        # A list has no dtype. It may have tensors in it, whose gradients would be lost.
         is_wide = getattr(value, "dtype", None) in (tf.float32, tf.float64)
         if isinstance(result, tf.Tensor) and (is_number or (keeps_arrays and is_wide)):
             wide = float(value) if is_number else np.asarray(value, np.float32)

@@ -51,8 +51,7 @@ def _heeding_policies(original: Callable[..., Any]) -> Callable[..., Any]:
         keras_call = original
         if keras_api.AUTOGRAPH_MAY_CONVERT and not tf.executing_eagerly():
             keras_call = allow_conversion(converted_call)
-        policy: Any = getattr(self, "dtype_policy", None)
-        dtype = policy.low_precision_dtype if isinstance(policy, Policy) else None
+        policy, dtype = _policy_of(self)
         try:
             outputs = _call_in(policy, dtype, keras_call, self, args, kwargs)
             if dtype is not None and reach.current() is None and tf.executing_eagerly():
@@ -66,6 +65,12 @@ def _heeding_policies(original: Callable[..., Any]) -> Callable[..., Any]:
             raise explained.with_traceback(error.__traceback__) from None
 
     return call
+
+
+def _policy_of(layer: Any) -> tuple[Any, tf.DType | None]:
+    """Returns the policy of a layer, and its 16-bit dtype if it is one of keras_mp."""
+    policy: Any = getattr(layer, "dtype_policy", None)
+    return policy, policy.low_precision_dtype if isinstance(policy, Policy) else None
 
 
 # What stands in the place of methods of classes.
@@ -91,8 +96,7 @@ def _returning_float32(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     @do_not_convert
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        policy: Any = getattr(self, "dtype_policy", None)
-        dtype = policy.low_precision_dtype if isinstance(policy, Policy) else None
+        _, dtype = _policy_of(self)
         own_call = allow_conversion(original)
         is_symbolic = any(map(keras_api.is_symbolic_input, tf.nest.flatten((args, kwargs))))
         if dtype is None or is_symbolic or keras_api.is_in_a_layer(self):

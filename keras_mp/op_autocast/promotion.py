@@ -156,14 +156,16 @@ def _is_own_fault(error: BaseException | None) -> bool:
 
 
 def _may_be_made_again(call: Any) -> bool:
-    """Whether a call that TensorFlow has refused may be made in other dtypes."""
-    if reach.current() is not None or not _is_active():
-        return _is_active()
-    return any(map(_is_of_ours, tf.nest.flatten(call)))
+    """Whether a call that TensorFlow has refused may be made in other dtypes.
 
-
-def _is_of_ours(value: Any) -> bool:
-    return faces.is_low_tensor(value) and faces.was_made_in_reach(value)
+    In reach it may; elsewhere, if it has a 16-bit tensor that was made in reach.
+    """
+    if not _is_active():
+        return False
+    values = tf.nest.flatten(call)
+    return reach.current() is not None or any(
+        faces.is_low_tensor(each) and faces.was_made_in_reach(each) for each in values
+    )
 
 
 def _running_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,13 +288,20 @@ def _made_again(original: Callable[..., Any]) -> Callable[..., Any]:
             # In eager, a branch has already run.
             if tf.executing_eagerly() or not _is_active():
                 raise
-            args, kwargs = tf.nest.map_structure(_widening, (args, kwargs))
-            try:
-                return original(*args, **kwargs)
-            except (TypeError, ValueError):
-                raise error from None  # TensorFlow's error about the user's own call.
+            return _again(original, _widening, args, kwargs, error)
 
     return make
+
+
+def _again(
+    original: Callable[..., Any], change: Callable[[Any], Any], args: Any, kwargs: Any, error: Any
+) -> Any:
+    """Calls a function with changed arguments; if it refuses these, too, with its first error."""
+    args, kwargs = tf.nest.map_structure(change, (args, kwargs))
+    try:
+        return original(*args, **kwargs)
+    except (TypeError, ValueError):
+        raise error from None  # TensorFlow's error about the user's own call.
 
 
 def _widening(value: Any) -> Any:
@@ -320,11 +329,9 @@ def _called_again(original: Callable[..., Any]) -> Callable[..., Any]:
         except TypeError as error:
             if not any(map(_is_allowed, tf.nest.flatten((args, kwargs)))):
                 raise
-            args, kwargs = tf.nest.map_structure(_widened_if_allowed, (args, kwargs))
-            try:
-                return original(self, *args, **kwargs)
-            except (TypeError, ValueError):
-                raise error from None
+            return _again(
+                functools.partial(original, self), _widened_if_allowed, args, kwargs, error
+            )
 
     return call
 
@@ -335,10 +342,8 @@ def _in_the_dtype_of_the_array(original: Callable[..., Any]) -> Callable[..., An
     def write(array: tf.TensorArray, *args: Any, **kwargs: Any) -> Any:
         def cast(value: Any) -> Any:
             is_mixed = _is_mixed([_dtype_of(value), array.dtype])
-            return tf.cast(value, array.dtype) if is_mixed and may_mix(value) else value
-
-        def may_mix(value: Any) -> bool:
-            return _is_active() if reach.current() is not None else _is_of_ours(value)
+            may_cast = is_mixed and _may_be_made_again(value)
+            return tf.cast(value, array.dtype) if may_cast else value
 
         args, kwargs = tf.nest.map_structure(cast, (args, kwargs))
         return original(array, *args, **kwargs)
@@ -367,10 +372,7 @@ def _dtype_of(value: Any) -> tf.DType | None:
 
 def _is_allowed(value: Any) -> bool:
     """Whether a value is a 16-bit tensor that may become a float32 one."""
-    if not _is_active():
-        return False
-    is_in_reach = reach.current() is not None and is_low(_dtype_of(value))
-    return is_in_reach or _is_of_ours(value)
+    return is_low(_dtype_of(value)) and _may_be_made_again(value)
 
 
 def _in_other_dtypes(inputs: Any) -> Iterator[Any]:

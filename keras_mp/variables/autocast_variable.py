@@ -160,7 +160,7 @@ class AutoCastVariable(VariableWrapper):
         del name
         appears_as = self.dtype
         if dtype == self._variable.dtype and not reach.thread.is_strict:
-            appears_as = dtype
+            appears_as = self._variable.dtype
         if dtype is not None and not dtype.is_compatible_with(appears_as):
             raise ValueError(
                 f"Cannot convert a variable that appears as {appears_as.name} to a tensor of "
