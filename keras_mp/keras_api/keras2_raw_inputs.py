@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras_mp import hooks
 from keras_mp.hooks import Replacement, When
 from keras_mp.keras_api import keras2_names
+from keras_mp.support import features
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION
 
 keras = tf.keras
@@ -72,7 +73,8 @@ def exact_functions() -> list[Any]:
 
 
 def set_policy(layer: Any, policy: Any) -> None:
-    keras2_names.set_policy.get()(layer, policy)
+    if features.is_on(keras2_names.RAW_INPUTS):
+        keras2_names.set_policy(layer, policy)
 
 
 # What lets layers report rounded results, once it is there.

@@ -9,6 +9,13 @@ from keras_mp import hooks
 from keras_mp.hooks import replica_threads
 from keras_mp.hooks.once import once
 from keras_mp.kernels import backward, convolutions, cudnn, functions, sums
+from keras_mp.support import features
+from keras_mp.tensorflow_api.features import FACES
+
+
+def have_faces() -> bool:
+    """Whether TensorFlow has all private names that the faces of tensors need."""
+    return features.is_on(FACES)
 
 
 def has_decided(op: tf.Operation) -> bool:

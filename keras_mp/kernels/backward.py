@@ -27,7 +27,7 @@ from keras_mp.kernels import door
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import gradients, graphs, operations
-from keras_mp.tensorflow_api.features import GRADIENTS
+from keras_mp.tensorflow_api.features import FACES
 
 _thread = reach.thread
 _MARK = door.MARK
@@ -166,14 +166,14 @@ def _rows() -> Iterator[Replacement]:
         (gradients.custom_in_eager, _with_custom_gradient),
         (gradients.custom_in_graph, _with_custom_gradient),
     ):
-        yield Replacement(name, make, When.IN_REACH, GRADIENTS)
+        yield Replacement(name, make, When.IN_REACH, FACES)
     for name, make in (
         (gradients.of_tape, faces.on_tapes),
         (gradients.of_graph, _out_of_reach),
         (gradients.find, _find_gradient),
     ):
-        yield Replacement(name, make, When.ALWAYS, GRADIENTS)
-    yield Replacement(Method(tf.GradientTape, "watch"), door.watch, When.ALWAYS, GRADIENTS)
+        yield Replacement(name, make, When.ALWAYS, FACES)
+    yield Replacement(Method(tf.GradientTape, "watch"), door.watch, When.ALWAYS, FACES)
 
 
 REPLACEMENTS = tuple(_rows())

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hooks, keras_api, regularizers
+from keras_mp import hooks, keras_api, kernels, regularizers
 from keras_mp.hooks import Method, Replacement, When, faces, observers, reach
 from keras_mp.hooks.once import once
 from keras_mp.hooks.reach import Region
@@ -23,6 +23,7 @@ from keras_mp.kernels import functions
 from keras_mp.layer_calls import added_losses, data_layers, initial_weights, model_outputs
 from keras_mp.op_autocast import context_manager
 from keras_mp.policy import Policy
+from keras_mp.support import softmax_and_cross_entropy as fusion
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.variables import type_errors
 
@@ -34,7 +35,8 @@ def install() -> None:
     hooks.install([Replacement(Method(owner, "__call__"), _heeding_policies, When.ALWAYS)])
     added_losses.install()
     initial_weights.install()
-    keras_api.note_input_casts(Policy, faces.cast_input, data_layers.unrounded)
+    if kernels.have_faces():
+        keras_api.note_input_casts(Policy, faces.cast_input, data_layers.unrounded)
     data_layers.install()
     hooks.install(functions.rows(keras_api.exact_functions()))
 
@@ -141,15 +143,19 @@ def _call_in(
         return keras_call(layer, *args, **kwargs)
     if dtype is not None and data_layers.is_one(layer):
         return data_layers.call(keras_call, layer, args, kwargs)
-    if dtype is None and layer.compute_dtype == "float32":
-        # Keras casts its inputs out of reach, where nothing is known of their faces.
-        args, kwargs = tf.nest.map_structure(data_layers.unrounded, (args, kwargs))
+    if dtype is None and layer.compute_dtype == "float32" and tf.executing_eagerly():
+        args, kwargs = tf.nest.map_structure(_with_logits, (args, kwargs))
     with reach.entered(dtype), _gradients(policy, dtype):
         outputs = keras_call(layer, *args, **kwargs)
         outputs = model_outputs.with_float32(layer, data_layers.rounded(layer, dtype, outputs))
     if not is_model:
         model_outputs.note_call(outputs, layer, args, kwargs)
     return outputs
+
+
+def _with_logits(value: Any) -> Any:
+    """Casts a tensor of which Keras knows the logits, which a layer's own cast loses."""
+    return fusion.cast(value, "float32") if hasattr(value, "_keras_logits") else value
 
 
 def _has_outputs_of_ours(model: tf.keras.Model) -> bool:

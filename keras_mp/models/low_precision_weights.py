@@ -154,16 +154,6 @@ def bytes_of_weights(model: tf.keras.Model) -> Iterator[str]:
         )
 
 
-def dtype_of(model: tf.keras.Model) -> str:
-    """Returns the dtype of the first trainable variable of a model that is in 16 bits.
-
-    Args:
-        model: A model of `tf.keras`, built, with such a variable.
-    """
-    dtypes = (tf.as_dtype(variable.dtype).name for variable in model.trainable_variables)
-    return next(dtype for dtype in dtypes if dtype in LOW_PRECISION_NAMES)
-
-
 def vanishing_constants(optimizer: Any, dtype: str) -> Iterator[str]:
     """Yields a text for each constant of an optimizer that a dtype rounds to 0 or 1.
 

@@ -37,7 +37,7 @@ from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION, is_low, parse
 from keras_mp.tensorflow_api import operations
-from keras_mp.tensorflow_api.features import MIXTURES
+from keras_mp.tensorflow_api.features import FACES
 
 # The errors that functions raise if dtypes do not fit.
 _REFUSALS = TypeError, ValueError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError
@@ -56,7 +56,7 @@ def refused() -> contextlib.AbstractContextManager[None]:
 def install() -> None:
     """Lets keras_mp compute in float32 what TensorFlow refuses, once in a process."""
     hooks.install(_replacements())
-    if features.is_on(MIXTURES):
+    if features.is_on(FACES):
         _dispatcher_class()().register()
 
 
@@ -67,13 +67,13 @@ def _replacements() -> Iterator[Replacement]:
         (operations.make_in_graph, _made_elsewhere, When.OUT_OF_REACH),
         (operations.to_tensor, _keeping_numbers, When.IN_REACH),
     ):
-        yield Replacement(name, make, when, MIXTURES)
+        yield Replacement(name, make, when, FACES)
     for original, make in (
         (tf.constant, functools.partial(_keeping_numbers, keeps_arrays=False)),
         (tf.matmul, _of_ragged),
     ):
-        yield Replacement(Everywhere(original), make, feature=MIXTURES)
-    if features.is_on(MIXTURES):
+        yield Replacement(Everywhere(original), make, feature=FACES)
+    if features.is_on(FACES):
         yield from signatures.replacements(_is_active, _widened)
     # The classes of variables, below one of them that is public.
     for cls in tf.experimental.dtensor.DVariable.__mro__:
@@ -296,7 +296,7 @@ def _made_again(original: Callable[..., Any]) -> Callable[..., Any]:
 def _again(
     original: Callable[..., Any], change: Callable[[Any], Any], args: Any, kwargs: Any, error: Any
 ) -> Any:
-    """Calls a function with changed arguments; if it refuses these, too, with its first error."""
+    """Calls a function with changed arguments; if they are refused, raises the error."""
     args, kwargs = tf.nest.map_structure(change, (args, kwargs))
     try:
         return original(*args, **kwargs)

@@ -89,9 +89,6 @@ class SkipReport:
         self._told: set[str] = set()
         # How many steps were skipped when the note was read last.
         self._looked_at = 0.0
-        # How many more steps can be skipped before there may be something to say: until then, a
-        # GPU need not be waited for.
-        self._quiet = 0
         self._notes: dict[int, _Note] = {}
         self._numbers = itertools.count(1)
         with tf.init_scope():
@@ -100,9 +97,8 @@ class SkipReport:
             if not host.in_v1_graph():
                 self._last = state_variable(0, tf.int64, "last_note")
 
-    def look_next_time(self) -> None:
-        """Looks at the next skipped step, after `warn_after` or the like has changed."""
-        self._quiet = 0
+    def warn_again(self) -> None:
+        """Warns of skips in a row again, after `warn_after` or the like has changed."""
         self._told.discard("row")
 
     def note(
@@ -194,20 +190,14 @@ class SkipReport:
 
     def _call_python(self, noted: Sequence[Any]) -> None:
         line = messages.users_line()
-
-        def look() -> None:
-            self._quiet -= 1
-            if self._quiet <= 0:
-                self._look(line)
-
         if tf.executing_eagerly():
-            look()
+            self._look(line)
         elif replicas.local_id() == 0:
             with tf.control_dependencies(noted):
-                tf.py_function(look, [], [])
+                tf.py_function(lambda: self._look(line), [], [])
 
     def _look(self, line: messages.Line | None) -> None:
-        """Reads the last note, warns, and finds out when to look again."""
+        """Reads the last note, and warns if it is time."""
         note = self._last_note()
         if note is None:
             return
@@ -217,7 +207,7 @@ class SkipReport:
         self._looked_at = total
         recent = int(np.sum((times > 0) & (times > times[-1] - 2 * _HALF)))
         recent = recent if made != _UNKNOWN else 0
-        falls, warn_after = self._falls_to_floor(), self.warn_after
+        warn_after = self.warn_after
         in_a_row = f"{consecutive:g} steps in a row were skipped."
         is_over = self.raise_after is not None and consecutive >= self.raise_after
         if is_over:
@@ -228,24 +218,15 @@ class SkipReport:
                 self._tell("row", in_a_row, last, line)
             elif recent >= _HALF:
                 self._tell("half", "Half of the last 100 steps were skipped.", last, line)
-            if falls == 0 and last.loss_is_finite is not False:
+            if self._is_at_floor() and last.loss_is_finite is not False:
                 text = "The loss scale has come down to its floor, and steps are still skipped."
                 self._tell("floor", text, last, line)
-        left = [falls or _HALF, _HALF - recent]
-        left += [after - int(consecutive) for after in (warn_after, self.raise_after) if after]
-        self._quiet = max(1, min(each for each in left if each > 0))
 
-    def _falls_to_floor(self) -> int | None:
-        """Returns how many more skips take the scale to its floor; None if none do."""
+    def _is_at_floor(self) -> bool:
+        """Whether the scale has fallen as far as it can."""
         scale = self._loss_scale
-        if not isinstance(scale, DynamicLossScale):
-            return None
-        now = float(scale())
-        if now <= scale.min_loss_scale:
-            return 0 if scale.min_loss_scale < scale.initial_loss_scale else None
-        falls = math.log(now / scale.min_loss_scale) / -math.log(scale.backoff_multiplier)
-        # The 1e-3 is for a rounding error, which would count as a whole skip.
-        return math.ceil(falls - 1e-3)
+        can_fall = isinstance(scale, DynamicLossScale)
+        return can_fall and float(scale()) <= scale.min_loss_scale < scale.initial_loss_scale
 
     def _tell(
         self, what: str, text: str, last: overflow.Overflow, line: messages.Line | None

@@ -41,13 +41,16 @@ _TRACED = (
 )
 _KERNELS = (operations.definition, operations.all_kernels)
 
-GRADIENTS = Feature(
-    "gradients that are computed like the layer that they are of",
-    "TensorFlow computes them: sums of gradients in 16 bits may be wrong, and some are slow.",
+FACES = Feature(
+    "the float32 faces of 16-bit tensors, and gradients that are computed like their layer",
+    "Layers in 16 bits compute as Keras's do: what 16 bits cannot hold is lost, some sums are "
+    "wrong and some kernels slow, and mixtures of dtypes are errors.",
     (
-        *(*_TRACED, gradients.registry, gradients.find, gradients.of_tape),
-        *(gradients.could_record, gradients.stop_recording, graphs.create_op),
-        *(operations.make_in_graph, operations.TakeSlowerWay, *_KERNELS),
+        *(*_TRACED, *_KERNELS, gradients.registry, gradients.find, gradients.of_tape),
+        *(gradients.could_record, gradients.record_gradient, gradients.stop_recording),
+        *(graphs.create_op, graphs.gradient_function),
+        *(operations.make_in_graph, operations.run_in_slower_way, operations.to_tensor),
+        *(operations.TakeSlowerWay, operations.QuickWayFailed, operations.GlobalOpDispatcher),
     ),
 )
 REGIONS = Feature(
@@ -73,16 +76,6 @@ VECTORIZED = Feature(
     "`tf.vectorized_map` and `jacobian` in a region of `keras_mp.autocast`",
     "Operations that they convert are autocast again: some round their inputs once more.",
     (gradients.vectorize,),
-)
-MIXTURES = Feature(
-    "operations that take 16-bit beside float32 tensors, or float32 only",
-    "In layers of keras_mp they are errors, as they are in TensorFlow.",
-    (
-        *_KERNELS,
-        operations.make_in_graph,
-        operations.to_tensor,
-        operations.GlobalOpDispatcher,
-    ),
 )
 SIGNATURES = Feature(
     "functions that were traced for float32, in layers of 16 bits",
@@ -142,7 +135,7 @@ SESSIONS = Feature(
 )
 
 FEATURES = (
-    *(GRADIENTS, REGIONS, VECTORIZED, MIXTURES, SIGNATURES, UNOBSERVED, SHARED_CASTS),
+    *(FACES, REGIONS, VECTORIZED, SIGNATURES, UNOBSERVED, SHARED_CASTS),
     *(
         REPLICA_THREADS,
         WITHOUT_MEETING,

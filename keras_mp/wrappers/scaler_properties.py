@@ -128,7 +128,7 @@ class ScalerProperties:
     @warn_after_skips.setter
     def warn_after_skips(self, value: int | None) -> None:
         self._scaler.report.warn_after = validation.integer_or_none("warn_after_skips", value)
-        self._scaler.report.look_next_time()
+        self._scaler.report.warn_again()
 
     @property
     def raise_after_skips(self) -> int | None:
@@ -141,7 +141,7 @@ class ScalerProperties:
     @raise_after_skips.setter
     def raise_after_skips(self, value: int | None) -> None:
         self._scaler.report.raise_after = validation.integer_or_none("raise_after_skips", value)
-        self._scaler.report.look_next_time()
+        self._scaler.report.warn_again()
 
     def _config_of_skips(self) -> dict[str, Any]:
         """Returns the arguments about skipped steps."""
