@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from benchmarks import models, small_steps, step
-from keras_mp.kernels import convolutions, replaced, sums
+from keras_mp.kernels import convolutions, sums, trials
 from keras_mp.support import attributes
 
 # Steps of `small_steps`, compiled as a whole.
@@ -62,8 +62,8 @@ def as_on_a_gpu() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name in ("usual_device", "device_type"):
-            stack.enter_context(attributes.replaced(replaced, name, lambda: "GPU"))
-        for table in (sums._TABLE, convolutions._TABLE):
+            stack.enter_context(attributes.replaced(trials, name, lambda: "GPU"))
+        for table in (sums.TABLE, convolutions.TABLE):
             stack.enter_context(attributes.replaced(table, "_asks", asks))
         yield
 

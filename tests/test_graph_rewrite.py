@@ -495,7 +495,7 @@ def test_the_gradient_of_a_bias_does_not_stop_at_256():
     try:
         enable(K.optimizers.SGD(), dtype="bfloat16")
         # What is wrong in this TensorFlow, or right: it is left as it is.
-        wrong = keras_mp.kernels.sums.is_wrong("BiasAddGrad", "bfloat16", "NHWC")
+        wrong = keras_mp.kernels.sums.TABLE.is_wrong("BiasAddGrad", "bfloat16", "NHWC")
         assert (gradient_of_bias(x) == [10_000] * 3) == (not wrong)
     finally:
         keras_mp.enable_float32_sums(True)

@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras_mp import hooks
 from keras_mp.hooks import replica_threads
 from keras_mp.hooks.once import once
-from keras_mp.kernels import backward, convolutions, cudnn, functions, sums
+from keras_mp.kernels import backward, functions, sums
 from keras_mp.support import features
 from keras_mp.tensorflow_api.features import FACES
 
@@ -32,15 +32,10 @@ def has_decided(op: tf.Operation) -> bool:
 
 @once
 def install() -> None:
-    """Replaces TensorFlow's functions whose kernels may be wrong or slow.
+    """Opens the door, and replaces TensorFlow's functions that it is not enough for.
 
     It does so once in a process, when the process is in reach for the first time. Out of reach
     (`hooks/reach.py`), the new functions call TensorFlow's own.
     """
-    tables = sums, functions, convolutions, cudnn
-    hooks.install(
-        [
-            *(replica_threads.REACH, *backward.REPLACEMENTS),
-            *(row for table in tables for row in table.replacements()),
-        ]
-    )
+    rows = (*sums.replacements(), *functions.replacements())
+    hooks.install([replica_threads.REACH, *backward.REPLACEMENTS, *rows])

@@ -14,12 +14,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.kernels.replaced import Kernel, Table, in_float32, is_result_wrong
+from keras_mp.kernels.trials import Kernel, Table, is_result_wrong
 
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _STEPS, _BATCH, _SIZE = 4, 4, 16
 _RIGHT = 1.0
-_STATES = ("output_h", "output_c")
 _FLOATS = ("input", "input_h", "input_c", "params")
 _SOURCES = ("input", "input_h", "params")
 
@@ -46,26 +45,11 @@ def _kernel(op: str) -> Kernel:
             given["sequence_lengths"] = tf.fill([_BATCH], _STEPS)
         return {**given, "rnn_mode": mode}
 
-    return Kernel(
-        example,
-        _RIGHT,
-        mode_of,
-        ("lstm", "gru"),
-        _in_float32,
-        result=_distance_of_gradients,
-        has_raw_name=True,
-    )
+    return Kernel(example, _RIGHT, mode_of, ("lstm", "gru"), result=_distance_of_gradients)
 
 
 def _numbers(*shape: int) -> tf.Tensor:
     return tf.random.stateless_normal(shape, seed=(0, 0))
-
-
-def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # The last two results are notes for the gradient, which is float32's.
-    found = in_float32(original, *args, **kwargs)
-    states = {name: tf.cast(getattr(found, name), found.output.dtype) for name in _STATES}
-    return found._replace(**states)
 
 
 def _distance_of_gradients(original: Callable[..., Any], **arguments: Any) -> tf.Tensor:
@@ -99,5 +83,4 @@ def _is_wrong(op: str, kernel: Kernel, dtype: tf.DType, case: Any, device: str) 
 
 KERNELS = {op: _kernel(op) for op in ("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3")}
 
-_TABLE = Table(KERNELS, "and recurrent layers may not learn in bfloat16 on GPUs", asks=_is_wrong)
-replacements, is_wrong = _TABLE.replacements, _TABLE.is_wrong
+TABLE = Table(KERNELS, asks=_is_wrong)

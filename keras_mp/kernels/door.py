@@ -24,8 +24,8 @@ import tensorflow as tf
 
 from keras_mp.hooks import faces, reach
 from keras_mp.hooks.faces import CAST, EXACT, LAST, LEFT, MADE, NOTE, WEIGHT
-from keras_mp.kernels import low_precision_gradients, slow, sums
-from keras_mp.kernels.replaced import usual_device
+from keras_mp.kernels import convolutions, cudnn, low_precision_gradients, slow, sums
+from keras_mp.kernels.trials import usual_device
 from keras_mp.support import op_table, registered_kernels
 from keras_mp.support.dtypes import LOW_PRECISION, is_low
 from keras_mp.tensorflow_api import gradients, operations
@@ -36,6 +36,10 @@ _LOW = {dtype.as_datatype_enum: dtype for dtype in LOW_PRECISION}
 MARK = "keras_mp_reach"
 # By whether the dtype is bfloat16. Each operation needs one, and asking a DType takes long.
 MARKS = [(MARK, dtype.as_datatype_enum) for dtype in (tf.float16, tf.bfloat16)]
+# The tables of kernels that may be wrong, by operations.
+_TRIED = {
+    op: table for table in (sums.TABLE, convolutions.TABLE, cudnn.TABLE) for op in table.kernels
+}
 # The types of arguments that generated code hands over as they are, and TensorFlow converts.
 _NUMBERS = (float, int)
 
@@ -58,8 +62,8 @@ class Operation:
         refuses: 16-bit DTypes in which TensorFlow does not compute it.
         is_move: bool. Whether it moves numbers and changes none.
         slow_in: the 16-bit DTypes in which its kernel is slow on a CPU, whatever its arguments.
-        may_be_wrong: bool. Whether its kernel may add up in 16 bits (`kernels/sums.py`), or be slow
-            on a CPU (`kernels/slow.py`).
+        may_be_wrong: bool. Whether its kernel may be wrong (`kernels/trials.py`), or be slow on a
+            CPU (`kernels/slow.py`).
     """
 
     name: str
@@ -80,7 +84,7 @@ class Operation:
 def _find(name: str) -> Operation | None:
     """Returns what the door needs to know about an operation; None if that is nothing."""
     op_def = operations.definition(name)
-    may_be_wrong = name in sums.KERNELS or name in slow.OPS
+    may_be_wrong = name in _TRIED or name in slow.OPS
     is_low = name in op_table.LOW
     if op_def is None or (is_low and not may_be_wrong and name not in op_table.PRODUCTS):
         return None
@@ -98,7 +102,11 @@ def _find(name: str) -> Operation | None:
                 for low, dtype in _LOW.items()
                 if (allowed and low not in allowed) or not _has_kernel(name, attr.name, low)
             )
-            outputs = [arg.type_attr == attr.name for arg in op_def.output_arg]
+            # What cuDNN keeps for its gradient is not rounded.
+            outputs = [
+                arg.type_attr == attr.name and arg.name != "reserve_space"
+                for arg in op_def.output_arg
+            ]
             return _described(op_def, attr.name, has_dtype, outputs, refuses)
         if _FLOAT32 in allowed and allowed.isdisjoint(_LOW):
             # Its inputs hide their dtype, such as those of a product of sparse matrices.
@@ -142,7 +150,7 @@ def _described(
         refuses=refuses,
         is_move=name in op_table.MOVES,
         slow_in=frozenset(d for d in LOW_PRECISION if is_slow and slow.is_slow(name, d)),
-        may_be_wrong=name in sums.KERNELS or is_slow,
+        may_be_wrong=name in _TRIED or is_slow,
     )
 
 
@@ -407,7 +415,7 @@ def _the_slower_way(op: str, inputs: Sequence[Any], pairs: Sequence[Any]) -> Any
 
 def _is_plain_product(known: Operation, args: Sequence[Any]) -> bool:
     """Whether a product has tensors of one dtype to multiply, which it takes."""
-    if _thread.is_exact or known.has_list or known.name in sums.KERNELS:
+    if _thread.is_exact or known.has_list or known.name in _TRIED:
         return False
     values = [args[i] for i in known.positions]
     if not all(isinstance(each, tf.Tensor) for each in values):
@@ -458,8 +466,9 @@ def _choice_of(
     """Returns what an operation is to do; None leaves it in 16 bits."""
     if known.may_be_wrong:
         attributes = faces.attributes(known.name, len(known.inputs), pairs)
-        if known.name in sums.KERNELS and sums.is_wrong_for(known.name, low, given, attributes):
-            return _Choice(low, EXACT)
+        table = _TRIED.get(known.name)
+        if table is not None and table.is_wrong_for(known.name, low, given, attributes):
+            return _Choice(low, EXACT if table is sums.TABLE else 0)
         arguments = {**dict(zip(known.inputs, given)), **attributes}
         can_be_slow = known.name in slow.OPS and low not in known.refuses
         is_slow = can_be_slow and slow.is_slow_here(known.name, low, arguments)

@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.hooks import reach
-from keras_mp.kernels.replaced import (
+from keras_mp.kernels.trials import (
     device_type,
     in_float32,
     low_precision_dtype,

@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.kernels.replaced import Kernel, Table, in_float32, in_its_module, shape_of
+from keras_mp.hooks import Everywhere, Replacement, reach
+from keras_mp.kernels.trials import (
+    Kernel,
+    Table,
+    in_float32,
+    in_its_module,
+    low_precision_dtype,
+    shape_of,
+)
 from keras_mp.support.dtypes import LOW_PRECISION
 
 # Enough that 16 bits stop short of their sum, even shared out among dozens of lanes and threads.
@@ -106,28 +114,6 @@ def _terms_of_bias(
     sizes: list[Any] = shape.as_list()
     del sizes[1 if tf.compat.as_str(data_format or "NHWC") == "NCHW" else -1]
     return None if None in sizes else math.prod(sizes)
-
-
-def _sum_of_all_but_channels(
-    original: Callable[..., tf.Tensor],
-    out_backprop: tf.Tensor,
-    data_format: Any = None,
-    name: str | None = None,
-) -> object:
-    """A sum of the same terms.
-
-    It is corrected where it is wrong, and else takes no copy.
-    """
-    rank = out_backprop.shape.rank
-    if rank is None:
-        return in_float32(original, out_backprop, data_format=data_format, name=name)
-    channels = 1 if tf.compat.as_str(data_format or "") == "NCHW" else rank - 1
-    # Not `tf.reduce_sum`, which takes as long as such a sum.
-    add_up = in_its_module(tf.raw_ops.Sum)
-    axes = [i for i in range(rank) if i != channels]
-    if is_wrong_for("Sum", out_backprop.dtype, (out_backprop, axes), {}):
-        return in_float32(add_up, out_backprop, axes, name=name)
-    return add_up(out_backprop, axes, name=name)
 
 
 def _bias(dtype: tf.DType, layout: str) -> dict[str, Any]:
@@ -224,7 +210,6 @@ KERNELS: dict[str, Kernel] = {
         _BIAS,
         _bias_layout,
         ("NHWC", "NCHW", "wide NHWC"),
-        _sum_of_all_but_channels,
         terms=_terms_of_bias,
     ),
     "Sum": _reduction_kernel(_TERMS / 32, terms=_terms),
@@ -244,9 +229,37 @@ KERNELS: dict[str, Kernel] = {
     "ResizeNearestNeighborGrad": Kernel(_one_pixel, _FEW_TERMS),
 }
 
-_TABLE = Table(KERNELS, "and may stop short of sums in 16 bits", only_ops=("BiasAddGrad",))
-replacements, is_wrong = _TABLE.replacements, _TABLE.is_wrong
-is_wrong_for = _TABLE.is_wrong_for
+TABLE = Table(KERNELS)
+
+
+def replacements() -> tuple[Replacement, ...]:
+    """Returns the row of the gradient of a bias."""
+    return (Replacement(Everywhere(in_its_module(tf.raw_ops.BiasAddGrad)), _without_a_copy),)
+
+
+def _without_a_copy(original: Callable[..., tf.Tensor]) -> Callable[..., Any]:
+    """Returns the gradient of a bias, as a sum over axes where its kernel is wrong.
+
+    The door would take a float32 copy of all that is added up, and most sums over axes are right.
+    """
+
+    def call(out_backprop: Any, data_format: Any = None, name: str | None = None) -> Any:
+        dtype, given = low_precision_dtype([out_backprop]), (out_backprop, data_format)
+        rank = shape_of(out_backprop).rank
+        if dtype is None or rank is None or reach.thread.is_exact:
+            return original(*given, name=name)
+        if not TABLE.is_wrong_for("BiasAddGrad", dtype, given, {}):
+            return original(*given, name=name)
+        channels = 1 if tf.compat.as_str(data_format or "") == "NCHW" else rank - 1
+        # Not `tf.reduce_sum`, which takes as long as such a sum.
+        add_up = in_its_module(tf.raw_ops.Sum)
+        axes = [i for i in range(rank) if i != channels]
+        with reach.decided():
+            if TABLE.is_wrong_for("Sum", dtype, (out_backprop, axes), {}):
+                return in_float32(add_up, out_backprop, axes, name=name)
+            return add_up(out_backprop, axes, name=name)
+
+    return call
 
 
 def enable_float32_sums(enabled: bool = True) -> None:
@@ -270,9 +283,9 @@ def enable_float32_sums(enabled: bool = True) -> None:
 
     TensorFlow's own answer on CPUs is 256.
     """
-    _TABLE.enabled = enabled
+    TABLE.enabled = enabled
 
 
 def are_enabled() -> bool:
     """Whether 16-bit numbers are added up in float32 where TensorFlow's sum is wrong."""
-    return _TABLE.enabled
+    return TABLE.enabled

@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras_mp import hardware
 from keras_mp.hooks import reach
 from keras_mp.hooks.reach import Region
-from keras_mp.kernels import replaced
+from keras_mp.kernels import trials
 from keras_mp.op_autocast import cast_policy
 from keras_mp.support import dtypes, messages, validation
 
@@ -295,7 +295,7 @@ def autocast_ops(
         raise ValueError(f"Expected 'CPU' or 'GPU'. Received: device={device!r}")
     plans = _machinery("plans")
     region = Region(tf.bfloat16 if dtype is None else _checked(dtype))
-    where = device or replaced.usual_device()
+    where = device or trials.usual_device()
     return {op: plans.policy_for(op, region, where) for op in sorted(cast_policy.ROWS)}
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from keras_mp.hooks.reach import Region
-from keras_mp.kernels import replaced, sums
+from keras_mp.kernels import sums, trials
 from keras_mp.op_autocast import cast_policy, lower_precision
 from keras_mp.op_autocast.cast_policy import OpPolicy
 from keras_mp.support import features, op_table, registered_kernels
@@ -146,7 +146,7 @@ def plan_of(op: str, region: Region) -> Plan | None:
         op: str.
         region: Region.
     """
-    row = policy_for(op, region, replaced.usual_device())
+    row = policy_for(op, region, trials.usual_device())
     if row is None or row.policy in (cast_policy.DENY, cast_policy.NONE):
         return None
     op_def, attr = operations.definition(op), dtype_attr(op, region.dtype)

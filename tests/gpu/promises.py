@@ -13,7 +13,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import kernels
 from keras_mp.hooks import reach
-from keras_mp.kernels import convolutions, cudnn, replaced, slow, sums
+from keras_mp.kernels import convolutions, cudnn, slow, sums, trials
 from keras_mp.support.dtypes import LOW_PRECISION
 from tests.gpu import models
 
@@ -87,7 +87,7 @@ class KernelFinding(NamedTuple):
 def measure_kernels() -> list[KernelFinding]:
     """Computes the examples of all kernels that keras_mp replaces if they are wrong."""
     kernels.install()
-    has_cudnn = replaced.usual_device() != "CPU"
+    has_cudnn = trials.usual_device() != "CPU"
     return [
         _finding(op, kernel, dtype, case)
         for table in (sums, convolutions, *([cudnn] if has_cudnn else []))
@@ -97,23 +97,21 @@ def measure_kernels() -> list[KernelFinding]:
     ]
 
 
-def _finding(op: str, kernel: replaced.Kernel, dtype: tf.DType, case: Any) -> KernelFinding:
+def _finding(op: str, kernel: trials.Kernel, dtype: tf.DType, case: Any) -> KernelFinding:
     arguments, expected = kernel.example(dtype, case), kernel.expected
 
-    def result_of(compute: Callable[..., tf.Tensor] | None) -> float | None:
-        if compute is None:
-            return None
+    def result_of(compute: Callable[..., tf.Tensor]) -> float | None:
         try:
-            return float(replaced.last_value(kernel.result(compute, **arguments)))
+            return float(trials.last_value(kernel.result(compute, **arguments)))
         except (tf.errors.OpError, ValueError):
             return None
 
     def is_wrong(result: float | None) -> bool:
-        return result is not None and not replaced.is_right(result, expected)
+        return result is not None and not trials.is_right(result, expected)
 
     own = result_of(getattr(tf.raw_ops, op))
     with reach.entered(dtype):
-        ours = result_of(replaced.function_of(op))
+        ours = result_of(trials.in_its_module(getattr(tf.raw_ops, op)))
     return KernelFinding(
         op, dtype.name, str(case), expected, own, ours, is_wrong(own), is_wrong(ours)
     )

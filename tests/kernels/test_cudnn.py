@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import kernels
-from keras_mp.kernels import cudnn, replaced
+from keras_mp.kernels import cudnn, trials
 from tests.common import once
 
 K = tf.keras
@@ -31,8 +31,8 @@ def gpu(monkeypatch):
 
     devices = tf.config.list_logical_devices
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind=None: devices("CPU"))
-    monkeypatch.setattr(replaced, "usual_device", lambda: "GPU")
-    monkeypatch.setattr(cudnn._TABLE, "_asks", ask)
+    monkeypatch.setattr(trials, "usual_device", lambda: "GPU")
+    monkeypatch.setattr(cudnn.TABLE, "_asks", ask)
     return asked
 
 
@@ -130,4 +130,4 @@ def test_a_gradient_tells(dtype, factor, is_right):
     kernel = cudnn.KERNELS[FORWARD]
     run = recurrence(lambda of: factor if of == dtype else 1.0)
     found = kernel.result(run, **kernel.example(dtype, "lstm"))
-    assert replaced.is_right(float(found), kernel.expected) == is_right
+    assert trials.is_right(float(found), kernel.expected) == is_right

@@ -10,7 +10,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import hooks
 from keras_mp.hooks import reach
-from keras_mp.kernels import replaced, sums
+from keras_mp.kernels import sums, trials
 from tests.common import mirrored, once
 
 K = tf.keras
@@ -122,7 +122,7 @@ def last_value(op, dtype, case, mode, raw=False):
     tensors = {name: value for name, value in arguments.items() if tf.is_tensor(value)}
 
     def run(tensors):
-        return replaced.last_value(replaced.function_of(op)(**{**arguments, **tensors}))
+        return trials.last_value(trials.function_of(op)(**{**arguments, **tensors}))
 
     with reach.entered(None if raw else reach.current()):
         return float(in_mode(run, mode)(tensors)), kernel.expected
@@ -146,14 +146,14 @@ def test_results_are_right_on_this_machine(op, dtype, case, mode):
 def test_results_are_right_where_the_kernel_answers_otherwise(op, dtype, case, monkeypatch):
     if tf.as_dtype(dtype) in sums.KERNELS[op].wrong_in_xla:
         pytest.skip("It is not asked.")
-    answer = not sums.is_wrong(op, dtype, case)
+    answer = not sums.TABLE.is_wrong(op, dtype, case)
     modes = [] if op in NOT_IN_XLA else ["compiled"]
     # A machine whose kernel is right can only be imitated with a kernel that is.
     if answer or is_right(*last_value(op, dtype, case, "eager", raw=True)):
         modes += ["eager", "graph"]
     if not modes:
         pytest.skip("TensorFlow's kernel is wrong on this machine.")
-    monkeypatch.setattr(sums._TABLE, "_asks", lambda *_: answer)
+    monkeypatch.setattr(sums.TABLE, "_asks", lambda *_: answer)
     for mode in modes:
         assert is_right(*last_value(op, dtype, case, mode))
 
@@ -171,16 +171,16 @@ def test_what_is_known_of_xla(op, dtype, case):
 
 @once
 def test_what_cannot_be_wrong():
-    assert not sums.is_wrong("Sum", "float16", False)
-    assert not sums.is_wrong("Cumsum", "float64")
-    assert not sums.is_wrong("ScatterNd", "float32")
+    assert not sums.TABLE.is_wrong("Sum", "float16", False)
+    assert not sums.TABLE.is_wrong("Cumsum", "float64")
+    assert not sums.TABLE.is_wrong("ScatterNd", "float32")
 
 
 @once
 def test_the_private_function_is_where_tensorflow_calls_it():
     raw = tf.raw_ops.BiasAddGrad
     ours = vars(sys.modules[raw.__module__])[raw.__name__]
-    assert ours is replaced.function_of("BiasAddGrad")
+    assert ours is trials.function_of("BiasAddGrad")
     assert inspect.unwrap(ours).__code__ is inspect.unwrap(raw).__code__
 
 
@@ -248,13 +248,6 @@ def test_average_pooling_of_large_numbers(mode):
 
 
 @once
-def test_a_function_that_has_gone_is_reported():
-    table = replaced.Table({"Gone": sums.KERNELS["Cumsum"]}, "and may be wrong")
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="'Gone'.*may be wrong"):
-        hooks.install(table.replacements())
-
-
-@once
 def test_nothing_changes_where_tensorflow_is_right():
     def operations(dtype, enabled):
         keras_mp.enable_float32_sums(enabled)
@@ -266,7 +259,7 @@ def test_nothing_changes_where_tensorflow_is_right():
     for dtype in ("float32", "float64"):
         assert operations(dtype, True) == operations(dtype, False)
     for dtype in DTYPES:
-        is_wrong = sums.is_wrong("BiasAddGrad", dtype, "NHWC")
+        is_wrong = sums.TABLE.is_wrong("BiasAddGrad", dtype, "NHWC")
         assert ("BiasAddGrad" in operations(dtype, True)) == (not is_wrong)
 
 
@@ -390,11 +383,11 @@ def test_a_graph_of_tensorflow_1():
 @once
 def test_kernels_are_asked_in_a_graph_of_tensorflow_1_too():
     cases = [("BiasAddGrad", "bfloat16", "NHWC"), ("Sum", "bfloat16", (True, False))]
-    replaced.is_result_wrong.cache_clear()
+    trials.is_result_wrong.cache_clear()
     with tf.Graph().as_default():
-        in_graph = [sums.is_wrong(*case) for case in cases]
-    replaced.is_result_wrong.cache_clear()
-    assert in_graph == [sums.is_wrong(*case) for case in cases]
+        in_graph = [sums.TABLE.is_wrong(*case) for case in cases]
+    trials.is_result_wrong.cache_clear()
+    assert in_graph == [sums.TABLE.is_wrong(*case) for case in cases]
 
 
 @once

@@ -236,7 +236,7 @@ def test_sparse_gradients_stay_sparse():
 
 def test_a_shape_that_may_change(monkeypatch):
     # Of unknown shapes TensorFlow sums the gradients, which would bring casts of its own.
-    monkeypatch.setattr(sums._TABLE, "enabled", False)
+    monkeypatch.setattr(sums.TABLE, "enabled", False)
     v = keras_mp.autocast_variable(tf.Variable([1.0], shape=tf.TensorShape(None)))
 
     def function():

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from keras_mp import kernels
 from keras_mp.hooks import reach
-from keras_mp.kernels import replaced, slow, sums
+from keras_mp.kernels import slow, sums, trials
 from keras_mp.support import attributes
 from tests.common import mirrored, once
 
@@ -24,8 +24,8 @@ def asked(monkeypatch):
         devices.append(device)
         return device == "CPU"
 
-    monkeypatch.setattr(replaced, "usual_device", lambda: "GPU")
-    monkeypatch.setattr(sums._TABLE, "_asks", ask)
+    monkeypatch.setattr(trials, "usual_device", lambda: "GPU")
+    monkeypatch.setattr(sums.TABLE, "_asks", ask)
     return devices
 
 
@@ -119,15 +119,15 @@ def test_a_session_on_a_gpu_takes_float32(monkeypatch):
     """To ask would take memory of the GPU in another way than the program's own session."""
     kernel = sums.KERNELS["Sum"]
     with tf.Graph().as_default():
-        assert replaced.is_result_wrong.__wrapped__("Sum", kernel, tf.float16, (True, False), "GPU")
+        assert trials.is_result_wrong.__wrapped__("Sum", kernel, tf.float16, (True, False), "GPU")
 
 
 @pytest.fixture
 def right_gpu(monkeypatch):
     """A machine with a GPU, whose kernels are right in each example."""
     kernels.install()
-    monkeypatch.setattr(replaced, "usual_device", lambda: "GPU")
-    monkeypatch.setattr(sums._TABLE, "_asks", lambda *_: False)
+    monkeypatch.setattr(trials, "usual_device", lambda: "GPU")
+    monkeypatch.setattr(sums.TABLE, "_asks", lambda *_: False)
 
 
 def sum_over(axis):

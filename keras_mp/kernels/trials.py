@@ -1,11 +1,9 @@
-"""Python functions of TensorFlow that are replaced where their kernel is wrong.
+"""Kernels of TensorFlow that may be wrong in 16 bits, and are tried out.
 
-All code that needs an operation, gradient functions included, calls the Python function that
-TensorFlow generates for it. So a replaced function reaches forward and backward passes, eager code
-and graphs. Outside of the reach of keras_mp (`hooks/reach.py`) it calls TensorFlow's own, and
-does nothing else. A kernel counts as wrong if it is wrong in any way in which the program may
-compute it on this machine. TensorFlow's own kernel or oneDNN's is tried out. XLA's is known: it
-does not depend on the machine, and trying it out would take a compilation for each kernel.
+A kernel counts as wrong if it is wrong in any way in which the program may compute it on this
+machine. TensorFlow's own kernel or oneDNN's is tried out. XLA's is known: it does not depend on the
+machine, and trying it out would take a compilation for each kernel. The door (`kernels/door.py`)
+asks for each operation in reach, those of gradient functions included.
 
 This module needs TensorFlow only.
 """
@@ -18,8 +16,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.hooks import Everywhere, Replacement, reach
-from keras_mp.support import messages
+from keras_mp.hooks import reach
 from keras_mp.support.dtypes import LOW_PRECISION, is_low
 from keras_mp.tensorflow_api import operations
 
@@ -37,13 +34,9 @@ class Kernel(NamedTuple):
         case: takes the function's arguments and returns what decides whether the kernel is wrong;
             False where it cannot be wrong.
         cases: what `case` returns for the arguments for which most such kernels are wrong.
-        correct: takes the function and its arguments, and computes the right result. Defaults to
-            computing in float32 and rounding once.
         wrong_in_xla: dtypes in which XLA is wrong, on every machine.
-        autocasts: whether a region of `autocast` runs it in 16 bits.
         result: takes the function and the example, and returns what shows that a kernel is wrong.
             Defaults to the function's result.
-        has_raw_name: whether Keras calls it by its name in `tf.raw_ops`, which is replaced then.
         terms: takes the function's arguments and returns how many numbers it adds up for each that
             it returns, or None if that is not known. Defaults to None, for no sums.
     """
@@ -52,16 +45,13 @@ class Kernel(NamedTuple):
     expected: float
     case: Callable[..., Any] = lambda *args, **kwargs: None
     cases: tuple[Any, ...] = (None,)
-    correct: Callable[..., Any] | None = None
     wrong_in_xla: tuple[tf.DType, ...] = ()
-    autocasts: bool = False
     result: Callable[..., Any] = lambda original, **arguments: original(**arguments)
-    has_raw_name: bool = False
     terms: Callable[..., int | None] | None = None
 
 
 class Table:
-    """Kernels that are replaced together.
+    """Kernels that may be wrong for one reason.
 
     Attributes:
         kernels: mapping of types of operations to `Kernel`s.
@@ -69,41 +59,17 @@ class Table:
 
     Args:
         kernels: the mapping.
-        harm: str. What may happen where TensorFlow has no such function; ends a warning.
         asks: takes an operation, its `Kernel`, a dtype, a case and a type of device, and tells
-            whether the kernel is to be replaced. Defaults to `is_result_wrong`.
+            whether the kernel is wrong. Defaults to `is_result_wrong`.
     """
 
     def __init__(
         self,
         kernels: Mapping[str, Kernel],
-        harm: str,
         asks: Callable[[str, Kernel, tf.DType, Any, str], bool] | None = None,
-        only_ops: Sequence[str] = (),
     ) -> None:
-        self.kernels, self.enabled, self._only_ops = kernels, True, only_ops
-        self._harm = harm
+        self.kernels, self.enabled = kernels, True
         self._asks = asks or is_result_wrong
-
-    @functools.cache  # noqa: B019 - tables live as long as the process
-    def replacements(self) -> tuple[Replacement, ...]:
-        """Returns the rows of the table's functions."""
-        rows = []
-        for op, kernel in self.kernels.items():
-            if self._only_ops and op not in self._only_ops:
-                continue
-            original = function_of(op)
-            make = functools.partial(self._corrected, op)
-            if original is None:
-                messages.warn(
-                    f"TensorFlow {tf.__version__} has no operation {op!r}, so it is left as it "
-                    f"is, {self._harm}."
-                )
-                continue
-            rows.append(Replacement(Everywhere(original), make))
-            if kernel.has_raw_name:
-                rows.append(Replacement(Everywhere(getattr(tf.raw_ops, op), (op,)), make))
-        return tuple(rows)
 
     def is_wrong(
         self, op: str, dtype: tf.DType | str, case: Any = None, device: str | None = None
@@ -133,12 +99,8 @@ class Table:
             args: its inputs.
             kwargs: its attributes.
         """
-        is_asked = self.enabled and op not in self._only_ops
-        return is_asked and self._is_wrong_here(op, dtype, args, kwargs)
-
-    def _is_wrong_here(
-        self, op: str, dtype: tf.DType, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> bool:
+        if not self.enabled:
+            return False
         kernel, device = self.kernels[op], device_type()
         is_wrong = self._is_wrong(op, dtype, kernel.case(*args, **kwargs), device)
         return is_wrong or _is_long(kernel, dtype, device, args, kwargs)
@@ -148,23 +110,6 @@ class Table:
             return False
         kernel = self.kernels[op]
         return dtype in kernel.wrong_in_xla or self._asks(op, kernel, dtype, case, device)
-
-    def _corrected(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        kernel = self.kernels[op]
-        correct = kernel.correct or in_float32
-
-        def call(*args: Any, **kwargs: Any) -> object:
-            dtype, region = low_precision_dtype((*args, *kwargs.values())), reach.region()
-            if dtype is None and kernel.autocasts and region is not None:
-                dtype = region.dtype
-            if dtype is None or not self.enabled or reach.thread.is_exact:
-                return original(*args, **kwargs)
-            if self._is_wrong_here(op, dtype, args, kwargs):
-                with reach.decided():
-                    return correct(original, *args, **kwargs)
-            return original(*args, **kwargs)
-
-        return call
 
 
 def _is_long(
@@ -179,15 +124,6 @@ def _is_long(
         return False
     terms = kernel.terms(*args, **kwargs)
     return terms is None or terms > _FLOAT16_COUNTS_TO
-
-
-def function_of(op: str) -> Callable[..., Any] | None:
-    """Returns the function of an operation, replaced or not.
-
-    None means that TensorFlow has none.
-    """
-    public = getattr(tf.raw_ops, op, None)
-    return None if public is None else in_its_module(public)
 
 
 def in_its_module(public: Callable[..., Any]) -> Callable[..., Any]:
