@@ -13,7 +13,16 @@ from tests import without_names
 from tests.common import IS_KERAS_3
 
 FEATURES = features.FEATURES + keras_api.FEATURES
-NAMES = sorted({name.path for feature in FEATURES for name in feature.names})
+
+
+def groups():
+    """Names of the same features: without one of them, none of their code runs."""
+    found = {}
+    for name in sorted({name.path for feature in FEATURES for name in feature.names}):
+        of_name = [each for each in FEATURES if name in {one.path for one in each.names}]
+        found.setdefault(tuple(each.title for each in of_name), []).append(name)
+    return list(found.items())
+
 
 # What cannot be right without a name, and ends with an error that says which one is missing.
 REFUSED = {
@@ -35,28 +44,28 @@ def server():
         yield process
 
 
-def run_without(process, name):
-    """What the parts of the core program say without a name, and the warnings."""
-    process.stdin.write(f"{name}\n")
+def run_without(process, names):
+    """What the parts of the core program say without these names, and the warnings."""
+    process.stdin.write(f"{' '.join(names)}\n")
     process.stdin.flush()
     lines = iter(process.stdout.readline, "")
     found = next(line for line in lines if without_names.MARK in line)
     return json.loads(found.partition(without_names.MARK)[2])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_without_a_name_only_its_feature_is_off(name, server):
-    results, warnings = run_without(server, name)
+@pytest.mark.parametrize(("titles", "names"), groups(), ids=lambda each: each[0])
+def test_without_names_only_their_features_are_off(titles, names, server):
+    results, warnings = run_without(server, names)
     failed = {part: result for part, result in results.items() if result != "passed"}
-    allowed = next((parts for end, parts in REFUSED.items() if name.endswith(end)), set())
-    assert failed.keys() <= allowed, failed
-    assert all(f"has no `{name}`" in result for result in failed.values())
+    refused = [parts for end, parts in REFUSED.items() for name in names if name.endswith(end)]
+    assert failed.keys() <= set().union(*refused), failed
+    is_named = [f"has no `{name}`" for name in names]
+    assert all(any(each in result for each in is_named) for result in failed.values())
     # Each feature says once that it is off, and what that means.
-    titles = {each.title for each in FEATURES if name in [one.path for one in each.names]}
     off = [warning for warning in warnings if "does without a feature" in warning]
     assert len(off) == len(set(off)) <= len(titles)
-    assert all(f"has no `{name}`" in each for each in off)
-    assert all(any(title in each for title in titles) for each in off)
+    assert all(each in warning for each in is_named for warning in off)
+    assert all(any(title in warning for title in titles) for warning in off)
 
 
 def test_with_all_names_all_features_are_on():
