@@ -278,13 +278,6 @@ def test_what_comes_before_all_kinds_has_one_row():
 
 
 @once
-def test_the_machine_is_named():
-    machine = common.machine()
-    assert f"TensorFlow {tf.__version__}" in machine
-    assert "cores" in machine
-
-
-@once
 @pytest.mark.parametrize("name", models.SIZES["small"])
 def test_models_of_pytorch_have_the_same_weights(name):
     torch_models = pytest.importorskip("benchmarks.torch_models", reason="PyTorch is optional")
