@@ -1,5 +1,6 @@
 """What the benchmarks share: interleaved timing, and processes of their own."""
 
+import contextlib
 import json
 import math
 import os
@@ -9,7 +10,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -116,6 +118,30 @@ def environment(keras: str, on_cpu: bool = False) -> dict[str, str]:
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     chosen = {"TF_USE_LEGACY_KERAS": KERASES[keras], "TF_CPP_MIN_LOG_LEVEL": "3"}
     return {**os.environ, **chosen, **hidden}
+
+
+def set_policy(whose: str | None, name: str) -> None:
+    """Sets the global policy: one of "keras_mp", or else Keras's own."""
+    import tensorflow as tf
+
+    import keras_mp
+
+    own = tf.keras.mixed_precision
+    (keras_mp if whose == "keras_mp" else own).set_global_policy(name)
+
+
+@contextlib.contextmanager
+def policy(whose: str | None, name: str) -> Iterator[None]:
+    """A context manager in which a global policy is set. After it, that is Keras's float32."""
+    with warnings.catch_warnings():
+        # Both say that 16 bits are slow here, and keras_mp that the policy is not one of its own.
+        warnings.filterwarnings("ignore", "mixed_.* may run slower")
+        warnings.filterwarnings("ignore", "The global policy")
+        set_policy(whose, name)
+        try:
+            yield
+        finally:
+            set_policy(None, "float32")
 
 
 def _keras(optimizer):

@@ -35,11 +35,11 @@ MODELS = {
     "GPT of 12 blocks": ("language model", models.Sizes(12, 768, 16, 512, 32000)),
 }
 VARIANTS = {
-    "float32": ("float32", False),
-    "mixed_bfloat16, Keras's own": ("mixed_bfloat16", False),
-    "mixed_bfloat16": ("mixed_bfloat16", True),
-    "mixed_float16, Keras's own": ("mixed_float16", False),
-    "mixed_float16": ("mixed_float16", True),
+    "float32": (None, "float32"),
+    "mixed_bfloat16, Keras's own": ("Keras", "mixed_bfloat16"),
+    "mixed_bfloat16": ("keras_mp", "mixed_bfloat16"),
+    "mixed_float16, Keras's own": ("Keras", "mixed_float16"),
+    "mixed_float16": ("keras_mp", "mixed_float16"),
 }
 SEPARATOR = ", "
 _WRONG = pathlib.Path(__file__).parent.parent / "docs" / "h200.json"
@@ -86,11 +86,10 @@ def model_step(name: str, variant: str) -> tuple[Callable[..., Any], Any, Any]:
         name: str. A key of `MODELS`.
         variant: str. A key of `VARIANTS`.
     """
-    policy, is_ours = VARIANTS[variant]
-    if is_ours:
-        # Keras's guide asks for a head in float32; keras_mp gives float32 outputs by itself.
-        return step.training_step(*MODELS[name], policy=policy, head=None)
-    return step.training_step(*MODELS[name], keras=policy)
+    whose, policy = VARIANTS[variant]
+    # Keras's guide asks for a head in float32; keras_mp gives float32 outputs by itself.
+    head = None if whose == "keras_mp" else "float32"
+    return step.training_step(*MODELS[name], whose, policy, head=head)
 
 
 def step_of(name: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Memory: the peak of a step, of statistics that are put back, and weights in 16 bits.
+"""Memory: statistics that are put back, and weights in 16 bits.
 
 Of the last, what they learn too: by how digits are kept, on Keras 3. What is measured for a row has
 a process of its own.
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import common, models, step
+from benchmarks import common
 
 STEPS = 5
 # float32 statistics of 16 MiB each, of which batch normalization has two.
@@ -47,20 +47,8 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
-def measure_model(name: str, variant: str) -> dict[str, int]:
-    """Peaks before a model is made, and after it was trained."""
-    import tensorflow as tf
-
-    tf.zeros([1]) + tf.keras.backend.epsilon()
-    before = peak()
-    make_step = step.make_step(name, models.SIZES["full"][name], **step.VARIANTS[variant])
-    for _ in range(STEPS):
-        make_step()
-    return {"before": before, "peak": peak()}
-
-
 def measure_statistics(package: str, outcome: str) -> dict[str, int]:
-    """The same for a model that is little more than batch normalization of many channels.
+    """Peaks before and after `fit` of little more than batch normalization of many channels.
 
     Args:
         package: "Keras" or "keras_mp", whose `mixed_float16` and loss scaling are used.
@@ -300,28 +288,6 @@ def cell(losses: list[float], reference: list[float]) -> str:
     return f"{statistics.mean(losses):.3g} ({mean:+.1g} ± {2 * error:.1g}){is_far}"
 
 
-def _run_models() -> dict:
-    found = {
-        name: {
-            variant: common.in_own_process("benchmarks.memory", "model", name, variant, on_cpu=True)
-            for variant in step.VARIANTS
-        }
-        for name in models.SIZES["full"]
-    }
-    rows = []
-    for name, of_model in found.items():
-        added = {variant: each["peak"] - each["before"] for variant, each in of_model.items()}
-        for variant, each in added.items():
-            megabytes = f"{of_model[variant]['peak'] / 1e6:.0f} MB", f"{each / 1e6:.0f} MB"
-            rows.append([name, variant, *megabytes, f"{each / added['float32']:.2f}"])
-    common.print_table(
-        "Peak resident memory of training steps, on Keras 3 (one run each)",
-        ["", "", "peak", "of it since TensorFlow was loaded", "in terms of float32"],
-        rows,
-    )
-    return found
-
-
 def _run_statistics() -> dict:
     found: dict[str, dict] = {}
     rows = []
@@ -388,7 +354,6 @@ def _run_losses() -> dict:
 
 
 MEASURES: dict[str, Callable[..., Any]] = {
-    "model": measure_model,
     "statistics": measure_statistics,
     "weights": measure_weights,
     "losses": measure_losses,
@@ -396,9 +361,8 @@ MEASURES: dict[str, Callable[..., Any]] = {
 
 
 def run() -> dict:
-    """Measures everything, and prints four tables."""
+    """Measures everything, and prints three tables."""
     return {
-        "models": _run_models(),
         "statistics": _run_statistics(),
         "weights": _run_weights(),
         "losses": _run_losses(),

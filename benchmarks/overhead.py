@@ -176,22 +176,20 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, float | list[float]]:
     Returns:
         dict: "bare", seconds a step; "Keras" and "keras_mp", what they add to it (median and
         quartiles over the turns); "ratio", keras_mp's part by Keras's, with the interval in which
-        it is for 90 % of resamples of the turns; "fastest", the same ratio of the fastest turns;
-        "step", a whole step with keras_mp by one with Keras's. Where a GradScaler was measured,
-        "GradScaler", what that adds, and "scaler_ratio", by keras_mp's part.
+        it is for 90 % of resamples of the turns; "step", a whole step with keras_mp by one with
+        Keras's. Where a GradScaler was measured, "GradScaler", what that adds, and "scaler_ratio",
+        by keras_mp's part.
     """
-    ratio, of_fastest = _ratio(seconds, "keras_mp", "Keras")
     results = {
         "bare": statistics.median(seconds["bare"]),
         "Keras": _median_and_quartiles(_added(seconds, "Keras")),
         "keras_mp": _median_and_quartiles(_added(seconds, "keras_mp")),
-        "ratio": ratio,
-        "fastest": of_fastest,
+        "ratio": _ratio(seconds, "keras_mp", "Keras"),
         "step": statistics.median(seconds["keras_mp"]) / statistics.median(seconds["Keras"]),
     }
     if SCALER in seconds:
         results[SCALER] = _median_and_quartiles(_added(seconds, SCALER))
-        results["scaler_ratio"], _ = _ratio(seconds, SCALER, "keras_mp")
+        results["scaler_ratio"] = _ratio(seconds, SCALER, "keras_mp")
     return results
 
 
@@ -200,7 +198,7 @@ def _added(seconds, name):
 
 
 def _ratio(seconds, name, reference):
-    """What one adds by what another adds, with an interval; and the same of the fastest turns."""
+    """What one adds by what another adds, with an interval."""
     turns = list(zip(_added(seconds, name), _added(seconds, reference)))
 
     def ratio(turns):
@@ -210,9 +208,7 @@ def _ratio(seconds, name, reference):
     generator = random.Random(0)
     resamples = [ratio(generator.choices(turns, k=len(turns))) for _ in range(200)]
     cuts = statistics.quantiles(resamples, n=20)
-    ours, others, bare = (min(seconds[each]) for each in (name, reference, "bare"))
-    of_fastest = (ours - bare) / (others - bare) if others != bare else float("nan")
-    return [ratio(turns), cuts[0], cuts[-1]], of_fastest
+    return [ratio(turns), cuts[0], cuts[-1]]
 
 
 def _median_and_quartiles(values):
@@ -238,7 +234,7 @@ def run() -> dict:
         "differences, quartiles; for the ratio, 90 % of resamples)",
         [
             *("", "", "bare", "Keras adds", "keras_mp adds"),
-            *("keras_mp / Keras", "of the fastest", "whole steps"),
+            *("keras_mp / Keras", "whole steps"),
         ],
         rows,
     )
@@ -256,7 +252,6 @@ def _columns(of_cell):
         _in_milliseconds(of_cell["Keras"]),
         _in_milliseconds(of_cell["keras_mp"]),
         _with_interval(of_cell["ratio"]),
-        f"{of_cell['fastest']:.2f}",
         f"{of_cell['step']:.2f}",
     ]
 

@@ -1,13 +1,13 @@
 """Small training steps of every kind that keras_mp makes, to be compiled and looked at."""
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 import keras_mp
+from benchmarks import common
 
 X = tf.TensorSpec([8, 16])
 # The ends of the names of steps that XLA compiles, and of those on two replicas.
@@ -75,24 +75,10 @@ def _train_step(model: Any) -> Any:
     return tf.function(lambda x: model.train_step((x, labels)), autograph=False)
 
 
-def _fit_step(policy: Any) -> Any:
-    with keras_mp.policy_scope(policy):
+def _fit_step(whose: str, policy: str) -> Any:
+    with common.policy(whose, policy):
         model = _model()
         model.compile("adam", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return _train_step(model)
-
-
-def _fit_of_keras(name: str) -> Any:
-    before = tf.keras.mixed_precision.global_policy()
-    tf.keras.mixed_precision.set_global_policy(name)
-    try:
-        model = _model()
-        with warnings.catch_warnings():
-            # Keras's own mixed precision is what it is compared with.
-            warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
-            model.compile("adam", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    finally:
-        tf.keras.mixed_precision.set_global_policy(before)
     return _train_step(model)
 
 
@@ -189,10 +175,14 @@ _EVERYWHERE = {
     "MasterWeightOptimizer, split": Kind(_master_weights, _FLOAT32),
     "autocast, float16": Kind(lambda: _autocast("float16"), _KERAS),
     "autocast, bfloat16": Kind(lambda: _autocast("bfloat16"), _FLOAT32),
-    "fit, Keras's mixed_float16": Kind(lambda: _fit_of_keras("mixed_float16")),
-    "fit, mixed_float16": Kind(lambda: _fit_step("mixed_float16"), "fit, Keras's mixed_float16"),
-    "fit, Keras's mixed_bfloat16": Kind(lambda: _fit_of_keras("mixed_bfloat16")),
-    "fit, mixed_bfloat16": Kind(lambda: _fit_step("mixed_bfloat16"), "fit, Keras's mixed_bfloat16"),
+    **{
+        f"fit, {prefix}mixed_{dtype}": Kind(
+            functools.partial(_fit_step, whose, f"mixed_{dtype}"),
+            None if prefix else f"fit, Keras's mixed_{dtype}",
+        )
+        for dtype in ("float16", "bfloat16")
+        for whose, prefix in (("Keras", "Keras's "), ("keras_mp", ""))
+    },
 }
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import statistics
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,10 +19,10 @@ REPEATS, PROFILED = 7, 3
 REWRITE = "auto_mixed_precision_onednn_bfloat16"
 VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {},
-    "Keras's bfloat16": {"keras": "mixed_bfloat16"},
-    "bfloat16": {"policy": "mixed_bfloat16"},
-    "Keras's float16": {"keras": "mixed_float16"},
-    "float16": {"policy": "mixed_float16"},
+    "Keras's bfloat16": {"whose": "Keras", "policy": "mixed_bfloat16"},
+    "bfloat16": {"whose": "keras_mp", "policy": "mixed_bfloat16"},
+    "Keras's float16": {"whose": "Keras", "policy": "mixed_float16"},
+    "float16": {"whose": "keras_mp", "policy": "mixed_float16"},
     "autocast": {"autocast": True},
     "graph rewrite": {"rewrite": True},
 }
@@ -33,8 +32,8 @@ TORCH = {"torch float32": False, "torch autocast": True}
 def training_step(
     name: str,
     sizes: models.Sizes,
-    keras: str = "float32",
-    policy: str | None = None,
+    whose: str | None = None,
+    policy: str = "float32",
     autocast: bool = False,
     head: str | None = "float32",
 ) -> tuple[Callable[..., Any], Any, Any]:
@@ -43,8 +42,8 @@ def training_step(
     Args:
         name: a model of `models`.
         sizes: its sizes.
-        keras: the policy of Keras's own.
-        policy: one of keras_mp's in its place.
+        whose: "Keras" or "keras_mp", whose policy it is.
+        policy: the global policy.
         autocast: whether the forward pass is in a region of bfloat16.
         head: the dtype of the last layer; None for the policy.
 
@@ -56,19 +55,12 @@ def training_step(
     import keras_mp
     from keras_mp.numerics.profile import UPDATE
 
-    own = tf.keras.mixed_precision
-    own.set_global_policy(keras)
-    if policy:
-        keras_mp.set_global_policy(policy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
+    with common.policy(whose, policy):
         model, x, y = models.make(name, sizes, head)
-    keras_mp.set_global_policy(None)
-    own.set_global_policy("float32")
     optimizer: Any = tf.keras.optimizers.Adam(1e-4)
-    if "mixed_float16" in (keras, policy):
-        optimizer = common.WRAPPERS["keras_mp" if policy else "Keras"](optimizer)
-    losses = keras_mp.losses if policy else tf.keras.losses
+    if policy == "mixed_float16":
+        optimizer = common.WRAPPERS[whose](optimizer)
+    losses = keras_mp.losses if whose == "keras_mp" else tf.keras.losses
     loss = losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer.build(model.trainable_variables)
 

@@ -5,7 +5,6 @@
 
 import json
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -248,31 +247,20 @@ def train() -> dict[str, list[float]]:
     import numpy as np
     import tensorflow as tf
 
-    import keras_mp
-
     generator = np.random.default_rng(0)
     x = generator.normal(size=[BATCH, 8]).astype("float32")
     weights = generator.normal(size=[8, 4])
     y = (x @ weights + [3, -2, 4, -3]).astype("float32")
     losses = {}
-    for variant, policy in (
-        ("float32", "float32"),
-        ("Keras mixed_bfloat16", "mixed_bfloat16"),
-        ("keras_mp mixed_bfloat16", "mixed_bfloat16"),
-    ):
+    for variant in ("float32", "Keras mixed_bfloat16", "keras_mp mixed_bfloat16"):
         tf.keras.utils.set_random_seed(0)
-        ours = variant.startswith("keras_mp")
-        make_policy = keras_mp.Policy if ours else tf.keras.mixed_precision.Policy
-        tf.keras.mixed_precision.set_global_policy(make_policy(policy))
-        model = tf.keras.Sequential([tf.keras.Input([8]), tf.keras.layers.Dense(4)])
-        with warnings.catch_warnings():
-            # keras_mp says that it does nothing for Keras's own policy.
-            warnings.filterwarnings("ignore", "The global policy")
+        whose, _, policy = variant.rpartition(" ")
+        with common.policy(whose, policy):
+            model = tf.keras.Sequential([tf.keras.Input([8]), tf.keras.layers.Dense(4)])
             # XLA adds up in float32, and Keras 3 compiles with it unless told otherwise.
             model.compile(tf.keras.optimizers.SGD(0.2), "mse", jit_compile=False)
-        history = model.fit(x, y, BATCH, STEPS, shuffle=False, verbose=0)
+            history = model.fit(x, y, BATCH, STEPS, shuffle=False, verbose=0)
         losses[variant] = history.history["loss"]
-    tf.keras.mixed_precision.set_global_policy("float32")
     return losses
 
 

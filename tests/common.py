@@ -25,8 +25,12 @@ NAMESPACES = list(_NAMESPACES)
 OPTIMIZERS = [f"{family}.{name}" for family in _NAMESPACES for name in _NAMES]
 FAMILIES = [f"{family}.SGD" for family in _NAMESPACES]
 
-# How `placed` runs a function.
-MODES = ["eager", "function", "jit"]
+# How a function is run.
+MODES: dict[str, Callable[[Any], Any]] = {
+    "eager": lambda function: function,
+    "function": tf.function,
+    "jit": lambda function: tf.function(function, jit_compile=True),
+}
 
 once = pytest.mark.skipif(not IS_KERAS_3, reason="Which Keras it is makes no difference.")
 
@@ -77,6 +81,11 @@ def make_optimizer(name: str, learning_rate: float = 0.01, **kwargs: Any) -> Any
     if name == "SGD":
         kwargs = {"momentum": 0.9, **kwargs}
     return getattr(namespace, name)(learning_rate, **kwargs)
+
+
+def sgd(name: str, learning_rate: float = 1.0, **kwargs: Any) -> Any:
+    """Makes one of FAMILIES without momentum: a step moves a variable by the gradient."""
+    return make_optimizer(name, learning_rate, momentum=0.0, **kwargs)
 
 
 @functools.cache
@@ -184,6 +193,4 @@ def batches(*pairs):
 
 def placed(mode: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A function as one of `MODES` runs it."""
-    if mode == "eager":
-        return function
-    return tf.function(function, jit_compile=mode == "jit")
+    return MODES[mode](function)

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, value
+from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, sgd, value
 from tests.replicas.test_distribution import assert_same_everywhere, collective_dtypes, replica_id
 
 # Neither term has 8 bits only, nor has their sum.
@@ -16,10 +16,6 @@ ROUNDED_SUM = 2 + 2.0**-6
 @pytest.fixture(params=FAMILIES)
 def name(request):
     return request.param
-
-
-def sgd(name, learning_rate=1.0, **kwargs):
-    return make_optimizer(name, learning_rate, momentum=0.0, **kwargs)
 
 
 def on_replicas(make, initial, loss_of, **how):

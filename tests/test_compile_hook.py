@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import compile_hook, keras_api
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, ours, unscaled, value
+from keras_mp import keras_api
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, ours, unscaled, value
 
 Stock = tf.keras.mixed_precision.LossScaleOptimizer
 
@@ -241,17 +241,6 @@ def test_each_model_has_its_own_loss_scale():
     assert a.optimizer.loss_scale is not b.optimizer.loss_scale
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_optimizer_adapter(name):
-    keras_mp.set_global_policy("mixed_float16")
-    model = sequential()
-    inner = make_optimizer(name)
-    model.compile(inner, loss="mse")
-    assert model.optimizer.inner_optimizer is inner
-    model.fit(X, Y, verbose=0)
-    assert steps(model) == 1
-
-
 def test_optimizer_as_keyword_string_config_or_left_out():
     keras_mp.set_global_policy("mixed_float16")
     for args, kwargs in [
@@ -387,43 +376,9 @@ def test_float16_layers_in_a_float32_model_are_warned_about(own_policy):
             model.compile(keras_mp.LossScaleOptimizer("sgd"), loss="mse")
 
 
-@once
-def test_mobilenet():
-    keras_mp.set_global_policy("mixed_float16")
-    shape = (32, 32, 3)
-    whole = tf.keras.applications.MobileNet(shape, alpha=0.25, weights=None, classes=3)
-    # Its first blocks: a few of every kind of layer that it has.
-    features = tf.keras.layers.GlobalAveragePooling2D()(whole.get_layer("conv_pw_3_relu").output)
-    outputs = tf.keras.layers.Dense(3, "softmax", dtype="float32")(features)
-    model = tf.keras.Model(whole.input, outputs)
-    model.compile("adam", loss="categorical_crossentropy")
-    assert type(model.optimizer) is keras_mp.LossScaleOptimizer
-    x, y = np.random.rand(4, 32, 32, 3).astype("float32"), np.eye(4, 3, dtype="float32")
-    model.fit(x, y, verbose=0)
-    assert steps(model) == 1
-
-
-def test_inside_a_strategy():
-    keras_mp.set_global_policy("mixed_float16")
-    with mirrored(2).scope():
-        model = sequential()
-        model.compile("adam", loss="mse")
-    model.fit(X, Y, batch_size=8, verbose=0)
-    assert steps(model) == 4
-
-
 def test_compile_keeps_its_signature():
     assert "steps_per_execution" in inspect.signature(tf.keras.Model.compile).parameters
     assert tf.keras.Model.compile.__doc__
-
-
-def test_hooked_once():
-    hooked = keras_api.COMPILE_OWNER.compile
-    compile_hook.install()
-    assert keras_api.COMPILE_OWNER.compile is hooked
-    assert not hasattr(hooked.__wrapped__, "__wrapped__") or (
-        hooked.__wrapped__.__wrapped__ is not hooked
-    )
 
 
 def test_models_without_our_policy_train_exactly_as_before():

@@ -10,23 +10,19 @@ import keras_mp
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,
+    MODES,
     digits,
     make_optimizer,
     mirrored,
     once,
     pairs,
+    placed,
     state,
     value,
 )
 
 keras_3_only = pytest.mark.skipif(not IS_KERAS_3, reason="Only Keras 3 accumulates and overwrites.")
 legacy_only = pytest.mark.skipif(IS_KERAS_3, reason="Legacy optimizers are of Keras 2.")
-
-MODES = ["eager", "function", "jit"]
-
-
-def placed(mode, function):
-    return function if mode == "eager" else tf.function(function, jit_compile=mode == "jit")
 
 
 def step_function(optimizer, v, mode, calls="keras_3"):

@@ -1,20 +1,16 @@
 """Every built-in loss beside Keras's own; labels, own losses, compile, saving."""
 
-import contextlib
 import copy
-import doctest
 import inspect
-import io
 import itertools
-import types
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import keras_api, losses
-from tests.common import IS_KERAS_3, digits, mirrored, once, pairs
+from keras_mp import losses
+from tests.common import IS_KERAS_3, MODES, digits, mirrored, once, pairs, placed
 
 STOCK = {
     name: value
@@ -72,11 +68,6 @@ CASES = {
 }
 HERE = sorted(STOCK)
 OPTIONS = [(name, options) for name in HERE for options in CASES[name][2]]
-MODES = {
-    "eager": lambda function: function,
-    "function": tf.function,
-    "jit": lambda function: tf.function(function, jit_compile=True),
-}
 WEIGHTS = np.array([0.0, 1.0, 2.0, 0.5])
 MASK = np.array([True, True, False, True])
 
@@ -117,7 +108,7 @@ def outcomes(loss, y_true, y_pred, mode="eager"):
     # The first and the last of those that work: the plain one and, mostly, that with both.
     _, *work = (variant for variant, result in results.items() if len(result) == 2)
     work = [(False, False), *work[-1:]]
-    together = MODES[mode](lambda *args: [compute(*variant, *args) for variant in work])
+    together = placed(mode, lambda *args: [compute(*variant, *args) for variant in work])
     return dict(zip(work, together(y_true, y_pred), strict=True))
 
 
@@ -211,45 +202,6 @@ def test_float64_stays_float64(name, mode):
         assert in_float32.dtype == tf.float32
         assert value == pytest.approx(float(in_float32), rel=1e-5)
         assert value != np.float64(np.float32(value))
-
-
-@pytest.mark.parametrize("name", [name for name in HERE if ">>>" in STOCK[name].__doc__])
-def test_the_stock_documented_examples_give_the_same(name):
-    def run(namespace):
-        keras = types.SimpleNamespace(
-            losses=namespace, metrics=tf.keras.metrics, ops=getattr(tf.keras, "ops", None)
-        )
-        fake_tf = types.SimpleNamespace(**{n: getattr(tf, n) for n in ("constant", "reduce_mean")})
-        fake_tf.keras = keras
-        names = {"keras": keras, "tf": fake_tf, "np": np, "y_true": None}
-        outputs = []
-        parser = doctest.DocTestParser()
-        for example in parser.get_examples(STOCK[name].__doc__):
-            source = example.source.strip()
-            if ".compile(" in source or "Model(" in source:
-                continue
-            try:
-                with contextlib.redirect_stdout(io.StringIO()) as printed:
-                    exec(compile(example.source, "example", "single"), names)
-            except (AttributeError, NameError, TypeError, ValueError) as error:
-                outputs.append(type(error))
-            else:
-                outputs.append(printed.getvalue())
-        return outputs
-
-    stock, ours = run(tf.keras.losses), run(losses_with_reduction())
-    values = [text for text in stock if isinstance(text, str) and any(map(str.isdigit, text))]
-    assert values
-    for one, other in zip(ours, stock, strict=True):
-        if "object at" not in str(other) and "<" not in str(other):
-            assert one == other
-
-
-def losses_with_reduction():
-    return types.SimpleNamespace(
-        Reduction=getattr(tf.keras.losses, "Reduction", None),
-        **{name: getattr(losses, name) for name in HERE},
-    )
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -382,7 +334,7 @@ def test_class_ids_are_exact(id_, label_dtype, mode):
         logits = tf.one_hot([id_], 2**24 + 2, tf.constant(8.0, tf.float16), dtype=tf.float16)
         return loss(y_true, logits)
 
-    function = MODES[mode](at_id_alone)
+    function = placed(mode, at_id_alone)
     hit = function(tf.constant([id_], label_dtype))
     miss = function(tf.constant([id_ - 1], label_dtype))
     assert float(miss[0] - hit[0]) == pytest.approx(8, rel=1e-5)
@@ -726,7 +678,7 @@ def test_the_cross_entropy_that_fits_the_shapes(shape, mode):
         "categorical": losses.CategoricalCrossentropy,
     }.get(shape, losses.SparseCategoricalCrossentropy)()
     loss = losses.Crossentropy()
-    function = MODES[mode](loss)
+    function = placed(mode, loss)
     value = function(tf.constant(y_true), tf.constant(y_pred))
     np.testing.assert_allclose(value, expected(y_true, y_pred), rtol=1e-6)
     assert losses.Crossentropy.from_config(loss.get_config()).get_config() == loss.get_config()
@@ -774,31 +726,8 @@ def test_under_a_strategy(reduction):
     np.testing.assert_array_equal(run(loss, tf.float16), run(stock, tf.float32))
 
 
-def test_fit_under_a_strategy_is_what_it_is_without():
-    x, y = digits()
-    results = []
-    for scope in (mirrored(2).scope(), contextlib.nullcontext()):
-        keras_mp.set_global_policy("mixed_bfloat16")
-        with scope:
-            tf.keras.utils.set_random_seed(0)
-            model = tf.keras.Sequential(
-                [tf.keras.Input([64]), tf.keras.layers.Dense(10, activation="softmax")]
-            )
-            model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
-        history = model.fit(x[:256], y[:256], batch_size=64, shuffle=False, verbose=0).history
-        results.append(history)
-    assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-3)
-    assert results[0]["accuracy"] == pytest.approx(results[1]["accuracy"])
-
-
 def test_a_loss_of_ones_own_is_saved_with_its_dtype():
     loss = Recorder(reduction="sum", name="mine", dtype="float64")
     config = loss.get_config()
     assert config == {"name": "mine", "reduction": "sum", "dtype": "float64"}
     assert Recorder.from_config(config).get_config() == config
-
-
-def test_losses_are_what_keras_api_says():
-    assert issubclass(losses.Loss, keras_api.BaseLoss)
-    assert issubclass(keras_api.BaseLoss, tf.keras.losses.Loss)
-    assert issubclass(losses.Huber, keras_api.LossFunctionWrapper)

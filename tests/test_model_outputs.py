@@ -7,15 +7,10 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import eager_and_graph, mirrored
+from tests.common import MODES, eager_and_graph, mirrored
 
 L = tf.keras.layers
 DTYPES = ["bfloat16", "float16"]
-MODES = {
-    "eager": lambda function: function,
-    "function": tf.function,
-    "jit": lambda function: tf.function(function, jit_compile=True),
-}
 X = np.random.RandomState(0).normal(size=(4, 8)).astype("float32")
 IMAGES = np.random.RandomState(0).normal(size=(2, 8, 8, 3)).astype("float32")
 

@@ -8,18 +8,13 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.kernels import door, slow
-from tests.common import IS_KERAS_3, mirrored, pairs
+from tests.common import IS_KERAS_3, MODES, mirrored, pairs
 
 L = tf.keras.layers
 DTYPES = ["bfloat16", "float16"]
 # How far a product is off whose operands and result are rounded: three times half a digit, and
 # what the sums of some 50 products add.
 ROUNDED = {"bfloat16": 4 * 2**-9, "float16": 4 * 2**-12}
-MODES = {
-    "eager": lambda function: function,
-    "function": tf.function,
-    "jit": lambda function: tf.function(function, jit_compile=True),
-}
 IMAGE = (2, 8, 8, 3)
 LAYERS = {
     "Dense": (lambda **kw: L.Dense(5, activation="softmax", **kw), (4, 8)),

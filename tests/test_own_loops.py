@@ -7,12 +7,10 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, ours, placed
+from tests.common import FAMILIES, IS_KERAS_3, MODES, make_optimizer, ours, placed
 
 L = tf.keras.layers
 POLICIES = ["float32", "mixed_float16", "mixed_bfloat16"]
-MODES = ["eager", "function", "jit"]
-
 X = tf.random.stateless_normal([8, 4], [1, 2])
 # With a loss of this size the gradients of float16 layers are zero, unless it is scaled.
 TINY = 1e-7

@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import keras_api
 from tests.common import IS_KERAS_3, mirrored
 
 stock = tf.keras.mixed_precision
@@ -159,28 +158,6 @@ def test_stock_layers_take_it():
     assert again.dtype_policy.name == "mixed_float16"
 
 
-@tf.keras.utils.register_keras_serializable(package="keras_mp_tests")
-class Subclassed(tf.keras.Model):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.dense = tf.keras.layers.Dense(1)
-
-    def call(self, x):
-        return self.dense(x)
-
-    def get_config(self):
-        return {"dtype": tf.keras.utils.serialize_keras_object(self.dtype_policy)}
-
-
-def test_a_models_policy_and_loss_scale_survive_saving(tmp_path):
-    policy = keras_mp.Policy("mixed_float16", loss_scale=128)
-    model = Subclassed(dtype=policy)
-    model(tf.ones((1, 3)))
-    path = str(tmp_path / "model.keras")
-    model.save(path)
-    assert tf.keras.models.load_model(path).dtype_policy == policy
-
-
 def test_global_policy_follows_floatx_until_set():
     # The RFC's own example, in order.
     assert keras_mp.global_policy().name == "float32"
@@ -263,20 +240,6 @@ def test_a_refused_policy_scope_changes_nothing():
     with pytest.raises(ValueError, match="Received"), keras_mp.policy_scope("int32"):
         pass
     assert keras_mp.global_policy().name == "float32"
-
-
-def test_holds_in_other_threads():
-    keras_mp.set_global_policy("mixed_float16")
-    seen = []
-
-    def work():
-        seen.append(keras_mp.global_policy().name)
-        seen.append(tf.keras.layers.Dense(1).compute_dtype)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == ["mixed_float16", "float16"]
 
 
 def test_later_changes_reach_threads_that_ask_again():
@@ -504,10 +467,6 @@ def test_makes_no_variables():
         assert not made
         assert float(policy.loss_scale) == 2**15
         assert made
-
-
-def test_what_keras_calls_its_own_names():
-    assert keras_api.BasePolicy is stock.Policy
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="DTypePolicyMap is of Keras 3.")

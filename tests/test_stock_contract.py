@@ -5,15 +5,11 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, value
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, sgd, value
 
 pytestmark = pytest.mark.parametrize("name", FAMILIES)
 
 keras_2_only = pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 has no such thing.")
-
-
-def sgd(name, learning_rate=1.0, **kwargs):
-    return make_optimizer(name, learning_rate, momentum=0.0, **kwargs)
 
 
 class Doubled(keras_mp.LossScaleOptimizer):

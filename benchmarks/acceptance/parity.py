@@ -5,7 +5,6 @@ from there.
 """
 
 import concurrent.futures
-import contextlib
 import itertools
 import json
 import pathlib
@@ -13,7 +12,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -33,27 +31,6 @@ VARIANTS: dict[str, tuple[str | None, str]] = {
     "Keras's mixed_float16": ("Keras", "mixed_float16"),
     "Keras's mixed_bfloat16": ("Keras", "mixed_bfloat16"),
 }
-
-
-@contextlib.contextmanager
-def _policy(variant: str) -> Iterator[None]:
-    import tensorflow as tf
-
-    import keras_mp
-
-    who, name = VARIANTS[variant]
-    with warnings.catch_warnings():
-        # Both say that 16 bits are slow here, and keras_mp that the policy is not one of its own.
-        warnings.filterwarnings("ignore", "mixed_.* may run slower")
-        warnings.filterwarnings("ignore", "The global policy")
-        if who == "keras_mp":
-            keras_mp.set_global_policy(name)
-        else:
-            tf.keras.mixed_precision.set_global_policy(name)
-        try:
-            yield
-        finally:
-            tf.keras.mixed_precision.set_global_policy("float32")
 
 
 def _wrapped(variant: str, optimizer: Any) -> Any:
@@ -79,7 +56,7 @@ class Trainer:
         import tensorflow as tf
 
         self.task = task
-        with _policy(variant):
+        with common.policy(*VARIANTS[variant]):
             self.model = task.make(
                 scaled=common.scaled if VARIANTS[variant][0] == "Keras" else None,
                 wrap=lambda optimizer: _wrapped(variant, optimizer),
@@ -136,7 +113,7 @@ def _first_weights(task: Any, seed: int) -> list[Any]:
     import tensorflow as tf
 
     tf.keras.utils.set_random_seed(seed)
-    with _policy("float32"):
+    with common.policy(None, "float32"):
         return task.make().get_weights()
 
 

@@ -5,7 +5,6 @@ weights. Each sees the same batch in each step, so that losses can be compared s
 `third_party_programs` has programs of more libraries, and says how to install those.
 """
 
-import contextlib
 import importlib.util
 import itertools
 import json
@@ -69,7 +68,8 @@ def _train(make, who, dtype, reference):
         )
 
     tf.keras.utils.set_random_seed(0)
-    with _policy(who, dtype), warnings.catch_warnings(record=True) as caught:
+    policy = common.policy(who, f"mixed_{dtype}" if who else dtype)
+    with policy, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         example = make()
         model = example.model
@@ -100,28 +100,6 @@ def _train(make, who, dtype, reference):
 
 def _most(losses, others):
     return max(abs(a - b) for a, b in zip(losses, others))
-
-
-@contextlib.contextmanager
-def _policy(who, dtype):
-    import tensorflow as tf
-
-    import keras_mp
-
-    before = tf.keras.mixed_precision.global_policy()
-    with warnings.catch_warnings():
-        # Both say that 16 bits are slow here, and keras_mp that the policy is not one of its own.
-        warnings.filterwarnings("ignore", "mixed_.* may run slower")
-        warnings.filterwarnings("ignore", "The global policy")
-        if who == "keras_mp":
-            keras_mp.set_global_policy(f"mixed_{dtype}")
-        else:
-            name = f"mixed_{dtype}" if who else dtype
-            tf.keras.mixed_precision.set_global_policy(name)
-    try:
-        yield
-    finally:
-        tf.keras.mixed_precision.set_global_policy(before)
 
 
 def _distance(inputs, model, converted):

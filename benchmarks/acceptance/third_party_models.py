@@ -9,6 +9,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 VOCABULARY, CLASSES, LENGTH, BATCH, SIDE = 64, 4, 12, 8, 32
+# Arguments of KerasHub's.
+_TRANSFORMER = {
+    "vocabulary_size": VOCABULARY,
+    "num_layers": 1,
+    "num_heads": 2,
+    "hidden_dim": 32,
+    "intermediate_dim": 64,
+}
 
 
 class Example(NamedTuple):
@@ -77,13 +85,7 @@ def _hub_bert():
     import numpy as np
 
     backbone = keras_hub.models.BertBackbone(
-        vocabulary_size=VOCABULARY,
-        num_layers=1,
-        num_heads=2,
-        hidden_dim=32,
-        intermediate_dim=64,
-        dropout=0.0,
-        max_sequence_length=LENGTH,
+        **_TRANSFORMER, dropout=0.0, max_sequence_length=LENGTH
     )
     model = keras_hub.models.BertTextClassifier(backbone, CLASSES, dropout=0.0)
     ids = tokens()
@@ -96,13 +98,7 @@ def _hub_gpt2():
     import numpy as np
 
     backbone = keras_hub.models.GPT2Backbone(
-        vocabulary_size=VOCABULARY,
-        num_layers=1,
-        num_heads=2,
-        hidden_dim=32,
-        intermediate_dim=64,
-        dropout=0.0,
-        max_sequence_length=LENGTH,
+        **_TRANSFORMER, dropout=0.0, max_sequence_length=LENGTH
     )
     ids = tokens()
     inputs = {"token_ids": ids, "padding_mask": mask()}
@@ -165,11 +161,7 @@ def _hub_whisper():
     import tensorflow as tf
 
     backbone = keras_hub.models.WhisperBackbone(
-        vocabulary_size=VOCABULARY,
-        num_layers=1,
-        num_heads=2,
-        hidden_dim=32,
-        intermediate_dim=64,
+        **_TRANSFORMER,
         num_mels=8,
         max_encoder_sequence_length=2 * LENGTH,
         max_decoder_sequence_length=LENGTH,
@@ -193,14 +185,7 @@ def _hub_t5():
     import tensorflow as tf
 
     # In float16 it cannot be trained, for the same reason as that of Hugging Face.
-    backbone = keras_hub.models.T5Backbone(
-        vocabulary_size=VOCABULARY,
-        num_layers=1,
-        num_heads=2,
-        hidden_dim=32,
-        intermediate_dim=64,
-        dropout=0.0,
-    )
+    backbone = keras_hub.models.T5Backbone(**_TRANSFORMER, dropout=0.0)
     decoded = backbone.output["decoder_sequence_output"]
     logits = tf.keras.layers.Dense(VOCABULARY, dtype="float32")(decoded)
     ids = tokens()

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from benchmarks import common
@@ -50,19 +50,11 @@ class Variant(NamedTuple):
     dtype: str
     is_region: bool = False
 
-    @contextlib.contextmanager
-    def policy(self) -> Iterator[None]:
-        """Sets the global policy, for what is built inside."""
-        self.set_policy()
-        try:
-            yield
-        finally:
-            _set_policy("Keras", "float32")
-
-    def set_policy(self) -> None:
-        """Sets the global policy until it is set again."""
+    @property
+    def policy(self) -> tuple[str | None, str]:
+        """Whose global policy is set, and which."""
         mixed = self.who in ("Keras", "keras_mp") and not self.is_region
-        _set_policy(self.who, f"mixed_{self.dtype}" if mixed else "float32")
+        return (self.who, f"mixed_{self.dtype}") if mixed else (None, "float32")
 
     def region(self) -> contextlib.AbstractContextManager:
         """What goes around a forward pass and its gradients."""
@@ -110,17 +102,6 @@ class Trained(NamedTuple):
 
     losses: list[float]
     optimizer: Any = None
-
-
-def _set_policy(who, name):
-    import tensorflow as tf
-
-    import keras_mp
-
-    if who == "keras_mp" and name != "float32":
-        keras_mp.set_global_policy(name)
-    else:
-        tf.keras.mixed_precision.set_global_policy(name)
 
 
 def _data():
@@ -339,7 +320,7 @@ def _keras_tuner(variant):
     import keras_tuner
 
     def build(parameters):
-        variant.set_policy()  # again: the tuner clears the session
+        common.set_policy(*variant.policy)  # again: the tuner clears the session
         model = _dense(parameters.Fixed("units", 8))
         model.compile(variant.optimizer(_adam()), "mse", jit_compile=False)
         return model
@@ -512,7 +493,7 @@ def measure(name: str) -> dict[str, dict]:
     for title, variant in program.variants.items():
         tf.keras.utils.set_random_seed(0)
         try:
-            with warnings.catch_warnings(), variant.policy():
+            with warnings.catch_warnings(), common.policy(*variant.policy):
                 warnings.simplefilter("ignore")
                 trained = program.train(variant)
         except Exception as error:  # what others wrote and fails must not hide the rest

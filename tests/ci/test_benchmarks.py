@@ -118,7 +118,6 @@ def test_overhead_is_what_is_added_to_the_bare_step():
         "Keras": [0.5, 0.5, 0.5],
         "keras_mp": [0.125, 0.125, 0.125],
         "ratio": [0.25, 0.25, 0.25],
-        "fastest": 0.25,
         "step": 2.125 / 2.5,
     }
 
@@ -187,12 +186,6 @@ def test_programs_of_others_are_held_against_float32(monkeypatch):
         unit = third_party.UNIT_ROUNDOFF[third_party_programs.VARIANTS[title].dtype]
         assert 0 < result["deviation"] < third_party.ROUNDINGS * unit
     assert tf.keras.mixed_precision.global_policy().name == "float32"
-
-
-@once
-def test_memory_peaks_while_a_model_is_trained(tiny):
-    peaks = memory.measure_model("MLP", "bfloat16")
-    assert peaks["peak"] >= peaks["before"] > 1e7
 
 
 @once
@@ -275,13 +268,6 @@ def test_what_comes_before_all_kinds_has_one_row():
         rows = first.rows_of([{"Keras": seconds, "keras_mp": ours}], kind)
         assert [row[0] for row in rows] == [*before, kind, f"{kind} again"]
         assert rows[-1][1:] == ["0.50", "1.00", "2.00"]
-
-
-@once
-def test_the_machine_is_named():
-    machine = common.machine()
-    assert f"TensorFlow {tf.__version__}" in machine
-    assert "cores" in machine
 
 
 @once

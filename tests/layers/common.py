@@ -1,19 +1,17 @@
-"""What tests of layers share: policies, modes, a layer, and a call in each."""
+"""What tests of layers share: policies, a layer, and a call in each mode."""
 
 import tensorflow as tf
 
 from keras_mp import layers
+from tests.common import placed
 
 POLICIES = ["float32", "float64", "mixed_float16", "mixed_bfloat16"]
-MODES = ["eager", "function", "jit"]
 
 
 def run(layer, mode, *args, **kwargs):
-    """Calls a layer in eager, in a function, or in one that XLA compiles."""
-    if mode == "eager":
-        return layer(*args, **kwargs)
+    """Calls a layer that was built in eager."""
     layer(*args, **kwargs)
-    return tf.function(layer, jit_compile=mode == "jit")(*args, **kwargs)
+    return placed(mode, layer)(*args, **kwargs)
 
 
 class SimpleDense(layers.Layer):

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import layers
-from tests.common import IS_KERAS_3
-from tests.layers.common import MODES, SimpleDense, run
+from tests.common import IS_KERAS_3, MODES
+from tests.layers.common import SimpleDense, run
 
 
 class Dtypes(layers.Layer):

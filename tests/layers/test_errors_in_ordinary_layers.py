@@ -7,8 +7,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.variables import type_errors
-from tests.common import IS_KERAS_3, Mixes, pairs, unscaled
-from tests.layers.common import MODES
+from tests.common import IS_KERAS_3, MODES, Mixes, pairs, unscaled
 
 L = tf.keras.layers
 WIDE = tf.constant([[1.5, 2.5]])

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import keras_mp
 from keras_mp import keras_api, layers
-from tests.common import IS_KERAS_3, digits, mirrored, pairs
-from tests.layers.common import MODES, POLICIES, SimpleDense, run
+from tests.common import MODES, digits, mirrored, pairs
+from tests.layers.common import POLICIES, SimpleDense, run
 
 
 class AddRandom(layers.Layer):
@@ -149,17 +148,6 @@ def test_models_are_saved_and_loaded(tmp_path):
     model.export(str(tmp_path / "e"))
     exported = tf.saved_model.load(str(tmp_path / "e"))
     np.testing.assert_array_equal(exported.serve(x), model(x))
-
-
-def test_fit_with_a_mixed_policy_wraps_the_optimizer():
-    with keras_mp.policy_scope("mixed_float16"):
-        model = tf.keras.Sequential([tf.keras.Input([64]), Saved()])
-        model.compile("sgd", "mse")
-    images, _ = digits()
-    model.fit(images[:64], np.zeros([64, 3]), verbose=0)
-    assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
-    assert np.isfinite(model.get_weights()[0]).all()
-    assert IS_KERAS_3 or isinstance(model.weights[0], keras_mp.AutoCastVariable)
 
 
 def test_layers_on_replicas_learn_what_one_device_learns():

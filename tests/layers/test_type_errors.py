@@ -5,8 +5,7 @@ import keras_mp
 from keras_mp import layers
 from keras_mp.kernels import slow
 from keras_mp.variables import type_errors
-from tests.common import IS_KERAS_3, pairs
-from tests.layers.common import MODES
+from tests.common import IS_KERAS_3, MODES, pairs
 
 
 def layer_that_calls(function, **attributes):

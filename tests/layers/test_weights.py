@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 from keras_mp import layers
-from tests.layers.common import MODES, POLICIES
+from tests.common import MODES
+from tests.layers.common import POLICIES
 
 
 class Weights(layers.Layer):
@@ -116,23 +117,6 @@ def test_regularizers_see_the_variable_dtype(policy):
     assert (float(layer.inside), float(outside)) == (100_000, 100_000)
 
 
-def test_casts_of_one_weight_are_shared_in_a_graph():
-    class Reads(layers.Layer):
-        def build(self, _):
-            self.w = self.add_weight(shape=[2], initializer="ones")
-
-        def call(self, x):
-            for _ in range(50):
-                x = x * self.w
-            return x
-
-    layer = Reads(dtype="mixed_float16")
-    x = tf.ones([2], tf.float16)
-    layer(x)
-    graph = tf.function(layer).get_concrete_function(x).graph
-    assert [op.type for op in graph.get_operations()].count("Cast") == 1
-
-
 class Recurrent(layers.Layer):
     def build(self, _):
         self.kernel = self.add_weight(shape=[2, 2], initializer="identity")
@@ -166,20 +150,3 @@ def test_weights_cast_once_reaches_into_loops(in_function):
         assert bodies[0] == bodies[1] + 1  # A product may be computed in float32 inside.
         call = tf.function(call, autograph=False)
     np.testing.assert_array_equal(call(once=True), call(once=False))
-
-
-@pytest.mark.parametrize("write", ["assign", "assign_add", "assign_sub"])
-@pytest.mark.parametrize("in_function", [False, True])
-def test_assignments_while_weights_are_cast_once_are_refused(write, in_function):
-    class Writes(layers.Layer):
-        def build(self, _):
-            self.w = self.add_weight(shape=[2], initializer="ones")
-
-        def call(self, x):
-            with self.weights_cast_once():
-                getattr(self.w, write)(tf.ones([2]))
-            return x
-
-    layer = Writes(dtype="mixed_float16")
-    with pytest.raises(RuntimeError, match="inside of `keras_mp.cast_once`"):
-        (tf.function(layer) if in_function else layer)(tf.ones([2]))

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from keras_mp.step import replicas as step_replicas
 from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, once, pairs, value
 
 INF, NAN = float("inf"), float("nan")
@@ -532,6 +533,12 @@ def test_an_optimizer_made_outside_of_the_scope_is_refused(name):
         mirrored(2).run(lambda: optimizer.minimize(lambda: tf.reduce_sum(v), [v]))
     assert_same_everywhere([v])
     np.testing.assert_array_equal(value(v), [1, 2])
+
+
+@once
+def test_without_a_strategy_nobody_is_met():
+    # A merge call would make TensorFlow convert the update of each variable.
+    assert step_replicas.need_not_meet()
 
 
 @pytest.mark.parametrize("bad", ["yes", 2, None])

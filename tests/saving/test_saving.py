@@ -43,45 +43,6 @@ def trained(request):
     return request.param, model
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
-def test_keras_file_keeps_loss_scaling_whatever_the_global_policy(trained, policy, tmp_path):
-    # Defect 8: Keras 3 loads the model without loss scaling and without the optimizer's state.
-    _, model = trained
-    path = str(tmp_path / "model.keras")
-    model.save(path)
-    keras_mp.set_global_policy(policy)
-    again = tf.keras.models.load_model(path)
-    ours, theirs = again.optimizer, model.optimizer
-    assert type(ours) is keras_mp.LossScaleOptimizer
-    assert ours.loss_scale.get_config() == theirs.loss_scale.get_config()
-    assert float(ours.loss_scale) == float(theirs.loss_scale)
-    for counter in ("num_good_steps", "num_bad_steps"):
-        assert int(getattr(ours.loss_scale, counter)) == int(getattr(theirs.loss_scale, counter))
-    assert int(ours.steps_skipped) == int(theirs.steps_skipped)
-    assert bool(ours.last_step_skipped) == bool(theirs.last_step_skipped)
-    for a, b in zip(ours.variables, theirs.variables, strict=True):
-        np.testing.assert_array_equal(value(a), value(b))
-    assert int(value(ours.iterations)) == int(value(theirs.iterations)) > 0
-    again.fit(X, Y, batch_size=2, verbose=0)
-
-
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
-def test_defect_8_a_run_that_goes_on_from_an_h5_file_is_bitwise_the_same(trained, policy, tmp_path):
-    # Keras's own reloads at iteration 0, and on Keras 3 does not train at all.
-    _, model = trained
-    model.save(str(tmp_path / "model.h5"))
-    keras_mp.set_global_policy(policy)
-    again = tf.keras.models.load_model(str(tmp_path / "model.h5"))
-    for one in (again, model):
-        for i in range(0, len(X), 2):
-            one.train_on_batch(X[i : i + 2], Y[i : i + 2])
-            if i == 0:
-                assert int(value(one.optimizer.iterations)) > 4
-    for ours, reference in zip(training_state(again), training_state(model), strict=True):
-        np.testing.assert_array_equal(ours, reference)
-
-
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_a_loaded_model_stays_scaled_when_it_is_compiled_again(trained, suffix, tmp_path):

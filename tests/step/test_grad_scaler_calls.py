@@ -102,28 +102,6 @@ def test_begins_anew_with_the_scale_that_it_has(calls):
     assert float(scale()) == 2.0**15
 
 
-@pytest.mark.parametrize("is_unscaled", [False, True])
-def test_a_step_that_raised_was_not_made(is_unscaled):
-    scaler, v, faults = keras_mp.GradScaler(4), tf.Variable(8.0), [OSError("broken")]
-
-    def optimizer(pairs):
-        if faults:
-            raise faults.pop()
-        sgd(pairs)
-
-    scaler.scale(v)
-    gradients = [tf.constant(4.0)]
-    if is_unscaled:
-        gradients = scaler.unscale(gradients)
-    with pytest.raises(OSError, match="broken"):
-        scaler.step(optimizer, zip(gradients, [v]))
-    assert float(v) == 8
-    assert bool(scaler.step(optimizer, zip(gradients, [v])))
-    assert float(v) == 7
-    with pytest.raises(ValueError, match="called twice"):
-        scaler.step(optimizer, zip(gradients, [v]))
-
-
 def test_the_scale_of_functions_that_are_not_traced_again_is_known_in_eager():
     scale = keras_mp.DynamicLossScale(4, increment_period=1)
     scaler, v = keras_mp.GradScaler(scale), tf.Variable(8.0)

@@ -15,40 +15,6 @@ def slices(values, indices, dtype=tf.float32):
     return tf.IndexedSlices(values, tf.constant(indices), tf.constant([9, values.shape[1]]))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [
-        (tf.float16, tf.float32),
-        (tf.bfloat16, tf.float32),
-        (tf.float32, tf.float32),
-        (tf.float64, tf.float64),
-    ],
-)
-def test_scaled_loss_has_room_for_the_scale(dtype, expected):
-    scaled = gradients.scale_loss(tf.constant(2.0, dtype), tf.constant(2.0**20))
-    assert scaled.dtype == expected
-    assert float(scaled) == 2.0**21
-
-
-@pytest.mark.parametrize("loss", [[1.0, 2.0], (tf.constant(1.0),), {"a": 1.0}, tf.constant(3)])
-def test_what_is_no_loss_is_refused(loss):
-    with pytest.raises(TypeError, match="Received: loss="):
-        gradients.scale_loss(loss, tf.constant(8.0))
-
-
-@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
-def test_unscale_keeps_dtype_none_and_sparsity(dtype):
-    dense, none, sparse = gradients.unscale(
-        [tf.constant([4.0, INF], dtype), None, slices([[8.0]], [3], dtype)], tf.constant(2.0)
-    )
-    assert dense.dtype == sparse.dtype == dtype
-    assert [float(x) for x in dense] == [2, INF]
-    assert none is None
-    assert isinstance(sparse, tf.IndexedSlices)
-    assert float(sparse.values[0, 0]) == 4
-    assert int(sparse.indices[0]) == 3
-
-
 def test_scales_that_float16_cannot_hold_do_not_zero_float16_gradients():
     (unscaled,) = gradients.unscale([tf.constant([65504.0], tf.float16)], tf.constant(2.0**17))
     assert float(unscaled[0]) == np.float16(65504 / 2**17)
@@ -169,15 +135,6 @@ def test_all_finite_adds_equal_indices_up_as_an_optimizer_does(dtype, large, jit
 def test_all_finite_of_many_float16_rows_that_only_together_overflow():
     assert bool(finiteness.all_finite([slices([[4e4], [4e4], [4e4]], [3, 1, 2], "float16")]))
     assert bool(finiteness.all_finite([slices(np.zeros([0, 1]), np.zeros([0], int), "float16")]))
-
-
-def test_convert():
-    dense, sparse, none = gradients.convert([np.ones(2, "float32"), slices([[1.0]], [0]), None])
-    assert tf.is_tensor(dense)
-    assert isinstance(sparse, tf.IndexedSlices)
-    assert none is None
-    with pytest.raises(TypeError, match="Received: "):
-        gradients.convert([[tf.constant(1.0)]])
 
 
 def test_all_finite_does_not_densify():

@@ -13,12 +13,11 @@ from benchmarks import overhead, tracing
 from keras_mp.numerics.counting import ExponentHistograms
 from keras_mp.step.skip_report import SkipReport
 from keras_mp.step.state_rollback import name_of
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, value
+from tests.common import FAMILIES, IS_KERAS_3, MODES, make_optimizer, mirrored, once, value
 
 # What Keras 3 says of a gradient that is None.
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 
-MODES = ["eager", "function", "jit"]
 # A large gradient travels alone, small ones are packed, that of the table is sparse.
 SHAPES = {"small": [3, 4], "large": [96, 96], "table": [8, 2], "other": [5]}
 ROWS = [1, 3, 1]

@@ -9,20 +9,23 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.compat import v1
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, pairs, value
+from tests.common import (
+    FAMILIES,
+    IS_KERAS_3,
+    MODES,
+    make_optimizer,
+    mirrored,
+    once,
+    pairs,
+    placed,
+    value,
+)
 from tests.step.test_schedule import next_state_of
 
 V1 = tf.compat.v1
-MODES = ["eager", "function", "jit"]
 # The scaled gradient is finite up to a scale of 2**-5, which takes five steps from a scale of 1.
 GRADIENT, RATE, SKIPS = 2.0**20, 2.0**-20, 5
 NAN, INF = float("nan"), float("inf")
-
-
-def placed(mode, function):
-    if mode == "eager":
-        return function
-    return tf.function(function, jit_compile=mode == "jit")
 
 
 def loss_of(v, factor=1.0, weight=1.0):

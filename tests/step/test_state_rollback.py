@@ -118,17 +118,6 @@ def test_good_steps_write_what_stock_writes(name):
     )
 
 
-def test_under_the_policy():
-    keras_mp.set_global_policy("mixed_float16")
-    model = make_model()
-    model.compile("sgd", "mse")
-    before = [value(w) for w in model.weights]
-    model.train_on_batch(*data(1, bad=[0]))
-    assert bool(model.optimizer.last_step_skipped)
-    for weight, old in zip(model.weights, before, strict=True):
-        np.testing.assert_array_equal(value(weight), old, err_msg=weight.name)
-
-
 def test_layers_that_the_first_batch_builds():
     model = tf.keras.Sequential([layers.BatchNormalization(), layers.Dense(1)])
     fit(model, *data(1, bad=[0]))

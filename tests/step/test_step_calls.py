@@ -4,25 +4,19 @@ import contextlib
 import copy
 import gc
 import pickle
-import threading
 import warnings
-import weakref
-from typing import NamedTuple
 
-import hypothesis
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import strategies as st
 
 import keras_mp
 from keras_mp.step.optimizer_calls import OptimizerCalls
-from tests.common import FAMILIES, make_optimizer, mirrored, once, value
+from tests.common import FAMILIES, MODES, mirrored, once, placed, sgd, value
 
 RFC = ("get_scaled_loss", "get_unscaled_gradients")
 KERAS_3 = ("scale_loss",)
 RIGHT = [RFC, KERAS_3, ("scale_loss", "get_unscaled_gradients")]
-WRONG = [(), ("get_scaled_loss",), ("get_unscaled_gradients",)]
 SCALE = 1024.0
 
 pytestmark = pytest.mark.parametrize("name", FAMILIES)
@@ -36,186 +30,11 @@ def our_warnings(stack):
     return caught
 
 
-class Step(NamedTuple):
-    """How one step is made: which calls, and where.
-
-    Attributes:
-        calls: names of the optimizer's methods, or "minimize".
-        compute_in: where gradients are computed: "eager", "function" or "retraced".
-        apply_in: where they are applied: "same" place, or one of its own.
-        thread: is a new thread started for it?
-        looked_at: are gradients computed and thrown away before? Only where the step is right and
-            scales anew in eager: nobody can tell gradients that were thrown away from others.
-        finite: is the loss finite?
-    """
-
-    calls: tuple[str, ...] | str
-    compute_in: str = "eager"
-    apply_in: str = "same"
-    thread: bool = False
-    looked_at: bool = False
-    finite: bool = True
-
-    @property
-    def is_right(self):
-        return self.calls == "minimize" or self.calls in RIGHT
-
-
-class Training:
-    """A dense variable and an embedding, with numbers so round that every sum is exact."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-        self.variables = [tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([3, 2]))]
-        build = "build" if hasattr(optimizer, "build") else "_create_all_weights"
-        getattr(optimizer, build)(self.variables)
-        self.functions = {}
-        self.traces = 0
-
-    def loss(self, factor):
-        dense, table = self.variables
-        rows = tf.gather(table, [2, 0, 2])
-        return (tf.reduce_sum(dense * [0.5, -1.0]) + tf.reduce_sum(rows) * 0.25) * factor
-
-    def gradients(self, calls, factor):
-        with tf.GradientTape() as tape:
-            loss = self.loss(factor)
-            for call in calls:
-                if call != "get_unscaled_gradients":
-                    loss = getattr(self.optimizer, call)(loss)
-        gradients = tape.gradient(loss, self.variables)
-        if "get_unscaled_gradients" in calls:
-            gradients = self.optimizer.get_unscaled_gradients(gradients)
-        return gradients
-
-    def apply(self, gradients):
-        self.optimizer.apply_gradients(zip(gradients, self.variables))
-
-    def whole(self, calls, factor):
-        if calls == "minimize":
-            self.optimizer.minimize(lambda: self.loss(factor), self.variables)
-        else:
-            self.apply(self.gradients(calls, factor))
-
-    def call(self, where, method, calls, argument):
-        """Calls a method, given the calls to make, in eager or in a function, maybe retraced."""
-        if where == "eager":
-            return method(*calls, argument)
-        key = (method.__name__, calls)
-        if key not in self.functions:
-            self.functions[key] = tf.function(lambda argument, tag: method(*calls, argument))
-        self.traces += where == "retraced"
-        tag = f"{self.traces}" if where == "retraced" else ""
-        return self.functions[key](argument, tag)
-
-    def make(self, step):
-        factor = tf.constant(1.0 if step.finite else np.inf)
-        if step.looked_at and step.calls in RIGHT and step.compute_in == "eager":
-            self.optimizer.compute_gradients(lambda: self.loss(factor), self.variables)
-        if step.apply_in == "same" or step.calls == "minimize":
-            self.call(step.compute_in, self.whole, (step.calls,), factor)
-        else:
-            gradients = self.call(step.compute_in, self.gradients, (step.calls,), factor)
-            self.call(step.apply_in, self.apply, (), gradients)
-
-    def was_traced(self, step):
-        is_one_function = step.compute_in == "function" and step.apply_in == "same"
-        return is_one_function and ("whole", (step.calls,)) in self.functions
-
-    def state(self):
-        return [value(v) for v in self.all_variables()]
-
-    def set_state(self, state):
-        for variable, array in zip(self.all_variables(), state):
-            variable.assign(array)
-
-    def all_variables(self):
-        variables = self.optimizer.variables
-        return [*self.variables, *(variables() if callable(variables) else variables)]
-
-
-def in_thread(fn):
-    errors = []
-
-    def run():
-        try:
-            fn()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-
-
 # Where the first half of a step is made, and the second: the same, and one beside eager code.
 PLACES_OF_TWO = [
     *(("eager", "eager"), ("function", "function"), ("jit", "jit")),
     *(("function", "eager"), ("eager", "jit"), ("jit", "function")),
 ]
-PLACES = st.sampled_from(["eager", "function", "retraced"])
-STEPS = st.builds(
-    Step,
-    calls=st.sampled_from([*RIGHT, "minimize", *RIGHT, *WRONG]),
-    compute_in=PLACES,
-    apply_in=st.just("same"),
-    thread=st.booleans(),
-    looked_at=st.booleans(),
-    finite=st.sampled_from([True, True, False]),
-)
-# Of functions that make parts of a step, those of one dialect: each goes by the last calls before
-# it was traced.
-STEPS_IN_PARTS = st.sampled_from(RIGHT).flatmap(
-    lambda calls: st.lists(
-        st.builds(
-            Step,
-            calls=st.just(calls),
-            compute_in=PLACES,
-            apply_in=PLACES,
-            thread=st.booleans(),
-            finite=st.sampled_from([True, True, False]),
-        ),
-        min_size=1,
-        max_size=6,
-    )
-)
-
-
-@once
-@hypothesis.settings(
-    max_examples=9 // len(FAMILIES),
-    deadline=None,
-    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
-    derandomize=True,
-    suppress_health_check=list(hypothesis.HealthCheck),
-)
-@hypothesis.given(st.one_of(st.lists(STEPS, min_size=1, max_size=8), STEPS_IN_PARTS))
-def test_any_mixture_equals_the_control_or_warns_at_that_step(name, steps):
-    ours = Training(
-        keras_mp.LossScaleOptimizer(make_optimizer(name, 0.125, momentum=0.5), "dynamic")
-    )
-    control = Training(make_optimizer(name, 0.125, momentum=0.5))
-    before = None
-    for step in steps:
-        state, is_traced = ours.state(), ours.was_traced(step)
-        with contextlib.ExitStack() as stack:
-            caught = our_warnings(stack)
-            (in_thread if step.thread else lambda fn: fn())(lambda: ours.make(step))
-        if step.is_right:
-            assert not caught, (step, str(caught[0].message))
-            if step.finite:
-                control.apply(control.gradients((), tf.constant(1.0)))
-        else:
-            # A function that makes a step wrongly says so when it is traced; and that functions
-            # make no calls at all is said once, until one does again.
-            is_said = is_traced or (before is not None and before.calls == step.calls == ())
-            assert caught or is_said, step
-            ours.set_state(state)
-        before = step
-        for our_array, control_array in zip(ours.state(), control.state()):
-            np.testing.assert_array_equal(our_array, control_array)
 
 
 @pytest.mark.parametrize("calls", RIGHT)
@@ -235,16 +54,6 @@ def test_a_function_goes_by_the_calls_before_it_was_traced(name, calls, compute_
     for i in range(4):
         apply(compute())
         assert float(v) == 8 - 0.5 * (i + 1)
-
-
-def placed(where, function):
-    if where == "eager":
-        return function
-    return tf.function(function, jit_compile=where == "jit")
-
-
-def sgd(name, learning_rate=1.0):
-    return make_optimizer(name, learning_rate, momentum=0.0)
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
@@ -329,18 +138,6 @@ def test_copies_begin_anew(name):
     assert float(gradient) == 2
     with calls.applying([v]) as given:
         assert given.scaled is False
-
-
-@once
-def test_functions_are_not_kept_alive(name):
-    optimizer, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
-    optimizer.build([v])
-    function = tf.function(lambda: optimizer.get_unscaled_gradients([tf.constant(1.0)]))
-    graph = weakref.ref(function.get_concrete_function().graph)
-    assert graph() is not None
-    del function
-    gc.collect()
-    assert graph() is None
 
 
 def half_of_sum(*variables):
@@ -495,50 +292,6 @@ def test_fit_with_a_wrapper_around_ours(name):
         model.fit(tf.ones([4, 2]), 100 * tf.ones([4, 1]), batch_size=4, verbose=0)
         for weights in model.get_weights():
             np.testing.assert_array_equal(weights, 0.25)
-
-
-MODES = ["eager", "function", "jit"]
-
-
-class Unmodified(tf.keras.Model):
-    """A model whose `train_step` was written without loss scaling in mind."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = tf.keras.layers.Dense(1, kernel_initializer="zeros")
-
-    def call(self, inputs):
-        return self.dense(inputs)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.cast(self(x, training=True) - y, tf.float32))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-        return {"mean": loss}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_unmodified_train_step_trains(name, mode):
-    class Logs(tf.keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            self.model.optimizer.loss_scale  # noqa: B018
-            self.model.optimizer.get_config()
-
-    model = Unmodified()
-    options = {"run_eagerly": mode == "eager", "jit_compile": mode == "jit"}
-    model.compile(keras_mp.LossScaleOptimizer(sgd(name), SCALE), "mse", **options)
-    data = tf.data.Dataset.from_tensors((tf.ones([4, 2]), tf.ones([4, 1]))).repeat(3)
-    monitor = keras_mp.callbacks.LossScaleMonitor(1)
-    with contextlib.ExitStack() as stack:
-        caught = our_warnings(stack)
-        model.fit(data, verbose=0, callbacks=[monitor, Logs()])
-        model.optimizer.steps_skipped  # noqa: B018
-    for weights in model.get_weights():
-        np.testing.assert_array_equal(weights, -3)
-    assert caught
-    assert all("applied as they are" in str(w.message) for w in caught)
 
 
 READS = {

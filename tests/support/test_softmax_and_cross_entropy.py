@@ -9,15 +9,9 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import losses
-from keras_mp.support import softmax_and_cross_entropy as fusion
-from tests.common import IS_KERAS_3, once, pairs
+from tests.common import IS_KERAS_3, MODES, once, pairs, placed
 
 K = tf.keras
-MODES = {
-    "eager": lambda function: function,
-    "function": tf.function,
-    "jit": lambda function: tf.function(function, jit_compile=True),
-}
 GRAPHS = ["function", "jit"]
 DTYPES = ["float16", "bfloat16", "float32"]
 
@@ -33,14 +27,14 @@ CASES = {
 
 
 def loss_and_gradient(loss, y_true, logits, predict, mode):
-    @MODES[mode]
     def function(logits):
         with tf.GradientTape() as tape:
             tape.watch(logits)
             value = loss(y_true, predict(logits))
         return value, tape.gradient(value, logits)
 
-    return [None if each is None else each.numpy() for each in function(logits)]
+    found = placed(mode, function)(logits)
+    return [None if each is None else each.numpy() for each in found]
 
 
 def wrong(name, dtype):
@@ -273,7 +267,7 @@ def test_temporal_outputs(mode):
         (losses.SparseCategoricalCrossentropy(reduction="none", ignore_class=0), [[1, 1, 0]]),
         (losses.CategoricalCrossentropy(reduction="none"), tf.one_hot([[1, 1, 0]], 2)),
     ]:
-        value = MODES[mode](lambda x: loss(tf.constant(labels), K.activations.softmax(x)))(logits)
+        value = placed(mode, lambda x: loss(tf.constant(labels), K.activations.softmax(x)))(logits)
         last = 0 if loss.get_config().get("ignore_class") == 0 else np.log(2)
         np.testing.assert_allclose(value, [[50, 0, last]], rtol=1e-6)
 
@@ -289,7 +283,7 @@ def test_shapes_that_are_known_only_when_it_runs(mode):
     def fixed(logits):
         return function(logits, [-1, 1, 2])
 
-    assert MODES[mode](fixed)(tf.constant([[50, 0]], tf.float16)) == 50
+    assert placed(mode, fixed)(tf.constant([[50, 0]], tf.float16)) == 50
     signature = [tf.TensorSpec([None, None], tf.float16)]
     free = tf.function(
         lambda logits: loss(tf.constant([1]), tf.nn.softmax(logits)),
@@ -362,7 +356,7 @@ def test_what_cannot_be_fused_is_the_stock_value_and_one_warning(between, dtype,
     def predict(logits):
         return NOT_FUSIBLE[between](K.activations.softmax(logits))
 
-    probabilities = MODES[mode](predict)(logits)
+    probabilities = placed(mode, predict)(logits)
     labels = tf.one_hot([0, 1], 2)
     if between == "half of the classes":
         loss, stock = losses.BinaryCrossentropy(), K.losses.BinaryCrossentropy()
@@ -504,20 +498,6 @@ def test_nan_logits_stay_nan_and_say_nothing_of_float16():
             mode,
         )
         assert np.isnan(value)
-
-
-def test_a_cast_keeps_what_keras_has_noted():
-    probabilities = K.activations.softmax(tf.constant([[1, 2]], "float16"))
-    probabilities._keras_mask = tf.constant([True])
-    wide = fusion.cast(probabilities, "float32")
-    assert wide._keras_mask is probabilities._keras_mask
-    assert wide._keras_logits.dtype == tf.float32
-    assert fusion.cast(wide, "float32") is wide
-    assert fusion.cast(tf.constant(1), "float32").dtype == tf.int32
-    assert fusion.cast(None, "float32") is None
-    for dtype in ("float32", "float64"):
-        already = tf.constant([1.0], dtype)
-        assert fusion.widen(already) is already
 
 
 @pytest.mark.parametrize("mode", MODES)
