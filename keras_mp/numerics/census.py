@@ -18,7 +18,7 @@ from keras_mp.kernels import slow
 from keras_mp.layer_calls import model_outputs
 from keras_mp.numerics import batches, gpu, origins, own_thread
 from keras_mp.numerics.gpu import Sending
-from keras_mp.numerics.graph import CALLS, Node, is_counted, nodes_of
+from keras_mp.numerics.graph import CALLS, COUNTED, Node, nodes_of
 from keras_mp.numerics.results import Result, plain
 from keras_mp.op_autocast import cast_policy, lower_precision
 from keras_mp.support import op_table, text_tables
@@ -131,10 +131,6 @@ class Graph(NamedTuple):
         """Returns a dict of dtypes, and how much products and convolutions compute in each."""
         return _sums((each.dtype, each.work) for each in self.operations if each.work)
 
-    def operations_by_dtype(self) -> dict[str, int]:
-        """Returns a dict of dtypes, and how many operations a call runs in each."""
-        return _sums((each.dtype, each.turns) for each in self.operations)
-
 
 def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
     """Adds up counts of the same key; the largest sum first."""
@@ -243,7 +239,7 @@ class Census(Result):
                 "The number of iterations of some loops is unknown. They are counted once: "
                 f"{_some(turning)}."
             )
-        unknown = [each for each in graph.operations if is_counted(each.op) and not each.kind]
+        unknown = [each for each in graph.operations if each.op in COUNTED and not each.kind]
         if unknown:
             yield (
                 f"The shapes of {len(unknown)} product{'s' * (len(unknown) > 1)} are not known, so "
@@ -541,7 +537,7 @@ def _some(operations: Iterable["Operation"]) -> str:
 
 
 def _rows(graph: Graph) -> Iterator[tuple[str, ...]]:
-    work, operations = graph.work(), graph.operations_by_dtype()
+    work, operations = graph.work(), _sums((e.dtype, e.turns) for e in graph.operations)
     products = _sums((e.dtype, e.turns) for e in graph.operations if e.work)
     casts = _sums((each.to, 1) for each in graph.casts)
     moved = _sums((each.to, each.bytes) for each in graph.casts)

@@ -39,9 +39,8 @@ _GPUS = {
     (8, 0): (150e12, 1.5e12),
     (7, 5): (30e12, 0.25e12),
     (7, 0): (60e12, 0.8e12),
+    (0, 0): (8e12, 0.3e12),
 }
-
-_OLDEST = (8e12, 0.3e12)
 
 # Products that tensor cores do not take.
 _WITHOUT_TENSOR_CORES = 1 / 4
@@ -154,7 +153,7 @@ def sending(
     least = min(found, default=None) if device is None else capability(device)
     if least is None:
         return None
-    products, moved = next((of for at, of in _GPUS.items() if least >= at), _OLDEST)
+    products, moved = next(of for at, of in _GPUS.items() if least >= at)
     sent, seconds = 0, 0.0
     for node in nodes:
         if not node.dtypes or node.proto.op in _NOT_SENT:

@@ -346,11 +346,6 @@ def of(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Work
         return None
 
 
-def is_counted(op: str) -> bool:
-    """Whether it is the type of a product or of a convolution."""
-    return op in COUNTED
-
-
 def multiplied_sizes(
     node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]
 ) -> tuple[int | None, ...]:

@@ -550,8 +550,8 @@ class _Adviser:
             f"{self.set_scale.capitalize()} 2^{exponent}: between 2^{common.low} and "
             f"2^{common.high} no gradient loses more than {100 * self.tolerance:g} %, {self.where}."
         )
-        worst = max(rows, key=lambda row: _lost(row.histogram.fate(dtype, self.now)))
-        fate = worst.histogram.fate(dtype, self.now)
+        fates = [(row, row.histogram.fate(dtype, self.now)) for row in rows]
+        worst, fate = max(fates, key=lambda each: each[1].share("zero") + each[1].share("infinite"))
         if overflowed and self.report.step:
             sentence += (
                 " That only covers finite gradients. How much smaller the scale has to be for the "
@@ -621,10 +621,6 @@ class _Adviser:
                 f"{sum(fate.values for fate in fates):,} values none becomes zero or infinite, "
                 f"{self.where}. (It keeps 8 bits of each value, float16 11.)"
             )
-
-
-def _lost(fate: Fate) -> float:
-    return fate.share("zero") + fate.share("infinite")
 
 
 def _named(kind: str, path: str) -> str:
