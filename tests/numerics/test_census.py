@@ -363,16 +363,9 @@ def test_what_cannot_be_counted_is_refused():
 def test_a_batch_that_cannot_be_counted_is_refused():
     model = K.Sequential([K.Input([8]), L.Dense(4)], name="model")
     model.compile("sgd", "mse")
-    x, y = tf.ones([2, 8]), tf.ones([2, 4])
-    for batch, error, message in (
-        (None, TypeError, "Expected a batch"),
-        ((x, y, y, y), ValueError, "a tuple of 4"),
-        ([x, y], ValueError, "pass a tuple"),
-        ((x[:0], y[:0]), ValueError, r"values in it. Received: x of the shape \(0, 8\)"),
-        ((x[:, :3], y), ValueError, r"suit the training step of 'model'. Received: x of the .*3\)"),
-    ):
-        with pytest.raises(error, match=message):
-            census(model, batch)
+    suits = r"suit the training step of .model.. Received: x of the .*3\)"
+    with pytest.raises(ValueError, match=suits):
+        census(model, (tf.ones([2, 3]), tf.ones([2, 4])))
 
 
 @once

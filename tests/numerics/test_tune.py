@@ -14,17 +14,10 @@ from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.numerics import commands, tune
 from keras_mp.numerics.tune import Errors
 from tests.common import Times, once
+from tests.numerics.tools import Norm
 
 K = tf.keras
 L = tf.keras.layers
-
-
-@K.utils.register_keras_serializable("test_tune")
-class Norm(L.Layer):
-    """Its products overflow in float16, and not in bfloat16."""
-
-    def call(self, x):
-        return x / tf.sqrt(tf.matmul(x[:, None], x[:, :, None])[:, 0])
 
 
 def batches(count=4, size=1.0, seed=0):

@@ -12,6 +12,14 @@ from keras_mp.numerics.traced_step import TracedStep
 from keras_mp.support.autograph import do_not_convert
 
 
+@tf.keras.utils.register_keras_serializable("tests")
+class Norm(tf.keras.layers.Layer):
+    """Divides each row by its length, whose square overflows in float16, and not in bfloat16."""
+
+    def call(self, x):
+        return x / tf.sqrt(tf.matmul(x[:, None], x[:, :, None])[:, 0])
+
+
 def audit(model, batch):
     """Returns a `Check` with the hazards of the step alone."""
     made = batches.listed(model, batch)
