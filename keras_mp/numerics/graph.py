@@ -370,15 +370,12 @@ def multiplied_sizes(
 
 
 def _summed_over(node: NodeDef, inputs: _Known) -> int:
-    return inputs[0][-2 if node.attr["transpose_a"].b else -1]
+    transposed = "transpose_a" if node.op == "MatMul" else "adj_x"
+    return inputs[0][-2 if node.attr[transposed].b else -1]
 
 
 def _matrix_product(node: NodeDef, inputs: _Known, outputs: _Known) -> int:
     return math.prod(outputs[0]) * _summed_over(node, inputs)
-
-
-def _batch_of_products(node: NodeDef, inputs: _Known, outputs: _Known) -> int:
-    return math.prod(outputs[0]) * inputs[0][-2 if node.attr["adj_x"].b else -1]
 
 
 def _einsum(node: NodeDef, inputs: _Known, outputs: _Known) -> int:
@@ -418,9 +415,8 @@ def _convolution(image: int, kernel: int, depthwise: bool = False) -> Callable[.
 COUNTED = {
     **dict.fromkeys(
         op_table.ops("matrix products", "matrix products into another dtype"),
-        (MATRIX_PRODUCT, _batch_of_products),
+        (MATRIX_PRODUCT, _matrix_product),
     ),
-    "MatMul": (MATRIX_PRODUCT, _matrix_product),
     "Einsum": (MATRIX_PRODUCT, _einsum),
     **{
         op: (CONVOLUTION, _convolution(image, kernel, op.startswith("Depthwise")))

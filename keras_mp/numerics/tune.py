@@ -73,12 +73,7 @@ class Errors(NamedTuple):
         return max(self[:3])
 
     def __str__(self) -> str:
-        if self.outputs == self.largest:
-            what = "outputs"
-        elif self.loss == self.largest:
-            what = "loss"
-        else:
-            what = f"gradients of {self.layer}"
+        what = ("outputs", "loss", f"gradients of {self.layer}")[self[:3].index(self.largest)]
         return f"{what} {_number(self.largest)}{' off' * math.isfinite(self.largest)}"
 
 
