@@ -139,6 +139,7 @@ def test_bad_arguments():
     model = model_of("float32")
     with pytest.raises(ValueError, match="at least one step"):
         step_times(model, (X, Y), steps=0)
+    assert keras_mp.numerics.profile(model, (X, Y), steps=0).times is None
     no_step = tf.keras.Sequential([tf.keras.Input([8]), L.Dense(3)])
     assert keras_mp.numerics.profile(no_step, (X, Y)).times is None
     assert isinstance(str(StepTimes("m", 1.0, {}, {}, ())), str)

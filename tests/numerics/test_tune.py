@@ -85,6 +85,8 @@ def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_pat
     assert re.search(
         r"^norm \(Norm\) +float32 +48 +1.0e\+00 +(outputs|gradients of) ", text, re.MULTILINE
     )
+    assert 1 <= tuned.loss_scale <= 2.0**15
+    assert f"; initial loss scale: {tuned.loss_scale:g}" in text
     assert max(map(len, text.splitlines())) <= 100
     assert len(tuned.to_text(rows=None).splitlines()) == 10 + 5
     assert repr(tuned) == "<Tuned 'model': 4 of 5 layers in mixed_float16>"
@@ -94,6 +96,7 @@ def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_pat
 def test_bfloat16_holds_what_float16_does_not():
     tuned = tune(model_with_norm(), batches(), dtype="bfloat16", tolerance=0.1)
     assert set(tuned.policies.values()) == {"mixed_bfloat16"}
+    assert tuned.loss_scale is None
     assert tuned.model.layers[-1].compute_dtype == "bfloat16"
 
 

@@ -10,10 +10,9 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.__main__ import main
 from keras_mp.kernels import slow
-from keras_mp.numerics import check, profile, tune, watch
+from keras_mp.numerics import check, tune, watch
 from keras_mp.numerics.operation_rows import NotFiniteError
 from tests import common
-from tests.numerics.tools import Norm
 
 L = tf.keras.layers
 X = np.random.default_rng(0).normal(size=[16, 8]).astype("float32")
@@ -59,15 +58,6 @@ def test_bfloat16_is_no_cure_where_it_is_the_policy_or_no_dtype_helps():
     large = small_model(lambda: L.Lambda(lambda x: x * 1e30), policy="mixed_bfloat16")
     found = check(large, (X * 1e9, Y)).findings
     assert "bfloat16" not in found[0].cure
-
-
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_sound_models_have_no_findings(policy):
-    model = small_model(lambda: L.Dense(8, "gelu"), L.LayerNormalization, policy=policy)
-    found = check(model, (X, Y))
-    assert found.findings == ()
-    assert found.notes == ()
-    assert "nothing found" in str(found)
 
 
 def transposed(x):
@@ -136,8 +126,6 @@ def test_a_float32_model_is_looked_at_under_a_policy_with_all_of_its_loss():
     assert copy.get_compile_config()["loss_weights"] == {"a": 1.0, "b": 0.0}
     labels = {"a": Y, "b": Y}
     assert check(model, (X, labels), policy="mixed_float16").findings == ()
-    with pytest.raises(ValueError, match="policy="):
-        check(model, (X, labels))
 
 
 @common.once
@@ -157,12 +145,6 @@ def test_a_scale_that_has_to_fall_is_a_finding_if_it_is_fixed():
     assert found("sgd") == []
     fixed = keras_mp.FixedLossScale(2.0**15)
     assert found(keras_mp.LossScaleOptimizer("sgd", fixed))[-1:] == ["the loss scale"]
-
-
-@common.once
-def test_several_batches():
-    found = check(small_model(Norm), [(X, Y), (X * 1e-5, Y)])
-    assert "On 1 of 2 batches" in found.findings[0].why
 
 
 def test_layers_without_a_name_in_their_config_are_named_as_in_the_model():
@@ -223,33 +205,11 @@ def test_one_batch_is_cut_to_tune_with():
         tuned = tune(model, batch)
         assert tuned.policies[""] == "mixed_float16"
         assert len(tuned.errors) == len(tuned.held_out) == 1
-    with pytest.raises(ValueError, match="two samples"):
-        tune(model, (X[:1], Y[:1]))
-
-
-@common.once
-def test_a_model_is_tuned_with_a_loss_scale():
-    model = small_model(lambda: L.Dense(8), policy="float32")
-    tuned = tune(model, [(X, Y), (X, Y)], tolerance=0.05)
-    assert 1 <= tuned.loss_scale <= 2.0**15
-    assert f"initial loss scale: {tuned.loss_scale:g}" in str(tuned)
-    assert tune(model, [(X, Y), (X, Y)], dtype="bfloat16").loss_scale is None
 
 
 @common.once
 def test_the_public_names():
     assert len(keras_mp.numerics.__all__) <= 12
-
-
-@common.once
-def test_a_picture_is_drawn():
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("agg")
-    model = small_model(lambda: L.Dense(8, name="dense"))
-    watching = watch(every=1)
-    model.fit(X, Y, 4, epochs=2, verbose=0, callbacks=[watching])
-    watching.plot().figure.canvas.draw()
-    matplotlib.pyplot.close("all")
 
 
 @common.once
@@ -292,17 +252,6 @@ def test_several_optimizers_and_a_scaler_are_known_to_a_block():
     with watching:
         step()
     assert watching.planned == 1
-
-
-@common.once
-def test_a_model_is_profiled(monkeypatch):
-    monkeypatch.setattr(slow, "is_slow", lambda *_: False)
-    found = profile(small_model(lambda: L.Dense(8)), (X, Y), steps=0)
-    assert found.census.traced.work()
-    assert json.loads(found.to_json())["census"]["name"].startswith("the training step")
-    # `test_step_times` has models that are timed.
-    assert found.times is None
-    assert profile(tf.matmul, X, tf.ones([8, 2])).times is None
 
 
 MODULE = """
@@ -363,4 +312,5 @@ def test_a_checkpoint_is_compared_and_the_loss_scale_is_looked_at():
     other.layers[0].set_weights([weight * 2 for weight in other.layers[0].get_weights()])
     checked = check(model, (X, Y), reference=other)
     assert checked.findings[0].where.startswith("dense")
+    assert checked.findings[0].why.startswith("Its weights differ from those of the reference")
     assert checked.report["gradient", "dense/kernel"].dtype == "float16"
