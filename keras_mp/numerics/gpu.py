@@ -83,7 +83,7 @@ def on_tensor_cores(nodes: Sequence[Node], device: str | None) -> Iterator[str]:
         nodes: of the graph.
         device: str. A GPU, such as "GPU 7.0"; None for those of this machine.
     """
-    works = {i: each.turns * (each.work.count if each.work else 0) for i, each in enumerate(nodes)}
+    works = {i: each.turns * (each.work or 0) for i, each in enumerate(nodes)}
     total = sum(works.values())
     if not total or (device is None and not devices.gpus()):
         return
@@ -161,7 +161,7 @@ def sending(
         sent += 0 if node.is_compiled else node.turns
         dtype = next(iter(node.dtypes.values()))
         speed = products * (1 if take(dtype, device) else _WITHOUT_TENSOR_CORES)
-        computing = 0.0 if node.work is None else node.work.count / speed
+        computing = (node.work or 0) / speed
         numbers = sum(math.prod(shape) for shape in (*node.inputs, *node.outputs) if _known(shape))
         seconds += node.turns * max(computing, numbers * tf.as_dtype(dtype).size / moved)
     helps = tuple(_what_helps(nodes, model))

@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.grappler import report as rewrites
-from keras_mp.hardware.stopwatch import CONVOLUTION, MATRIX_PRODUCT
 from keras_mp.support import op_table
 from keras_mp.tensorflow_api import operations
 
@@ -58,8 +57,8 @@ class Node(NamedTuple):
     is_compiled: bool
 
     @property
-    def work(self) -> "Work | None":
-        """The work of one run, or None if it is neither a product nor a convolution."""
+    def work(self) -> int | None:
+        """The work of one run; None if a shape of a product is not known."""
         return of(self.proto, self.inputs, self.outputs)
 
 
@@ -293,7 +292,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {
 
 
 def _amount(nodes: Sequence[Node]) -> tuple[int, int]:
-    amounts = (node.work.count * node.turns for node in nodes if node.work is not None)
+    amounts = ((node.work or 0) * node.turns for node in nodes)
     return sum(amounts), len(nodes)
 
 
@@ -316,19 +315,7 @@ def _known(shape: tf.TensorShape) -> Shape:
     return tuple(shape) if shape.is_fully_defined() else None
 
 
-class Work(NamedTuple):
-    """The work of an operation.
-
-    Attributes:
-        kind: "matrix product" or "convolution", as in `keras_mp.hardware.speeds`.
-        count: int. Number of floating-point operations.
-    """
-
-    kind: str
-    count: int
-
-
-def of(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Work | None:
+def of(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int | None:
     """Counts the floating-point operations of one operation.
 
     Args:
@@ -337,12 +324,13 @@ def of(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Work
         outputs: the shapes of its outputs.
 
     Returns:
-        `Work`; None if it is neither a product nor a convolution, or if a shape is not known.
+        int: 0 if it is neither a product nor a convolution; None if a shape is not known.
     """
+    if node.op not in COUNTED:
+        return 0
     try:
-        kind, count = COUNTED[node.op]
-        return Work(kind, 2 * count(node, cast(_Known, inputs), cast(_Known, outputs)))
-    except (KeyError, TypeError, IndexError):  # It is no product, or a shape is not known.
+        return 2 * COUNTED[node.op](node, cast(_Known, inputs), cast(_Known, outputs))
+    except (TypeError, IndexError):
         return None
 
 
@@ -411,15 +399,14 @@ def _convolution(image: int, kernel: int, depthwise: bool = False) -> Callable[.
     return count
 
 
-# By operation: its kind, and a function that counts half of its floating-point operations.
-COUNTED = {
+# By operation, a function that counts half of its floating-point operations.
+COUNTED: dict[str, Callable[..., int]] = {
     **dict.fromkeys(
-        op_table.ops("matrix products", "matrix products into another dtype"),
-        (MATRIX_PRODUCT, _matrix_product),
+        op_table.ops("matrix products", "matrix products into another dtype"), _matrix_product
     ),
-    "Einsum": (MATRIX_PRODUCT, _einsum),
+    "Einsum": _einsum,
     **{
-        op: (CONVOLUTION, _convolution(image, kernel, op.startswith("Depthwise")))
+        op: _convolution(image, kernel, op.startswith("Depthwise"))
         for kind, image, kernel in (
             ("convolutions", -1, 1),
             ("transposed convolutions", 2, 1),

@@ -120,7 +120,7 @@ class TracedStep:
             (each, work.of(each.node_def, shapes(each.inputs), shapes(each.outputs)))
             for each in self.forward
         )
-        return [(operation, each.count) for operation, each in found if each is not None]
+        return [(operation, count) for operation, count in found if count]
 
     @functools.cached_property
     def backward_products(self) -> list[tf.Tensor]:
