@@ -16,7 +16,7 @@ from keras_mp.numerics.histogram import (
     round_down,
 )
 from keras_mp.numerics.results import Result
-from keras_mp.support import text_tables
+from keras_mp.support import text_tables, validation
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 # Kind and path of a row.
@@ -425,10 +425,8 @@ def advise(
     Fix the loss scale at 2^13: between 2^12 and 2^15 no gradient loses more than 0.1 %, in 30 of \
 3,000 steps. At 2^0, 100.0 % of `a/kernel` is below float16.
     """
-    if dtype not in LOW_PRECISION_NAMES:
-        raise ValueError(f"Expected 'float16' or 'bfloat16'. Received: dtype={dtype!r}")
-    if not 0 <= tolerance <= 1:
-        raise ValueError(f"Expected a share from 0 to 1. Received: tolerance={tolerance!r}")
+    format_of(dtype)
+    validation.number("tolerance", tolerance, at_least=0, at_most=1)
     adviser = _Adviser(report, dtype, tolerance, owner)
     adviser.judge(culprits)
     return Advice(adviser.sentences, adviser.policies, adviser.loss_scale)

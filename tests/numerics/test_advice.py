@@ -101,7 +101,7 @@ def test_what_it_does_not_take():
         advise(report(row()), "float32")
     with pytest.raises(ValueError, match="Received: dtype='float8_e5m2'"):
         advise(report(), "float8_e5m2")
-    with pytest.raises(ValueError, match="from 0 to 1. Received: tolerance=5"):
+    with pytest.raises(ValueError, match="at most 1. Received: tolerance=5"):
         advise(report(), tolerance=5)
 
 

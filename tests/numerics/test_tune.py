@@ -220,7 +220,7 @@ def test_what_cannot_be_tuned_says_why():
             tune(*arguments)
     for options, message in (
         ({"dtype": "float8"}, "Received: dtype='float8'"),
-        ({"tolerance": 0}, "a tolerance above 0"),
+        ({"tolerance": 0}, "`tolerance` must be finite and above 0"),
         ({"include": "nothing*"}, r"patterns of them, for `include`.*'norm'.*'nothing\*'"),
         ({"leave_out": "*"}, "at least one layer that may compute in 16 bits"),
     ):
