@@ -258,10 +258,6 @@ def _positive(text: str) -> int:
     return value
 
 
-def _number_or_name(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
-
-
 def _set(value: bool, what: str, **how: str) -> dict[str, Any]:
     return {"action": "store_const", "const": value, "help": what, **how}
 
@@ -309,7 +305,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--no-outputs": _set(False, "count no outputs of layers", dest="outputs"),
     "--output-gradients": _set(True, "count gradients of outputs, too"),
     "--no-weights": _set(False, "count no trainable variables", dest="weights"),
-    "--read-freq": {"type": _number_or_name, "help": "epoch, or a number of batches (epoch)"},
+    "--read-freq": {
+        "type": lambda text: int(text) if text.isdecimal() else text,
+        "help": "epoch, or a number of batches (epoch)",
+    },
     "--include": _patterns("operations or layers that are looked at, or may be in 16 bits (all)"),
     "--exclude": _patterns("operations or layers that are not looked at"),
     "--leave-out": _patterns("layers that stay in float32"),

@@ -8,14 +8,14 @@ XLA, which takes a tenth of the time.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from keras_mp import hardware
 from keras_mp.grappler import optimize
 from keras_mp.hardware import devices
-from keras_mp.numerics.graph import Node, Shape, multiplied_sizes
+from keras_mp.numerics.graph import Node, multiplied_sizes
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
@@ -101,7 +101,7 @@ def on_tensor_cores(nodes: Sequence[Node], device: str | None) -> Iterator[str]:
             "ends that)."
         )
     sizes = {i: multiplied_sizes(nodes[i].proto, nodes[i].inputs, nodes[i].outputs) for i in taken}
-    odd = [i for i in taken if any(each is not None and each % _MULTIPLE for each in sizes[i])]
+    odd = [i for i in taken if any(each % _MULTIPLE for each in sizes[i])]
     if odd:
         found = dict.fromkeys(" x ".join(map(str, sizes[i])) for i in odd)
         yield (
@@ -162,7 +162,8 @@ def sending(
         dtype = next(iter(node.dtypes.values()))
         speed = products * (1 if take(dtype, device) else _WITHOUT_TENSOR_CORES)
         computing = (node.work or 0) / speed
-        numbers = sum(math.prod(shape) for shape in (*node.inputs, *node.outputs) if _known(shape))
+        known = (shape for shape in (*node.inputs, *node.outputs) if shape is not None)
+        numbers = sum(map(math.prod, known))
         seconds += node.turns * max(computing, numbers * tf.as_dtype(dtype).size / moved)
     helps = tuple(_what_helps(nodes, model))
     return Sending(sent, sent * _SECONDS_OF_AN_OPERATION, seconds, helps)
@@ -192,10 +193,6 @@ def _what_helps(nodes: Sequence[Node], model: tf.keras.Model | None) -> Iterator
         if model is not None:
             yield "model.compile(..., jit_compile=True)"
         yield "tf.function(step, jit_compile=True)"
-
-
-def _known(shape: Shape) -> TypeGuard[tuple[int, ...]]:
-    return shape is not None and None not in shape
 
 
 def _milliseconds(seconds: float) -> str:

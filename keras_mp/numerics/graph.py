@@ -19,8 +19,8 @@ from keras_mp.support import op_table
 from keras_mp.tensorflow_api import operations
 
 NodeDef: TypeAlias = tf.compat.v1.NodeDef
-# The sizes of a tensor, each None where it is not known; or None where its rank is not.
-Shape = tuple[int | None, ...] | None
+# The sizes of a tensor; None where one of them is not known.
+Shape = tuple[int, ...] | None
 _Known = Sequence[tuple[int, ...]]
 
 _LOOPS = op_table.ops("loops")
@@ -237,10 +237,10 @@ class _Body:
             return (self.shapes.get(name),)
         proto = self._by_name[name]
         if proto.op == "Const":
-            return (_known(tf.TensorShape(proto.attr["value"].tensor.tensor_shape)),)
+            return (known(tf.TensorShape(proto.attr["value"].tensor.tensor_shape)),)
         if "_output_shapes" not in proto.attr:
             return ()
-        return tuple(map(_known, map(tf.TensorShape, proto.attr["_output_shapes"].list.shape)))
+        return tuple(map(known, map(tf.TensorShape, proto.attr["_output_shapes"].list.shape)))
 
     def _shape_at(self, source: str) -> Shape:
         name, index = _parse(source, self._by_name)
@@ -311,8 +311,9 @@ def _parse(source: str, by_name: Mapping[str, NodeDef]) -> tuple[str, int]:
     return name, int(index) + (outputs.index(output) if output in outputs else 0)
 
 
-def _known(shape: tf.TensorShape) -> Shape:
-    return tuple(shape) if shape.is_fully_defined() else None
+def known(shape: tf.TensorShape) -> Shape:
+    """Returns a shape as a tuple, or None."""
+    return cast(tuple[int, ...], tuple(shape)) if shape.is_fully_defined() else None
 
 
 def of(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int | None:
@@ -329,14 +330,14 @@ def of(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int 
     if node.op not in COUNTED:
         return 0
     try:
-        return 2 * COUNTED[node.op](node, cast(_Known, inputs), cast(_Known, outputs))
+        return 2 * COUNTED[node.op](node, inputs, outputs)
     except (TypeError, IndexError):
         return None
 
 
 def multiplied_sizes(
     node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]
-) -> tuple[int | None, ...]:
+) -> tuple[int, ...]:
     """Returns the sizes that a tensor core divides into tiles: rows, columns, what is summed over.
 
     Args:
@@ -345,7 +346,7 @@ def multiplied_sizes(
         outputs: the shapes of its outputs.
 
     Returns:
-        tuple of int or None; empty for what is no plain product or convolution.
+        tuple of int; empty for unknown shapes, and for what is no plain product or convolution.
     """
     try:
         if node.op == "MatMul":

@@ -112,14 +112,10 @@ class TracedStep:
     @functools.cached_property
     def products(self) -> list[tuple[tf.Operation, int]]:
         """The products and convolutions of the forward pass, and how much each computes."""
-
-        def shapes(tensors: Iterable[tf.Tensor]) -> list[work.Shape]:
-            return [None if t.shape.rank is None else tuple(t.shape) for t in tensors]
-
-        found = (
-            (each, work.of(each.node_def, shapes(each.inputs), shapes(each.outputs)))
-            for each in self.forward
-        )
+        found = []
+        for each in self.forward:
+            shapes = ([work.known(t.shape) for t in of] for of in (each.inputs, each.outputs))
+            found.append((each, work.of(each.node_def, *shapes)))
         return [(operation, count) for operation, count in found if count]
 
     @functools.cached_property
