@@ -333,21 +333,6 @@ def test_a_loss_in_16_bits():
     assert "in float32 it is 0.00273" in finding.why
 
 
-def test_a_softmax_before_a_logarithm():
-    def loss(labels, probabilities):
-        labels = tf.one_hot(tf.reshape(tf.cast(labels, tf.int32), [-1]), 4)
-        logs = tf.math.log(tf.clip_by_value(tf.cast(probabilities, tf.float32), 1e-7, 1.0))
-        return -tf.reduce_sum(labels * logs, -1)
-
-    with keras_mp.policy_scope(narrow("float16")):
-        model = K.Sequential([K.Input([16]), L.Dense(4, "softmax", name="head", dtype=of_keras())])
-        model.compile("sgd", loss)
-    model.layers[-1].set_weights([np.eye(16, 4) * 30, np.zeros(4)])
-    finding = found(model, (X, CLASSES))["a softmax in 16 bits"]
-    assert finding.where == "head"
-    assert "from_logits=True" in finding.cure
-
-
 @once
 def test_labels_with_as_many_numbers_as_there_are_probabilities():
     def loss(labels, probabilities):

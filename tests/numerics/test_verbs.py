@@ -11,7 +11,6 @@ import keras_mp
 from keras_mp.__main__ import main
 from keras_mp.kernels import slow
 from keras_mp.numerics import check, tune, watch
-from keras_mp.numerics.operation_rows import NotFiniteError
 from tests import common
 
 L = tf.keras.layers
@@ -176,16 +175,6 @@ def test_a_model_is_watched_in_fit_and_in_a_loop():
     assert own.advice().sentences == []
     with pytest.raises(ValueError, match="model=None"):
         watch().step()
-
-
-@common.once
-def test_the_first_operation_that_is_not_finite_is_named_at_its_step():
-    model = small_model(Logarithm, policy="mixed_bfloat16")
-    watching = watch(model)
-    with pytest.raises(NotFiniteError) as error, watching:
-        model.fit(X, Y, 16, verbose=0, callbacks=[watching])
-    assert error.value.operation.operation == "Log"
-    assert error.value.operation.line.startswith("test_verbs.py:")
 
 
 @common.once
