@@ -53,7 +53,7 @@ from keras_mp.numerics.run import (
     replay,
     shape_of,
 )
-from keras_mp.support import op_table
+from keras_mp.support import op_callbacks, op_table
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
 
@@ -357,10 +357,13 @@ def _of_other_weights(culprit: TooFar) -> str:
 
 def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
     call, upstream = culprit.call, culprit.call.gradients
-    narrow = replay(call, call.layer, upstream, keeps=True)
-    exact = replay(call, culprit.wide.layer, upstream, "float32", keeps=True)
+    narrow, exact = KeptOperations(), KeptOperations()
+    with op_callbacks.observed(narrow.keep):
+        replay(call, call.layer, upstream)
+    with op_callbacks.observed(exact.keep):
+        replay(call, culprit.wide.layer, upstream, "float32")
     unknown = f"its output in {call.dtype} is further off than rounding explains", None
-    return _first_wrong(narrow.kept, exact.kept, culprit.side, call.dtype) or unknown
+    return _first_wrong(narrow, exact, culprit.side, call.dtype) or unknown
 
 
 def _first_wrong(

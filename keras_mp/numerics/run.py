@@ -26,7 +26,7 @@ from keras_mp.numerics import origins, own_thread
 from keras_mp.numerics.batches import Batch, Structure
 from keras_mp.numerics.records import UNIT_ROUNDOFF, Noise, are_finite
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
-from keras_mp.support import marks, op_callbacks
+from keras_mp.support import marks
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 
@@ -141,7 +141,6 @@ class Watch(LayerObserver):
 
     Attributes:
         calls: list of Call, each when it ends: those inside of a layer come before its own.
-        kept: KeptOperations, if somebody keeps them.
 
     Args:
         numbers: RandomNumbers. Runs that are to be compared share them.
@@ -154,7 +153,6 @@ class Watch(LayerObserver):
         self, numbers: RandomNumbers, change: Change | None = None, start: Position = (0,)
     ) -> None:
         self.calls: list[Call] = []
-        self.kept = KeptOperations()
         self._numbers = numbers
         self._change = change
         # The position of the next call, and how many times each call around it has drawn numbers.
@@ -400,7 +398,6 @@ class Run(NamedTuple):
             name; those of the arguments of a function or layer are among them.
         loss: float; NaN for a layer.
         loss_scale: float.
-        kept: the operations that ran, if they were kept.
     """
 
     model: Any
@@ -408,7 +405,6 @@ class Run(NamedTuple):
     gradients: dict[str, tf.Tensor]
     loss: float
     loss_scale: float
-    kept: KeptOperations
 
     @property
     def dtype(self) -> str:
@@ -460,7 +456,6 @@ class Runner:
         forward: Forward: `of_model`, `of_step`, or that of a function or layer.
         numbers: RandomNumbers. Runners whose runs are to be compared share them.
         position: that of the first call, which the random numbers depend on.
-        keeps: bool. Whether operations are kept.
     """
 
     model: Any
@@ -469,7 +464,6 @@ class Runner:
     _: dataclasses.KW_ONLY
     numbers: RandomNumbers
     position: Position = (0,)
-    keeps: bool = False
 
     @property
     def name(self) -> str:
@@ -496,8 +490,6 @@ class Runner:
                 noise.move_weights(self.model)
                 moved = map_floating(lambda each: marks.copy(each, noise(each)), batch.x)
                 batch = batch._replace(x=moved)
-            if self.keeps:
-                stack.enter_context(op_callbacks.observed(watch.kept.keep))
             tape = stack.enter_context(tf.GradientTape(watch_accessed_variables=not is_built))
             # Training computes no gradients before the first trained weight, so the weights alone
             # are watched. A model that is not built makes them now, and the tape sees that.
@@ -516,7 +508,7 @@ class Runner:
             call.trained_through = {id(v) for v, g in zip(values, found) if g is not None}
         pairs = zip(sources, of_sources, strict=True)
         gradients = {name: tf.convert_to_tensor(each) for name, each in pairs if each is not None}
-        return Run(self.model, watch.calls, gradients, loss, loss_scale, watch.kept)
+        return Run(self.model, watch.calls, gradients, loss, loss_scale)
 
     def run_as_trained(self, loss_scale: float | None = None) -> Run:
         """Runs a model at a loss scale, which is halved until gradients do not overflow.
@@ -606,7 +598,6 @@ def replay(
     upstream: Sequence[tf.Tensor | None],
     dtype: str | None = None,
     noise: Noise | None = None,
-    keeps: bool = False,
 ) -> Run:
     """Makes a call once more, with the same or with another layer, and the same random numbers.
 
@@ -616,7 +607,6 @@ def replay(
         upstream: the gradients of its outputs.
         dtype: to which inputs in 16 bits are cast; None leaves them.
         noise: Noise on inputs, weights, outputs and upstream gradients.
-        keeps: bool. Whether operations are kept.
 
     Returns:
         The run, whose last call is this one, with the gradients of its inputs and weights.
@@ -650,9 +640,8 @@ def replay(
         return Passed([each for each, _ in pairs], sources, [each for _, each in pairs])
 
     batch = Batch(map_floating(given, (call.args, call.kwargs)))
-    how: dict[str, Any] = {"position": call.position, "keeps": keeps}
-    numbers = call.numbers or RandomNumbers()
-    return Runner(layer, batch, forward, numbers=numbers, **how).run(noise=noise)
+    numbers, position = call.numbers or RandomNumbers(), call.position
+    return Runner(layer, batch, forward, numbers=numbers, position=position).run(noise=noise)
 
 
 def check_same_calls(run: Run, reference: Run) -> None:

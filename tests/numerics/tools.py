@@ -49,8 +49,8 @@ def operations(model, batch, layer=""):
 def runners(model, x, y=None, sample_weight=None, reference="float32", **how):
     """Returns what runs a model, and what runs its reference."""
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
-    if how.get("step") is None:
-        batches.build(model, batch)
+    if how.get("step") is None and not model.built:
+        model(batch.x, training=False)
     return made(model, batch, reference, **how)
 
 
