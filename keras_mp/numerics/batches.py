@@ -127,17 +127,6 @@ def as_fit_takes_it(
     return made
 
 
-def build(model: tf.keras.Model, batch: Batch) -> None:
-    """Builds a model that has no weights yet, with random numbers of the program.
-
-    Args:
-        model: of `tf.keras`.
-        batch: Batch that it can be called with.
-    """
-    if not model.built:
-        model(batch.x, training=False)
-
-
 def check_values(x: Structure) -> None:
     """Raises a ValueError if an input has no values in it.
 

@@ -18,7 +18,7 @@ from keras_mp.kernels import slow
 from keras_mp.layer_calls import model_outputs
 from keras_mp.numerics import batches, gpu, origins, own_thread
 from keras_mp.numerics.gpu import Sending
-from keras_mp.numerics.graph import CALLS, Node, is_counted, nodes_of
+from keras_mp.numerics.graph import CALLS, Node, nodes_of
 from keras_mp.numerics.results import Result, plain
 from keras_mp.op_autocast import cast_policy, lower_precision
 from keras_mp.support import op_table, text_tables
@@ -55,8 +55,7 @@ class Operation(NamedTuple):
         line: the line of a program that made it, or None if libraries alone did.
         why: str. Why it computes in this dtype.
         turns: int. How often a call runs it.
-        kind: str. "matrix product" or "convolution"; empty for all others, and if the shapes are
-            not known.
+        is_known: bool. Whether its work is known: not that of a product of unknown shapes.
         work: int. How many floating-point operations of products a call takes for it.
         is_least: bool. Whether it is in a loop of which nothing tells how often it runs. Its turns
             and work are those of one round then.
@@ -64,7 +63,7 @@ class Operation(NamedTuple):
     Example:
 
     >>> from keras_mp.numerics.census import Operation
-    >>> Operation("a", "Exp", "float32", "", None, "", 1, "", 0, False).op
+    >>> Operation("a", "Exp", "float32", "", None, "", 1, True, 0, False).op
     'Exp'
     """
 
@@ -75,7 +74,7 @@ class Operation(NamedTuple):
     line: Line | None
     why: str
     turns: int
-    kind: str
+    is_known: bool
     work: int
     is_least: bool
 
@@ -130,10 +129,6 @@ class Graph(NamedTuple):
     def work(self) -> dict[str, int]:
         """Returns a dict of dtypes, and how much products and convolutions compute in each."""
         return _sums((each.dtype, each.work) for each in self.operations if each.work)
-
-    def operations_by_dtype(self) -> dict[str, int]:
-        """Returns a dict of dtypes, and how many operations a call runs in each."""
-        return _sums((each.dtype, each.turns) for each in self.operations)
 
 
 def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
@@ -243,7 +238,7 @@ class Census(Result):
                 "The number of iterations of some loops is unknown. They are counted once: "
                 f"{_some(turning)}."
             )
-        unknown = [each for each in graph.operations if is_counted(each.op) and not each.kind]
+        unknown = [each for each in graph.operations if not each.is_known]
         if unknown:
             yield (
                 f"The shapes of {len(unknown)} product{'s' * (len(unknown) > 1)} are not known, so "
@@ -416,9 +411,9 @@ class _Reader:
         why = self._why(node, dtype)
         what = node.proto.name, node.proto.op, dtype
         where = self._layers.name(self._owner(node.path)), self._line(node.path), why
-        kind, count = node.work or ("", 0)
-        turns = node.turns
-        return Operation(*what, *where, turns, kind, count * turns, node.is_least)
+        work, turns = node.work, node.turns
+        is_known = work is not None
+        return Operation(*what, *where, turns, is_known, (work or 0) * turns, node.is_least)
 
     def _why(self, node: Node, dtype: str) -> str:
         if self._is_autocast and node.proto.op in cast_policy.ROWS:
@@ -541,7 +536,7 @@ def _some(operations: Iterable["Operation"]) -> str:
 
 
 def _rows(graph: Graph) -> Iterator[tuple[str, ...]]:
-    work, operations = graph.work(), graph.operations_by_dtype()
+    work, operations = graph.work(), _sums((e.dtype, e.turns) for e in graph.operations)
     products = _sums((e.dtype, e.turns) for e in graph.operations if e.work)
     casts = _sums((each.to, 1) for each in graph.casts)
     moved = _sums((each.to, each.bytes) for each in graph.casts)

@@ -326,8 +326,8 @@ def check(
     def look(what: str, batch: Batch, reference: Any) -> tuple[Comparison, Report] | None:
         """Compares with a reference, or notes why this model cannot be looked at so."""
         try:
-            if step is None:
-                batches_of.build(narrow, batch)
+            if step is None and not narrow.built:
+                narrow(batch.x, training=False)  # with random numbers of the program
             with own_thread.random_numbers():
                 how: dict[str, Any] = {"loss": loss, "step": step, "training": training}
                 return compare(*runners(narrow, batch, reference, **how))

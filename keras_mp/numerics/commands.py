@@ -258,16 +258,8 @@ def _positive(text: str) -> int:
     return value
 
 
-def _number_or_name(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
-
-
-def _on(what: str) -> dict[str, Any]:
-    return {"action": "store_const", "const": True, "help": what}
-
-
-def _off(name: str, what: str) -> dict[str, Any]:
-    return {"action": "store_const", "const": False, "dest": name, "help": what}
+def _set(value: bool, what: str, **how: str) -> dict[str, Any]:
+    return {"action": "store_const", "const": value, "help": what, **how}
 
 
 def _patterns(what: str) -> dict[str, Any]:
@@ -305,15 +297,18 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--reference": {"help": "a policy, or another saved model with the same layers (float32)"},
     "--loss": {"metavar": "NAME", "help": "a loss of tf.keras (that of the model)"},
-    "--no-training": _off("training", "call layers with training=False (no dropout)"),
+    "--no-training": _set(False, "call layers with training=False (no dropout)", dest="training"),
     "--device": {"help": 'a GPU and its compute capability, such as "GPU 8.0" (this machine)'},
     "--steps": {"type": int, "help": "how many steps are timed; 0 for none (9)"},
     "--every": {"type": _positive, "metavar": "N", "help": "one step in so many is counted (1)"},
-    "--no-gradients": _off("gradients", "count no gradients of variables"),
-    "--no-outputs": _off("outputs", "count no outputs of layers"),
-    "--output-gradients": _on("count gradients of outputs, too"),
-    "--no-weights": _off("weights", "count no trainable variables"),
-    "--read-freq": {"type": _number_or_name, "help": "epoch, or a number of batches (epoch)"},
+    "--no-gradients": _set(False, "count no gradients of variables", dest="gradients"),
+    "--no-outputs": _set(False, "count no outputs of layers", dest="outputs"),
+    "--output-gradients": _set(True, "count gradients of outputs, too"),
+    "--no-weights": _set(False, "count no trainable variables", dest="weights"),
+    "--read-freq": {
+        "type": lambda text: int(text) if text.isdecimal() else text,
+        "help": "epoch, or a number of batches (epoch)",
+    },
     "--include": _patterns("operations or layers that are looked at, or may be in 16 bits (all)"),
     "--exclude": _patterns("operations or layers that are not looked at"),
     "--leave-out": _patterns("layers that stay in float32"),

@@ -39,7 +39,7 @@ from keras_mp.numerics.records import (
     underflow,
 )
 from keras_mp.numerics.report import MANY_ZEROS, Report, Row
-from keras_mp.numerics.results import CURES, IN_FLOAT32, Hazard, Observed, Said
+from keras_mp.numerics.results import CURES, Hazard, Observed, Said
 from keras_mp.numerics.run import (
     LOSS,
     Call,
@@ -53,7 +53,7 @@ from keras_mp.numerics.run import (
     replay,
     shape_of,
 )
-from keras_mp.support import op_table
+from keras_mp.support import op_callbacks, op_table
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
 
@@ -134,11 +134,11 @@ def cure_in(model: tf.keras.Model, path: str, kind: str) -> str:
         kind: str. Its class.
     """
     if path == LOSS:
-        return IN_FLOAT32["a loss"]
+        return "cast to float32 in the loss: tf.cast(predictions, tf.float32)"
     own = policy_path(model, path)
     if own is None or kind == "Sequential":
-        return IN_FLOAT32["no layer of its own"]
-    return IN_FLOAT32["a layer"].format(path=own)
+        return 'compute it in float32: cast there, or create the layer with dtype="float32"'
+    return f'run the layer in float32: keras_mp.convert(model, {{"{own}": "float32"}})'
 
 
 def compare(narrow: Runner, wide: Runner) -> tuple[Comparison, Report]:
@@ -306,12 +306,12 @@ def _alone(
 
     layer, exact = recorded(narrow), recorded(replay(call, wide.layer, upstream, "float32"))
     for seed in range(NOISY_RUNS):
-        noise = Noise(call.unit, seed)
+        noise = Noise(UNIT_ROUNDOFF[call.dtype], seed)
         exact.explain(recorded(replay(call, wide.layer, upstream, "float32", noise)))
     largest = largest_gradients([exact])
     own = [Distance.worst(list(layer.distances(exact, side, largest).values())) for side in SIDES]
     moved = [each.explained / each.size for each in exact.forward.values() if each.size]
-    times, amplifies = max(moved, default=0.0) / (NOISE * call.unit), ""
+    times, amplifies = max(moved, default=0.0) / (NOISE * UNIT_ROUNDOFF[call.dtype]), ""
     if rises and times > _AMPLIFIES:
         amplifies = (
             f"cancellation: it amplifies rounding by {times:,.0f}; its inputs are off by "
@@ -333,8 +333,6 @@ def _off_before(call: Call, wide: Call) -> float:
 
 def _what(layer: LayerRecord, other: LayerRecord, side: str, name: str) -> str:
     """Returns what is wrong with a tensor of a layer, as far as its numbers tell."""
-    if layer.path == LOSS and layer.kind != other.kind:
-        return f"different losses: a {layer.kind}, and a {other.kind} in the reference"
     value, reference = getattr(layer, side)[name], getattr(other, side)[name]
     title = "the output" if side == "forward" else "the gradient of the output"
     if not name.startswith("output"):
@@ -359,10 +357,13 @@ def _of_other_weights(culprit: TooFar) -> str:
 
 def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
     call, upstream = culprit.call, culprit.call.gradients
-    narrow = replay(call, call.layer, upstream, keeps=True)
-    exact = replay(call, culprit.wide.layer, upstream, "float32", keeps=True)
+    narrow, exact = KeptOperations(), KeptOperations()
+    with op_callbacks.observed(narrow.keep):
+        replay(call, call.layer, upstream)
+    with op_callbacks.observed(exact.keep):
+        replay(call, culprit.wide.layer, upstream, "float32")
     unknown = f"its output in {call.dtype} is further off than rounding explains", None
-    return _first_wrong(narrow.kept, exact.kept, culprit.side, call.dtype) or unknown
+    return _first_wrong(narrow, exact, culprit.side, call.dtype) or unknown
 
 
 def _first_wrong(

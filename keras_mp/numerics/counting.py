@@ -70,7 +70,6 @@ class ExponentHistograms:
             with all digits that a `MasterWeightOptimizer` keeps.
 
     Raises:
-        TypeError: `model` is not a model of `tf.keras`.
         ValueError: `model` is not built, there is no layer with one of the paths, or the optimizer
             is `tf.keras`'s own LossScaleOptimizer.
 
@@ -98,7 +97,6 @@ class ExponentHistograms:
         optimizer: tf.keras.optimizers.Optimizer | None = None,
         **choices: bool | Iterable[str],
     ) -> None:
-        keras_api.check_model(model)
         if not model.built:
             raise ValueError(
                 f"The model {model.name!r} is not built, so its layers and variables are not known "
@@ -172,7 +170,8 @@ class ExponentHistograms:
             contextlib.ExitStack() as stack,
         ):
             for optimizer in self._plain_optimizers:
-                stack.enter_context(_watching_gradients(optimizer))
+                # Told to the observers of this thread.
+                stack.enter_context(wrapped.everywhere(optimizer, "apply_gradients", _told))
             yield
         step.count()
 
@@ -349,17 +348,6 @@ class _Step(observers.Observer):
             count()  # A step that is not due is not observed.
         else:
             tf.cond(self._due, host.as_one_operation(count), lambda: None)
-
-
-def _watching_gradients(
-    optimizer: tf.keras.optimizers.Optimizer,
-) -> contextlib.AbstractContextManager[None]:
-    """Shows the gradients that an optimizer applies to the observers of this thread.
-
-    Args:
-        optimizer: An optimizer of `tf.keras` that scales no loss.
-    """
-    return wrapped.everywhere(optimizer, "apply_gradients", _told)
 
 
 def _told(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:

@@ -171,17 +171,15 @@ class FirstBadOperation:
                     "a smaller model."
                 )
 
-    def check(self) -> None:
-        """Looks at the operations that have run since the last time; functions do when they return.
+    @op_callbacks.unobserved()
+    def check(self) -> bool:
+        """Reads what was measured, and returns whether something was not finite.
+
+        For operations that have run in eager; functions are looked at when they return.
 
         Raises:
             NotFiniteError: one of them is the first whose result is not finite.
         """
-        with op_callbacks.unobserved():
-            self._look()
-
-    def _look(self) -> bool:
-        """Reads what was measured, and returns whether something was not finite."""
         scales = self._scales
         self._scales = [(scale, float(scale())) for scale, _ in scales]
         may_fall = any(before > max(1, scale.min_loss_scale) for scale, before in scales)
@@ -253,6 +251,7 @@ class FirstBadOperation:
             return ""
         return causes.SAID[cause].format(dtype=row.dtype)
 
+    @op_callbacks.unobserved()
     def _spoil(self, values: Sequence[tf.Tensor]) -> None:
         """Notes those that are not finite, and those that may hold such, such as an `Optional`."""
         bad = [
@@ -281,10 +280,8 @@ class FirstBadOperation:
         kind = kind.decode() if isinstance(kind, bytes) else kind
         if graph is None and kind.startswith(("__inference_", "__forward_", "__backward_")):
             self._eager.pass_on(inputs)
-            if self._graphs.rows:
-                with op_callbacks.unobserved():
-                    if self._look():
-                        self._spoil(outputs)
+            if self._graphs.rows and self.check():
+                self._spoil(outputs)
             return
         with self._lock:
             if graph is None:
@@ -294,8 +291,7 @@ class FirstBadOperation:
                 # Metrics, say, keep what a function has made.
                 is_read = bool(self.found) and kind in READS
                 if is_read or self._spoilt.of(inputs):
-                    with op_callbacks.unobserved():
-                        self._spoil(outputs)
+                    self._spoil(outputs)
                 else:
                     self._eager.record(kind, inputs, outputs)
             elif function_graphs.is_of_function(graph):

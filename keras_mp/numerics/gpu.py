@@ -8,14 +8,14 @@ XLA, which takes a tenth of the time.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from keras_mp import hardware
 from keras_mp.grappler import optimize
 from keras_mp.hardware import devices
-from keras_mp.numerics.graph import Node, Shape, multiplied_sizes
+from keras_mp.numerics.graph import Node, multiplied_sizes
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
@@ -39,9 +39,8 @@ _GPUS = {
     (8, 0): (150e12, 1.5e12),
     (7, 5): (30e12, 0.25e12),
     (7, 0): (60e12, 0.8e12),
+    (0, 0): (8e12, 0.3e12),
 }
-
-_OLDEST = (8e12, 0.3e12)
 
 # Products that tensor cores do not take.
 _WITHOUT_TENSOR_CORES = 1 / 4
@@ -84,7 +83,7 @@ def on_tensor_cores(nodes: Sequence[Node], device: str | None) -> Iterator[str]:
         nodes: of the graph.
         device: str. A GPU, such as "GPU 7.0"; None for those of this machine.
     """
-    works = {i: each.turns * (each.work.count if each.work else 0) for i, each in enumerate(nodes)}
+    works = {i: each.turns * (each.work or 0) for i, each in enumerate(nodes)}
     total = sum(works.values())
     if not total or (device is None and not devices.gpus()):
         return
@@ -102,7 +101,7 @@ def on_tensor_cores(nodes: Sequence[Node], device: str | None) -> Iterator[str]:
             "ends that)."
         )
     sizes = {i: multiplied_sizes(nodes[i].proto, nodes[i].inputs, nodes[i].outputs) for i in taken}
-    odd = [i for i in taken if any(each is not None and each % _MULTIPLE for each in sizes[i])]
+    odd = [i for i in taken if any(each % _MULTIPLE for each in sizes[i])]
     if odd:
         found = dict.fromkeys(" x ".join(map(str, sizes[i])) for i in odd)
         yield (
@@ -154,7 +153,7 @@ def sending(
     least = min(found, default=None) if device is None else capability(device)
     if least is None:
         return None
-    products, moved = next((of for at, of in _GPUS.items() if least >= at), _OLDEST)
+    products, moved = next(of for at, of in _GPUS.items() if least >= at)
     sent, seconds = 0, 0.0
     for node in nodes:
         if not node.dtypes or node.proto.op in _NOT_SENT:
@@ -162,8 +161,9 @@ def sending(
         sent += 0 if node.is_compiled else node.turns
         dtype = next(iter(node.dtypes.values()))
         speed = products * (1 if take(dtype, device) else _WITHOUT_TENSOR_CORES)
-        computing = 0.0 if node.work is None else node.work.count / speed
-        numbers = sum(math.prod(shape) for shape in (*node.inputs, *node.outputs) if _known(shape))
+        computing = (node.work or 0) / speed
+        known = (shape for shape in (*node.inputs, *node.outputs) if shape is not None)
+        numbers = sum(map(math.prod, known))
         seconds += node.turns * max(computing, numbers * tf.as_dtype(dtype).size / moved)
     helps = tuple(_what_helps(nodes, model))
     return Sending(sent, sent * _SECONDS_OF_AN_OPERATION, seconds, helps)
@@ -193,10 +193,6 @@ def _what_helps(nodes: Sequence[Node], model: tf.keras.Model | None) -> Iterator
         if model is not None:
             yield "model.compile(..., jit_compile=True)"
         yield "tf.function(step, jit_compile=True)"
-
-
-def _known(shape: Shape) -> TypeGuard[tuple[int, ...]]:
-    return shape is not None and None not in shape
 
 
 def _milliseconds(seconds: float) -> str:

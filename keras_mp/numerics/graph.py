@@ -15,13 +15,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.grappler import report as rewrites
-from keras_mp.hardware.stopwatch import CONVOLUTION, MATRIX_PRODUCT
 from keras_mp.support import op_table
 from keras_mp.tensorflow_api import operations
 
 NodeDef: TypeAlias = tf.compat.v1.NodeDef
-# The sizes of a tensor, each None where it is not known; or None where its rank is not.
-Shape = tuple[int | None, ...] | None
+# The sizes of a tensor; None where one of them is not known.
+Shape = tuple[int, ...] | None
 _Known = Sequence[tuple[int, ...]]
 
 _LOOPS = op_table.ops("loops")
@@ -58,8 +57,8 @@ class Node(NamedTuple):
     is_compiled: bool
 
     @property
-    def work(self) -> "Work | None":
-        """The work of one run, or None if it is neither a product nor a convolution."""
+    def work(self) -> int | None:
+        """The work of one run; None if a shape of a product is not known."""
         return of(self.proto, self.inputs, self.outputs)
 
 
@@ -238,10 +237,10 @@ class _Body:
             return (self.shapes.get(name),)
         proto = self._by_name[name]
         if proto.op == "Const":
-            return (_known(tf.TensorShape(proto.attr["value"].tensor.tensor_shape)),)
+            return (known(tf.TensorShape(proto.attr["value"].tensor.tensor_shape)),)
         if "_output_shapes" not in proto.attr:
             return ()
-        return tuple(map(_known, map(tf.TensorShape, proto.attr["_output_shapes"].list.shape)))
+        return tuple(map(known, map(tf.TensorShape, proto.attr["_output_shapes"].list.shape)))
 
     def _shape_at(self, source: str) -> Shape:
         name, index = _parse(source, self._by_name)
@@ -293,7 +292,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {
 
 
 def _amount(nodes: Sequence[Node]) -> tuple[int, int]:
-    amounts = (node.work.count * node.turns for node in nodes if node.work is not None)
+    amounts = ((node.work or 0) * node.turns for node in nodes)
     return sum(amounts), len(nodes)
 
 
@@ -312,23 +311,12 @@ def _parse(source: str, by_name: Mapping[str, NodeDef]) -> tuple[str, int]:
     return name, int(index) + (outputs.index(output) if output in outputs else 0)
 
 
-def _known(shape: tf.TensorShape) -> Shape:
-    return tuple(shape) if shape.is_fully_defined() else None
+def known(shape: tf.TensorShape) -> Shape:
+    """Returns a shape as a tuple, or None."""
+    return cast(tuple[int, ...], tuple(shape)) if shape.is_fully_defined() else None
 
 
-class Work(NamedTuple):
-    """The work of an operation.
-
-    Attributes:
-        kind: "matrix product" or "convolution", as in `keras_mp.hardware.speeds`.
-        count: int. Number of floating-point operations.
-    """
-
-    kind: str
-    count: int
-
-
-def of(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Work | None:
+def of(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int | None:
     """Counts the floating-point operations of one operation.
 
     Args:
@@ -337,23 +325,19 @@ def of(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Work
         outputs: the shapes of its outputs.
 
     Returns:
-        `Work`; None if it is neither a product nor a convolution, or if a shape is not known.
+        int: 0 if it is neither a product nor a convolution; None if a shape is not known.
     """
+    if node.op not in COUNTED:
+        return 0
     try:
-        kind, count = COUNTED[node.op]
-        return Work(kind, 2 * count(node, cast(_Known, inputs), cast(_Known, outputs)))
-    except (KeyError, TypeError, IndexError):  # It is no product, or a shape is not known.
+        return 2 * COUNTED[node.op](node, inputs, outputs)
+    except (TypeError, IndexError):
         return None
-
-
-def is_counted(op: str) -> bool:
-    """Whether it is the type of a product or of a convolution."""
-    return op in COUNTED
 
 
 def multiplied_sizes(
     node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]
-) -> tuple[int | None, ...]:
+) -> tuple[int, ...]:
     """Returns the sizes that a tensor core divides into tiles: rows, columns, what is summed over.
 
     Args:
@@ -362,7 +346,7 @@ def multiplied_sizes(
         outputs: the shapes of its outputs.
 
     Returns:
-        tuple of int or None; empty for what is no plain product or convolution.
+        tuple of int; empty for unknown shapes, and for what is no plain product or convolution.
     """
     try:
         if node.op == "MatMul":
@@ -375,15 +359,12 @@ def multiplied_sizes(
 
 
 def _summed_over(node: NodeDef, inputs: _Known) -> int:
-    return inputs[0][-2 if node.attr["transpose_a"].b else -1]
+    transposed = "transpose_a" if node.op == "MatMul" else "adj_x"
+    return inputs[0][-2 if node.attr[transposed].b else -1]
 
 
 def _matrix_product(node: NodeDef, inputs: _Known, outputs: _Known) -> int:
     return math.prod(outputs[0]) * _summed_over(node, inputs)
-
-
-def _batch_of_products(node: NodeDef, inputs: _Known, outputs: _Known) -> int:
-    return math.prod(outputs[0]) * inputs[0][-2 if node.attr["adj_x"].b else -1]
 
 
 def _einsum(node: NodeDef, inputs: _Known, outputs: _Known) -> int:
@@ -419,16 +400,14 @@ def _convolution(image: int, kernel: int, depthwise: bool = False) -> Callable[.
     return count
 
 
-# By operation: its kind, and a function that counts half of its floating-point operations.
-COUNTED = {
+# By operation, a function that counts half of its floating-point operations.
+COUNTED: dict[str, Callable[..., int]] = {
     **dict.fromkeys(
-        op_table.ops("matrix products", "matrix products into another dtype"),
-        (MATRIX_PRODUCT, _batch_of_products),
+        op_table.ops("matrix products", "matrix products into another dtype"), _matrix_product
     ),
-    "MatMul": (MATRIX_PRODUCT, _matrix_product),
-    "Einsum": (MATRIX_PRODUCT, _einsum),
+    "Einsum": _einsum,
     **{
-        op: (CONVOLUTION, _convolution(image, kernel, op.startswith("Depthwise")))
+        op: _convolution(image, kernel, op.startswith("Depthwise"))
         for kind, image, kernel in (
             ("convolutions", -1, 1),
             ("transposed convolutions", 2, 1),

@@ -161,10 +161,6 @@ class Histogram:
 
     def __init__(self, bins: np.ndarray | Sequence[Sequence[int]]) -> None:
         counts = np.array(bins, np.int64)
-        if counts.shape != (ROWS, COLUMNS):
-            raise ValueError(
-                f"Expected bins of the shape {ROWS, COLUMNS}. Received: {counts.shape}"
-            )
         # A NaN may have any bits.
         counts[-1, 1:] = [counts[-1, 1:].sum(), *[0] * (COLUMNS - 2)]
         # Most are empty, and many histograms may be kept.

@@ -317,9 +317,19 @@ def _overflow(cause: _Cause, largest_input: float, largest_weight: float) -> Sai
         return None
     largest = LARGEST.get(origin.dtype)
     beyond = f" (the largest {origin.dtype} is {largest:,.0f})" if largest else ""
-    more, cure = causes.of_overflow(
-        origin.dtype, largest_weight, largest_input, int(cause.bad[cause.origin])
-    )
+    more, cure = "", causes.CURES["too large"]
+    if origin.dtype == "float16":
+        cure = causes.CURES["too large for float16"]
+    if in_float32 := int(cause.bad[cause.origin]):
+        more = f" {in_float32:,} of its results are not finite in float32, either."
+        cure = causes.CURES["too large for float32"]
+    later = cure[0].lower() + cure[1:]
+    if not largest_weight < causes.LARGE_WEIGHTS:
+        more += f" Weights reach {largest_weight:.3g}."
+        cure = causes.CURES["weights"] + later
+    elif largest_input >= causes.LARGE_INPUTS:
+        more += f" The inputs of the batch reach {largest_input:.3g}."
+        cure = causes.CURES["inputs"] + later
     return Said(
         OVERFLOW,
         f"{origin.type} in {origin.dtype} is the first operation with finite inputs whose results "

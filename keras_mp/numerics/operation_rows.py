@@ -36,7 +36,7 @@ _NOT_CHECKED = op_table.ops("empty tensors", "variables")
 _FIRST_OUTPUT_ONLY = ("FusedBatchNorm",)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Range:
     """An operation, and the range of the numbers that it returned.
 
@@ -46,20 +46,20 @@ class Range:
             name of the model for what it computes between its layers; else the name scopes.
         line: str or None. The line that it comes from, such as "model.py:12".
         dtype: str. The dtype of the numbers.
+        is_gradient: bool. Whether it is a part of a gradient.
         low: float. The smallest finite number; Inf if there is none.
         high: float. The largest finite number; -Inf if there is none.
         bad: int. How many numbers are Inf or NaN.
-        is_gradient: bool. Whether it is a part of a gradient.
     """
 
     operation: str
     layer: str
     line: str | None
     dtype: str
-    low: float
-    high: float
-    bad: int
     is_gradient: bool
+    low: float = math.inf
+    high: float = -math.inf
+    bad: int = 0
 
     @property
     def size(self) -> float:
@@ -121,11 +121,10 @@ class NotFiniteError(ArithmeticError):
 
 
 @dataclasses.dataclass
-class OperationRow:
-    """An operation.
+class OperationRow(Range):
+    """An operation, and what uses its result.
 
     Attributes:
-        operation, layer, line, dtype, is_gradient: as those of `Range`.
         inputs: the rows of the operations whose results it takes.
         is_given: whether its result was there before: an argument, a weight, a constant.
         is_used: whether an operation with a row uses its result.
@@ -133,12 +132,7 @@ class OperationRow:
         is_passed_on: whether its result is given to a function, which has rows of its own.
     """
 
-    operation: str
-    layer: str
-    line: str | None
-    dtype: str
-    is_gradient: bool
-    inputs: list[int]
+    inputs: list[int] = dataclasses.field(default_factory=list)
     is_given: bool = False
     is_used: bool = False
     is_used_elsewhere: bool = False
@@ -152,8 +146,7 @@ class OperationRow:
                 largest finite one, and whether something began to be not finite here.
         """
         bad, low, high, _ = map(float, measured)
-        what = self.operation, self.layer, self.line, self.dtype
-        return Range(*what, low, high, int(bad), self.is_gradient)
+        return dataclasses.replace(self, low=low, high=high, bad=int(bad))
 
 
 # A device, its operations, and an array of what was measured of each, as `range` takes it.
@@ -243,7 +236,8 @@ class OperationTable:
         # What is made of gradients, such as their sum over replicas, overflows as they do.
         is_gradient = origin.is_gradient or any(self.rows[i].is_gradient for i in inputs)
         dtype, line = values[0].dtype.name, origin.line and origin.line.short
-        row = OperationRow(kind, origin.layer, line, dtype, is_gradient, inputs, is_given)
+        row = OperationRow(kind, origin.layer, line, dtype, is_gradient)
+        row.inputs, row.is_given = inputs, is_given
         self.rows.append(row)
         for i in inputs:
             self.rows[i].is_used = True

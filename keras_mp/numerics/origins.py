@@ -33,7 +33,6 @@ from keras_mp.support.messages import Line
 from keras_mp.tensorflow_api import gradients
 
 _GRADIENT = "gradient_tape"
-_OTHER_REPLICA = re.compile(r"(^|/)replica_[1-9]\d*/")
 # Whose code a file is, by its package; of the others, which are Python's, TensorFlow's.
 _MAKERS = {"keras": "Keras", "tf_keras": "Keras", "keras_mp": "keras_mp"}
 # Files of tools, and what is around the call of a layer that tools observe.
@@ -578,8 +577,3 @@ def step_of(
 
     with np.errstate(over="ignore"):  # NumPy warns of a constant that 16 bits do not hold.
         return step.get_concrete_function(batch.data)
-
-
-def is_first_replica(name: str) -> bool:
-    """Whether an operation belongs to the first replica, or to no replica."""
-    return _OTHER_REPLICA.search(name) is None

@@ -18,7 +18,7 @@ from keras_mp.numerics import batches, origins, own_thread, run
 from keras_mp.numerics.census import Census, census
 from keras_mp.numerics.results import Result
 from keras_mp.policy import Policy
-from keras_mp.support import messages, op_table, text_tables
+from keras_mp.support import messages, op_table, text_tables, validation
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
 
@@ -247,8 +247,7 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
     >>> times.seconds > 0, "model.compile(..., jit_compile=True)" in times.tried
     (True, True)
     """
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"Expected at least one step. Received: steps={steps!r}")
+    validation.integer("steps", steps)
     data = batches.as_fit_takes_it(model, batch)
     candidates = dict(_candidates(model))
     with (

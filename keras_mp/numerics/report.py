@@ -16,7 +16,7 @@ from keras_mp.numerics.histogram import (
     round_down,
 )
 from keras_mp.numerics.results import Result
-from keras_mp.support import text_tables
+from keras_mp.support import text_tables, validation
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 # Kind and path of a row.
@@ -425,10 +425,8 @@ def advise(
     Fix the loss scale at 2^13: between 2^12 and 2^15 no gradient loses more than 0.1 %, in 30 of \
 3,000 steps. At 2^0, 100.0 % of `a/kernel` is below float16.
     """
-    if dtype not in LOW_PRECISION_NAMES:
-        raise ValueError(f"Expected 'float16' or 'bfloat16'. Received: dtype={dtype!r}")
-    if not 0 <= tolerance <= 1:
-        raise ValueError(f"Expected a share from 0 to 1. Received: tolerance={tolerance!r}")
+    format_of(dtype)
+    validation.number("tolerance", tolerance, at_least=0, at_most=1)
     adviser = _Adviser(report, dtype, tolerance, owner)
     adviser.judge(culprits)
     return Advice(adviser.sentences, adviser.policies, adviser.loss_scale)
@@ -550,8 +548,8 @@ class _Adviser:
             f"{self.set_scale.capitalize()} 2^{exponent}: between 2^{common.low} and "
             f"2^{common.high} no gradient loses more than {100 * self.tolerance:g} %, {self.where}."
         )
-        worst = max(rows, key=lambda row: _lost(row.histogram.fate(dtype, self.now)))
-        fate = worst.histogram.fate(dtype, self.now)
+        fates = [(row, row.histogram.fate(dtype, self.now)) for row in rows]
+        worst, fate = max(fates, key=lambda each: each[1].share("zero") + each[1].share("infinite"))
         if overflowed and self.report.step:
             sentence += (
                 " That only covers finite gradients. How much smaller the scale has to be for the "
@@ -621,10 +619,6 @@ class _Adviser:
                 f"{sum(fate.values for fate in fates):,} values none becomes zero or infinite, "
                 f"{self.where}. (It keeps 8 bits of each value, float16 11.)"
             )
-
-
-def _lost(fate: Fate) -> float:
-    return fate.share("zero") + fate.share("infinite")
 
 
 def _named(kind: str, path: str) -> str:

@@ -121,8 +121,6 @@ _RESTART = "lower the learning rate, and restart from earlier weights"
 
 # By cause, a sentence that a tool completes with what it has measured.
 SAID = {
-    "weights": "If training has made them so large, it has diverged: " + _RESTART + ".",
-    "inputs": "normalize them first, " + _NORMALIZE + ".",
     "an input": "This input is too large for {dtype}: normalize it first, in float32.",
     "passed in": "It was already not finite when it was passed in.",
     "a constant": "This constant is too large for {dtype}. For a mask, use the lowest number of "
@@ -153,14 +151,6 @@ CURES = {
     "a custom gradient": "Let the gradient function of tf.custom_gradient return gradients in the "
     "dtypes of its inputs: tf.cast(gradient, x.dtype).",
     "a batch": "Clean the data, or check with another batch.",
-}
-
-# What lets something compute in float32, as words that follow "or".
-IN_FLOAT32 = {
-    "a loss": "cast to float32 in the loss: tf.cast(predictions, tf.float32)",
-    "a layer": 'run the layer in float32: keras_mp.convert(model, {{"{path}": "float32"}})',
-    "no layer of its own": "compute it in float32: cast there, or create the layer with "
-    'dtype="float32"',
 }
 
 
@@ -227,29 +217,6 @@ def of_weights(largest: float) -> str:
     reached = f"reach {largest:.3g}" if math.isfinite(largest) else "are not finite"
     restart = _RESTART[0].upper() + _RESTART[1:]
     return f"Weights {reached}: if training has made them so, it has diverged. {restart}."
-
-
-def of_overflow(
-    dtype: str, largest_weight: float, largest_input: float, in_float32: int = 0
-) -> tuple[str, str]:
-    """Returns what to add to a sentence about an overflow, and its cure.
-
-    Args:
-        dtype: str. In which it is.
-        largest_weight: float, of the model; NaN where weights are not finite.
-        largest_input: float, of the batch.
-        in_float32: int. How many of the results are not finite in float32, either.
-    """
-    why, cure = "", CURES["too large for float16" if dtype == "float16" else "too large"]
-    if in_float32:
-        why = f" {in_float32:,} of its results are not finite in float32, either."
-        cure = CURES["too large for float32"]
-    later = cure[0].lower() + cure[1:]
-    if not largest_weight < LARGE_WEIGHTS:
-        return f"{why} Weights reach {largest_weight:.3g}.", CURES["weights"] + later
-    if largest_input >= LARGE_INPUTS:
-        return f"{why} The inputs of the batch reach {largest_input:.3g}.", CURES["inputs"] + later
-    return why, cure
 
 
 def begun(

@@ -26,7 +26,7 @@ from keras_mp.numerics import origins, own_thread
 from keras_mp.numerics.batches import Batch, Structure
 from keras_mp.numerics.records import UNIT_ROUNDOFF, Noise, are_finite
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
-from keras_mp.support import marks, op_callbacks
+from keras_mp.support import marks
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 
@@ -56,7 +56,7 @@ class Call:
         position: the number of the call within the call around it, from the outermost to this one.
             Calls of two runs of the same model have the same positions, whatever the layers' names.
         path: str. The names of the layers from below the model to this one; of the model its name;
-            of an operation its name scope and type.
+            "" of an operation.
         kind: str. The class of the layer, the type of an operation, or "loss".
         layer: the layer, or what else was called; None for an operation.
         args: its positional arguments.
@@ -104,11 +104,6 @@ class Call:
         known = [dtype for dtype in dtypes if dtype in UNIT_ROUNDOFF]
         return max(known, key=UNIT_ROUNDOFF.__getitem__, default="float32")
 
-    @property
-    def unit(self) -> float:
-        """The unit roundoff of that dtype."""
-        return UNIT_ROUNDOFF[self.dtype]
-
     def return_instead(self, others: Mapping[int, tf.Tensor]) -> bool:
         """Replaces outputs, and returns whether there are any.
 
@@ -146,7 +141,6 @@ class Watch(LayerObserver):
 
     Attributes:
         calls: list of Call, each when it ends: those inside of a layer come before its own.
-        kept: KeptOperations, if somebody keeps them.
 
     Args:
         numbers: RandomNumbers. Runs that are to be compared share them.
@@ -159,7 +153,6 @@ class Watch(LayerObserver):
         self, numbers: RandomNumbers, change: Change | None = None, start: Position = (0,)
     ) -> None:
         self.calls: list[Call] = []
-        self.kept = KeptOperations()
         self._numbers = numbers
         self._change = change
         # The position of the next call, and how many times each call around it has drawn numbers.
@@ -260,8 +253,7 @@ class KeptOperations:
             return
         if not origins.is_safe(kind, outputs):
             maker, origin = len(self.operations), origins.running()
-            path = f"{tf.get_current_name_scope()}/{kind}".strip("/")
-            made = Call((maker,), path, kind, None, tuple(inputs), outputs=list(outputs))
+            made = Call((), "", kind, None, tuple(inputs), outputs=list(outputs))
             made.is_gradient, made.line = origin.is_gradient, origin.line
             self.operations.append(made)
         else:
@@ -272,14 +264,6 @@ class KeptOperations:
                 self.operations[maker].return_instead({id(inputs[0]): outputs[0]})
         self._makers.update((id(value), maker) for value in outputs)
         self._held.extend(outputs)
-
-
-@contextlib.contextmanager
-def kept() -> Iterator[KeptOperations]:
-    """Keeps the operations of the block."""
-    seen = KeptOperations()
-    with op_callbacks.observed(seen.keep):
-        yield seen
 
 
 def floating(structure: Any) -> list[tf.Tensor]:
@@ -393,19 +377,12 @@ def signed_mean(batch: Batch | None, prediction: Structure) -> tf.Tensor:
     return tf.add_n(parts)
 
 
-def scale_in_training(model: tf.keras.Model) -> float | None:
-    """Returns the current loss scale of the model's optimizer, else the first one of its policy."""
+def first_scale(model: tf.keras.Model) -> float:
+    """Returns the loss scale with which a model would go on, or begin, to train."""
     for optimizer in wrappers_among(getattr(model, "optimizer", None)):
         return float(optimizer.loss_scale())
-    policy = model.dtype_policy
-    return float(policy.loss_scale()) if getattr(policy, "scales_loss", False) else None
-
-
-def first_scale(model: tf.keras.Model) -> float:
-    """Returns the loss scale with which a model would begin to train."""
-    known = scale_in_training(model)
-    if known is not None:
-        return known
+    if getattr(model.dtype_policy, "scales_loss", False):
+        return float(model.dtype_policy.loss_scale())
     dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
     return INITIAL_LOSS_SCALE if "float16" in dtypes else 1.0
 
@@ -421,7 +398,6 @@ class Run(NamedTuple):
             name; those of the arguments of a function or layer are among them.
         loss: float; NaN for a layer.
         loss_scale: float.
-        kept: the operations that ran, if they were kept.
     """
 
     model: Any
@@ -429,7 +405,6 @@ class Run(NamedTuple):
     gradients: dict[str, tf.Tensor]
     loss: float
     loss_scale: float
-    kept: KeptOperations
 
     @property
     def dtype(self) -> str:
@@ -481,7 +456,6 @@ class Runner:
         forward: Forward: `of_model`, `of_step`, or that of a function or layer.
         numbers: RandomNumbers. Runners whose runs are to be compared share them.
         position: that of the first call, which the random numbers depend on.
-        keeps: bool. Whether operations are kept.
     """
 
     model: Any
@@ -490,8 +464,6 @@ class Runner:
     _: dataclasses.KW_ONLY
     numbers: RandomNumbers
     position: Position = (0,)
-    keeps: bool = False
-    _first: Run | None = dataclasses.field(default=None, init=False)
 
     @property
     def name(self) -> str:
@@ -504,33 +476,12 @@ class Runner:
         return f"{self.model.name} in {name}"
 
     def run(self, loss_scale: float = 1.0, noise: Noise | None = None) -> Run:
-        """Runs it forwards and backwards. The first run without noise is kept, for all tools.
+        """Runs it forwards and backwards.
 
         Args:
             loss_scale: float. The loss is multiplied by it.
             noise: Noise on inputs and weights, and on what each layer returns.
         """
-        if noise is None and self._first is not None and self._first.loss_scale == loss_scale:
-            return self._first
-        run = self._run(loss_scale, noise)
-        if noise is None:
-            self._first = self._first or run
-        return run
-
-    def run_as_trained(self, loss_scale: float | None = None) -> Run:
-        """Runs a model at a loss scale, which is halved until gradients do not overflow.
-
-        Args:
-            loss_scale: the first one; None for that with which the model would begin to train.
-        """
-        scale = first_scale(self.model) if loss_scale is None else loss_scale
-        while True:
-            run = self.run(scale)
-            if scale <= 1 or not math.isfinite(run.loss) or are_finite(run.all_gradients()):
-                return run
-            scale = max(1.0, scale / 2)
-
-    def _run(self, loss_scale: float, noise: Noise | None) -> Run:
         watch = Watch(self.numbers, noise and noise.both_ways, self.position)
         is_built, batch = getattr(self.model, "built", False), self.batch
         with contextlib.ExitStack() as stack:
@@ -539,8 +490,6 @@ class Runner:
                 noise.move_weights(self.model)
                 moved = map_floating(lambda each: marks.copy(each, noise(each)), batch.x)
                 batch = batch._replace(x=moved)
-            if self.keeps:
-                watch.kept = stack.enter_context(kept())
             tape = stack.enter_context(tf.GradientTape(watch_accessed_variables=not is_built))
             # Training computes no gradients before the first trained weight, so the weights alone
             # are watched. A model that is not built makes them now, and the tape sees that.
@@ -559,7 +508,20 @@ class Runner:
             call.trained_through = {id(v) for v, g in zip(values, found) if g is not None}
         pairs = zip(sources, of_sources, strict=True)
         gradients = {name: tf.convert_to_tensor(each) for name, each in pairs if each is not None}
-        return Run(self.model, watch.calls, gradients, loss, loss_scale, watch.kept)
+        return Run(self.model, watch.calls, gradients, loss, loss_scale)
+
+    def run_as_trained(self, loss_scale: float | None = None) -> Run:
+        """Runs a model at a loss scale, which is halved until gradients do not overflow.
+
+        Args:
+            loss_scale: the first one; None for that with which the model would begin to train.
+        """
+        scale = first_scale(self.model) if loss_scale is None else loss_scale
+        while True:
+            run = self.run(scale)
+            if scale <= 1 or not math.isfinite(run.loss) or are_finite(run.all_gradients()):
+                return run
+            scale = max(1.0, scale / 2)
 
 
 def of_model(loss: Loss = signed_mean, training: bool = True) -> Forward:
@@ -603,31 +565,13 @@ def _loss_of(value: Any, name: str, model: Any) -> Passed:
     return Passed([tf.convert_to_tensor(value)], named_weights(model))
 
 
-def forward_of(
+def runners(
     model: tf.keras.Model,
-    original: tf.keras.Model,
     batch: Batch,
+    reference: Any = "float32",
     loss: GivenLoss | None = None,
     step: Callable[..., tf.Tensor] | None = None,
     training: bool = True,
-) -> Forward:
-    """Returns the forward pass of a model, with its loss as `loss_of` knows it, or with a step.
-
-    Args:
-        model: what will be run.
-        original: the model of the user.
-        batch: Batch.
-        loss: as for `check`.
-        step: as for `check`.
-        training: as for `check`.
-    """
-    if step is not None:
-        return of_step(step)
-    return of_model(loss_of(model, original, batch, loss), training)
-
-
-def runners(
-    model: tf.keras.Model, batch: Batch, reference: Any = "float32", **how: Any
 ) -> tuple[Runner, Runner]:
     """Returns what runs a model, and what runs its reference, with the same random numbers.
 
@@ -635,14 +579,17 @@ def runners(
         model: of `tf.keras`, built.
         batch: Batch.
         reference: a policy for a copy of the model, or a model with the same layers.
-        **how: `loss`, `step` and `training`, as for `check`.
+        loss: as for `check`.
+        step: as for `check`.
+        training: as for `check`.
     """
     numbers, is_given = RandomNumbers(), isinstance(reference, tf.keras.Model)
-    narrow, wide = (
-        Runner(each, batch, forward_of(each, model, batch, **how), numbers=numbers)
-        for each in (model, reference if is_given else compiled(model, reference, "sgd"))
-    )
-    return narrow, wide
+
+    def runner(each: tf.keras.Model) -> Runner:
+        forward = of_step(step) if step else of_model(loss_of(each, model, batch, loss), training)
+        return Runner(each, batch, forward, numbers=numbers)
+
+    return runner(model), runner(reference if is_given else compiled(model, reference, "sgd"))
 
 
 def replay(
@@ -651,7 +598,6 @@ def replay(
     upstream: Sequence[tf.Tensor | None],
     dtype: str | None = None,
     noise: Noise | None = None,
-    keeps: bool = False,
 ) -> Run:
     """Makes a call once more, with the same or with another layer, and the same random numbers.
 
@@ -661,7 +607,6 @@ def replay(
         upstream: the gradients of its outputs.
         dtype: to which inputs in 16 bits are cast; None leaves them.
         noise: Noise on inputs, weights, outputs and upstream gradients.
-        keeps: bool. Whether operations are kept.
 
     Returns:
         The run, whose last call is this one, with the gradients of its inputs and weights.
@@ -695,9 +640,8 @@ def replay(
         return Passed([each for each, _ in pairs], sources, [each for _, each in pairs])
 
     batch = Batch(map_floating(given, (call.args, call.kwargs)))
-    how: dict[str, Any] = {"position": call.position, "keeps": keeps}
-    numbers = call.numbers or RandomNumbers()
-    return Runner(layer, batch, forward, numbers=numbers, **how).run(noise=noise)
+    numbers, position = call.numbers or RandomNumbers(), call.position
+    return Runner(layer, batch, forward, numbers=numbers, position=position).run(noise=noise)
 
 
 def check_same_calls(run: Run, reference: Run) -> None:

@@ -1,6 +1,7 @@
 """The graph of one step with the tensors of a batch, for hazards to inspect."""
 
 import functools
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -22,6 +23,8 @@ MOST_VARIANCE = 0.01
 # In what `health` returns: how many values are -inf, inf and NaN, and how many are zero; its size.
 BAD, ZEROS, COUNTS = slice(5, 8), 9, 11
 _NOTHING = np.zeros(COUNTS)
+
+_OTHER_REPLICA = re.compile(r"(^|/)replica_[1-9]\d*/")
 
 # Functions of libraries that scale a loss, and those that run after the gradients.
 _SCALING = ("scale_loss", "get_scaled_loss")
@@ -62,7 +65,7 @@ class TracedStep:
         self.optimizer = getattr(model, "optimizer", None)
         self.layers = origins.Layers(model, scopes)
         graph = tf.compat.v1.get_default_graph()
-        self.operations = [o for o in graph.get_operations() if origins.is_first_replica(o.name)]
+        self.operations = [o for o in graph.get_operations() if not _OTHER_REPLICA.search(o.name)]
         self.forward = list(_forward(self.operations))
 
     def where(self, operation: tf.Operation) -> str:
@@ -109,8 +112,11 @@ class TracedStep:
     @functools.cached_property
     def products(self) -> list[tuple[tf.Operation, int]]:
         """The products and convolutions of the forward pass, and how much each computes."""
-        found = [(each, work.of(each.node_def, *shapes_of(each))) for each in self.forward]
-        return [(operation, each.count) for operation, each in found if each is not None]
+        found = []
+        for each in self.forward:
+            shapes = ([work.known(t.shape) for t in of] for of in (each.inputs, each.outputs))
+            found.append((each, work.of(each.node_def, *shapes)))
+        return [(operation, count) for operation, count in found if count]
 
     @functools.cached_property
     def backward_products(self) -> list[tf.Tensor]:
@@ -118,7 +124,7 @@ class TracedStep:
         return [
             operation.outputs[0]
             for operation in self.operations
-            if origins.is_of_backward_pass(operation.name) and work.is_counted(operation.type)
+            if origins.is_of_backward_pass(operation.name) and operation.type in work.COUNTED
         ]
 
     @functools.cached_property
@@ -195,15 +201,6 @@ def _forward(operations: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
         # The optimizer comes after the backward pass, and so may another loss.
         elif not is_backward_pass_begun or not origins.is_made_in(operation, (), _APPLYING):
             yield operation
-
-
-def shapes_of(operation: tf.Operation) -> tuple[list[work.Shape], list[work.Shape]]:
-    """Returns the shapes of the inputs and of the outputs of an operation."""
-
-    def shapes(tensors: Iterable[tf.Tensor]) -> list[work.Shape]:
-        return [None if t.shape.rank is None else tuple(t.shape) for t in tensors]
-
-    return shapes(operation.inputs), shapes(operation.outputs)
 
 
 def before(tensor: tf.Tensor, types: Container[str], until: Container[tf.DType] = ()) -> tf.Tensor:

@@ -20,6 +20,7 @@ from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics import own_thread, patterns
 from keras_mp.numerics.batches import Batch, Batches, Structure
 from keras_mp.numerics.census import census
+from keras_mp.numerics.histogram import format_of
 from keras_mp.numerics.records import array, is_noise, jitter, relative
 from keras_mp.numerics.results import Result
 from keras_mp.numerics.run import (
@@ -36,8 +37,8 @@ from keras_mp.numerics.run import (
     signed_mean,
 )
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
-from keras_mp.support import text_tables
-from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES
+from keras_mp.support import text_tables, validation
+from keras_mp.support.dtypes import FLOATING
 from keras_mp.support.progress import Progress
 
 # One of so many batches is held out.
@@ -73,12 +74,7 @@ class Errors(NamedTuple):
         return max(self[:3])
 
     def __str__(self) -> str:
-        if self.outputs == self.largest:
-            what = "outputs"
-        elif self.loss == self.largest:
-            what = "loss"
-        else:
-            what = f"gradients of {self.layer}"
+        what = ("outputs", "loss", f"gradients of {self.layer}")[self[:3].index(self.largest)]
         return f"{what} {_number(self.largest)}{' off' * math.isfinite(self.largest)}"
 
 
@@ -294,12 +290,8 @@ def tune(
     'float32'
     """
     keras_api.check_model(model)
-    if dtype not in LOW_PRECISION_NAMES:
-        raise ValueError(
-            f"Expected one of the dtypes {list(LOW_PRECISION_NAMES)}. Received: dtype={dtype!r}"
-        )
-    if not 0 < tolerance < math.inf:
-        raise ValueError(f"Expected a tolerance above 0. Received: tolerance={tolerance!r}")
+    format_of(dtype)
+    validation.number("tolerance", tolerance, above=0)
     given, aside = _divided(model, batches, held_out)
     made = [*given, *aside]
     with own_thread.random_numbers(seed):

@@ -109,13 +109,9 @@ class watch(keras_api.BaseCallback, Result):
         self.read_freq = validation.epoch_or_integer("read_freq", read_freq)
         self.history: list[Report] = []
         self._watched, self._optimizer = model, optimizer
-        validation.integer("every", every)
-        self._counting: dict[str, Any] = {
-            "every": every,
-            "gradients": gradients,
-            "weights": weights,
-        }
-        self._counting |= {"outputs": outputs, "output_gradients": output_gradients}
+        self._counting: dict[str, Any] = {"every": validation.integer("every", every)}
+        self._counting |= {"gradients": gradients, "weights": weights, "outputs": outputs}
+        self._counting["output_gradients"] = output_gradients
         # Made now, in the scope of a strategy, and not in a replica.
         self._histograms = None if model is None or optimizer is None else self._made_histograms()
         scaled = [each for each in (model, *tf.nest.flatten(optimizer)) if each is not None]

@@ -79,6 +79,22 @@ def mixed_model():
     return model
 
 
+def test_what_is_no_batch():
+    model = mixed_model()
+    x, y = np.ones([4, 2]), np.zeros([4, 1])
+    dataset = tf.data.Dataset.from_tensors((x, y))
+    for batch, error, message in (
+        (None, TypeError, "Expected a batch as `fit` takes it"),
+        ((dataset, y), TypeError, r"Expected a batch as `fit` takes it.*next\(iter"),
+        ((x, y, y, y), ValueError, "a tuple of 4"),
+        ([x, y], ValueError, "Received a list of 2. For x and y, pass a tuple"),
+        ((x[:0], y[:0]), ValueError, r"values in it. Received: x of the shape \(0, 2\)"),
+    ):
+        for tool in (keras_mp.numerics.check, keras_mp.numerics.profile):
+            with pytest.raises(error, match=message):
+                tool(model, batch)
+
+
 def pairs_of(*sizes):
     return [(np.full([4, 2], size, "float32"), np.ones([4, 1], "float32")) for size in sizes]
 

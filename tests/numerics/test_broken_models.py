@@ -1,5 +1,6 @@
 """Six broken models, as people write them: the first call names the cause, and its cure trains."""
 
+import json
 import pathlib
 
 import numpy as np
@@ -180,6 +181,13 @@ def test_the_first_screen_names_the_cause_and_the_cure_trains(make):
     assert cause in first, first
     assert cure in first, first
     assert "[1m" not in str(found)
+    assert "policy mixed_float16: " in str(found)
+    # Nothing sends the reader to the tool that he has asked, or says one reason twice.
+    assert "numerics.check" not in first
+    assert str(found).count("Not looked at") <= (make is gan)
+    assert all(len(line) <= 100 for line in str(found).splitlines())
+    described = json.loads(found.to_json())
+    assert described["findings"][0]["hazard"] == found.findings[0].hazard
     if make in LINES:
         assert (
             LINES[make]

@@ -450,17 +450,6 @@ def test_what_a_model_does_between_its_layers_is_its_own():
 
 
 @common.once
-def test_a_checkpoint_with_other_weights():
-    with keras_mp.policy_scope("mixed_bfloat16"):
-        model = small_model()
-    other = keras_mp.convert(model, "float32")
-    other.layers[-1].set_weights([w * 2 for w in other.layers[-1].get_weights()])
-    comparison = compare(model, *batch(), reference=other)
-    assert comparison.findings[0].path == model.layers[-1].name
-    assert comparison.findings[0].why.startswith("Its weights differ from those of the reference")
-
-
-@common.once
 def test_json(tmp_path):
     comparison = compare(model_with(square), *batch())
     comparison.to_json(tmp_path / "comparison.json")
@@ -497,18 +486,6 @@ def test_shapes_that_depend_on_numbers():
     # Noise moves some of them to the other side.
     x[:, 0] = 1 + np.linspace(-0.002, 0.002, 64)
     assert {each.path for each in compare(model, x, policy="mixed_float16").findings} <= {"planted"}
-
-
-def test_a_batch_is_as_fit_takes_it():
-    x, y = batch()
-    with keras_mp.policy_scope("mixed_float16"):
-        model = small_model()
-    with pytest.raises(TypeError, match="Expected a batch as `fit` takes it"):
-        compare(model, None)
-    with pytest.raises(ValueError, match="Received a list of 2. For x and y, pass"):
-        compare(model, [x, y])
-    with pytest.raises(TypeError, match=r"Expected a batch as `fit` takes it.*next\(iter"):
-        compare(model, tf.data.Dataset.from_tensors((x, y)))
 
 
 def test_what_cannot_be_compared():
@@ -582,23 +559,6 @@ def test_layers_in_16_bits_in_a_model_in_float32(dtype):
     narrow = dtype.removeprefix("mixed_")
     around = {layer.dtype for layer in comparison.layers if layer.kind == "Sequential"}
     assert around == {narrow}
-
-
-def test_the_command(tmp_path, capsys):
-    x, y = batch()
-    np.savez(tmp_path / "batch.npz", x=x, y=y)
-    files = [str(tmp_path / "model.keras"), str(tmp_path / "batch.npz")]
-    model = small_model(L.Activation("exponential"))
-    model.save(files[0])
-    assert main(["check", *files, "--policy", "mixed_float16"]) == 0
-    assert "nothing found." in capsys.readouterr().out
-    model.layers[0].set_weights([10 * weight for weight in model.layers[0].get_weights()])
-    with keras_mp.policy_scope("mixed_float16"):
-        keras_mp.convert(model, "mixed_float16").save(files[0])
-    assert main(["check", *files, "--json", str(tmp_path / "out.json"), "--all-rows"]) == 1
-    printed = capsys.readouterr().out
-    assert "model in float16, compared with model in float32" in printed
-    assert json.loads((tmp_path / "out.json").read_text())["findings"]
 
 
 @common.once

@@ -382,7 +382,7 @@ def test_each_replica_counts_its_own():
 
 def test_what_cannot_be_watched_is_refused():
     with pytest.raises(TypeError, match="Expected a model of `tf.keras`.*Received: model=3"):
-        ExponentHistograms(3)
+        watch(3)
     with pytest.raises(ValueError, match="is not built"):
         ExponentHistograms(K.Sequential([K.layers.Dense(1)]))
     model = small_model("float32")

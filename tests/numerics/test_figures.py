@@ -26,7 +26,9 @@ def lines(ax):
 def window(reports, **how):
     watching = watch()
     watching.history += reports
-    return watching.plot(**how)
+    ax = watching.plot(**how)
+    ax.figure.canvas.draw()
+    return ax
 
 
 @once

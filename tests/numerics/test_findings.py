@@ -47,11 +47,12 @@ def log_loss(y, p):
 
 def test_what_the_loss_makes_of_rounded_probabilities_is_no_second_finding():
     policy = keras_mp.Policy("mixed_float16", model_outputs=None)
-    head = functools.partial(L.Dense, 4, "softmax", dtype=of_keras())
+    head = functools.partial(L.Dense, 4, "softmax", name="head", dtype=of_keras())
     model = made(relu("in"), policy=policy, loss=log_loss, head=head)
     wrong = np.asarray(model(X * 12), "float32").argmin(-1).astype("int32")
     [finding] = check(model, (X * 12, wrong)).findings
-    assert finding.hazard == "a softmax in 16 bits"
+    assert (finding.hazard, finding.where) == ("a softmax in 16 bits", "head")
+    assert "from_logits=True" in finding.cure
 
 
 class Off(L.Layer):

@@ -137,12 +137,9 @@ def test_what_cannot_be_tried_is_said_and_the_rest_is_tried():
 
 def test_bad_arguments():
     model = model_of("float32")
-    with pytest.raises(ValueError, match="at least one step"):
+    with pytest.raises(ValueError, match="Received: steps=0"):
         step_times(model, (X, Y), steps=0)
-    with pytest.raises(ValueError, match="tuple of 4"):
-        step_times(model, (X, Y, None, None))
-    with pytest.raises(TypeError, match="as `fit` takes it"):
-        step_times(model, tf.data.Dataset.from_tensors((X, Y)))
+    assert keras_mp.numerics.profile(model, (X, Y), steps=0).times is None
     no_step = tf.keras.Sequential([tf.keras.Input([8]), L.Dense(3)])
     assert keras_mp.numerics.profile(no_step, (X, Y)).times is None
     assert isinstance(str(StepTimes("m", 1.0, {}, {}, ())), str)

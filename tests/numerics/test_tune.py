@@ -14,17 +14,10 @@ from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.numerics import commands, tune
 from keras_mp.numerics.tune import Errors
 from tests.common import Times, once
+from tests.numerics.tools import Norm
 
 K = tf.keras
 L = tf.keras.layers
-
-
-@K.utils.register_keras_serializable("test_tune")
-class Norm(L.Layer):
-    """Its products overflow in float16, and not in bfloat16."""
-
-    def call(self, x):
-        return x / tf.sqrt(tf.matmul(x[:, None], x[:, :, None])[:, 0])
 
 
 def batches(count=4, size=1.0, seed=0):
@@ -92,6 +85,8 @@ def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_pat
     assert re.search(
         r"^norm \(Norm\) +float32 +48 +1.0e\+00 +(outputs|gradients of) ", text, re.MULTILINE
     )
+    assert 1 <= tuned.loss_scale <= 2.0**15
+    assert f"; initial loss scale: {tuned.loss_scale:g}" in text
     assert max(map(len, text.splitlines())) <= 100
     assert len(tuned.to_text(rows=None).splitlines()) == 10 + 5
     assert repr(tuned) == "<Tuned 'model': 4 of 5 layers in mixed_float16>"
@@ -101,6 +96,7 @@ def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_pat
 def test_bfloat16_holds_what_float16_does_not():
     tuned = tune(model_with_norm(), batches(), dtype="bfloat16", tolerance=0.1)
     assert set(tuned.policies.values()) == {"mixed_bfloat16"}
+    assert tuned.loss_scale is None
     assert tuned.model.layers[-1].compute_dtype == "bfloat16"
 
 
@@ -224,7 +220,7 @@ def test_what_cannot_be_tuned_says_why():
             tune(*arguments)
     for options, message in (
         ({"dtype": "float8"}, "Received: dtype='float8'"),
-        ({"tolerance": 0}, "a tolerance above 0"),
+        ({"tolerance": 0}, "`tolerance` must be finite and above 0"),
         ({"include": "nothing*"}, r"patterns of them, for `include`.*'norm'.*'nothing\*'"),
         ({"leave_out": "*"}, "at least one layer that may compute in 16 bits"),
     ):

@@ -10,8 +10,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.__main__ import main
 from keras_mp.kernels import slow
-from keras_mp.numerics import check, profile, tune, watch
-from keras_mp.numerics.operation_rows import NotFiniteError
+from keras_mp.numerics import check, tune, watch
 from tests import common
 
 L = tf.keras.layers
@@ -19,19 +18,9 @@ X = np.random.default_rng(0).normal(size=[16, 8]).astype("float32")
 Y = np.random.default_rng(1).normal(size=[16, 1]).astype("float32")
 
 
-class Norm(L.Layer):
-    def call(self, x):
-        return x / tf.sqrt(tf.matmul(x[:, None], x[:, :, None])[:, 0])
-
-
 class Logarithm(L.Layer):
     def call(self, x):
         return tf.math.log(tf.nn.relu(x))
-
-
-class Mask(L.Layer):
-    def call(self, x):
-        return tf.nn.softmax(x + x.dtype.as_numpy_dtype(-1e9) * tf.cast(x < 0, x.dtype))
 
 
 class NoConfig(L.Layer):
@@ -53,68 +42,11 @@ def small_model(*layers, policy="mixed_float16", optimizer="sgd", **compiled):
     return model
 
 
-def diverged():
-    model = small_model(lambda: L.Dense(8, name="one"), lambda: L.Dense(8, name="two"))
-    for layer in model.layers[:2]:
-        layer.set_weights([weight * 3e4 for weight in layer.get_weights()])
-    return model
-
-
-class OwnLoop(tf.keras.Model):
-    """A `train_step` that scales no loss, and a model that has no config."""
-
-    def __init__(self):
-        super().__init__()
-        self.made, self.judge = L.Dense(8), L.Dense(1, dtype="float32")
-
-    def call(self, x):
-        return self.judge(self.made(x))
-
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(self(data[0]) - data[1])) * 1e-7
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-        return {"loss": loss}
-
-
-def unscaled():
-    with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=None)):
-        model = OwnLoop()
-        model.compile("sgd", "mse")
-        model(X)
-    return model
-
-
-BROKEN = {
-    "mask": (lambda: small_model(Mask), X, "a constant that is infinite", "its lowest number"),
-    "norm": (lambda: small_model(Norm), X * 1e-5, "an underflow", "scale its inputs up"),
-    "rate": (diverged, X, "Weights reach", "lower the learning rate"),
-    "input": (lambda: small_model(lambda: L.Dense(8)), X * 1e6, "the model's input", "Normalize"),
-    "inputs": (
-        lambda: small_model(lambda: L.Dense(512, kernel_initializer="ones")),
-        *(X * 1e4, "inputs of the batch", "Normalize"),
-    ),
-    "loop": (unscaled, X, "float16 without loss scaling", "LossScaleOptimizer"),
-    "log": (lambda: small_model(Logarithm), X, "not finite in any dtype", "where its results"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # the mask
-@pytest.mark.parametrize("name", sorted(BROKEN))
-def test_the_first_finding_is_the_cause_with_its_cure(name):
-    make, x, cause, cure = BROKEN[name]
-    found = check(make(), (x, Y))
-    text = str(found).partition("[2]")[0].replace("\n    ", " ")
-    assert cause in text
-    assert cure in text
-    assert "policy mixed_float16: " in text
-    # Nothing sends the reader to the tool that he has asked, or says one reason twice.
-    assert "numerics.check" not in text
-    assert text.count("Not looked at") <= (name == "loop")
-    assert all(len(line) <= 100 for line in str(found).splitlines())
-    described = json.loads(found.to_json())
-    assert described["findings"][0]["hazard"] == found.findings[0].hazard
+def test_large_inputs_of_the_batch_are_named():
+    large = small_model(lambda: L.Dense(512, kernel_initializer="ones"))
+    first = check(large, (X * 1e4, Y)).findings[0]
+    assert "inputs of the batch" in first.why
+    assert "Normalize" in first.cure
 
 
 @common.once
@@ -125,15 +57,6 @@ def test_bfloat16_is_no_cure_where_it_is_the_policy_or_no_dtype_helps():
     large = small_model(lambda: L.Lambda(lambda x: x * 1e30), policy="mixed_bfloat16")
     found = check(large, (X * 1e9, Y)).findings
     assert "bfloat16" not in found[0].cure
-
-
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_sound_models_have_no_findings(policy):
-    model = small_model(lambda: L.Dense(8, "gelu"), L.LayerNormalization, policy=policy)
-    found = check(model, (X, Y))
-    assert found.findings == ()
-    assert found.notes == ()
-    assert "nothing found" in str(found)
 
 
 def transposed(x):
@@ -202,8 +125,6 @@ def test_a_float32_model_is_looked_at_under_a_policy_with_all_of_its_loss():
     assert copy.get_compile_config()["loss_weights"] == {"a": 1.0, "b": 0.0}
     labels = {"a": Y, "b": Y}
     assert check(model, (X, labels), policy="mixed_float16").findings == ()
-    with pytest.raises(ValueError, match="policy="):
-        check(model, (X, labels))
 
 
 @common.once
@@ -223,14 +144,6 @@ def test_a_scale_that_has_to_fall_is_a_finding_if_it_is_fixed():
     assert found("sgd") == []
     fixed = keras_mp.FixedLossScale(2.0**15)
     assert found(keras_mp.LossScaleOptimizer("sgd", fixed))[-1:] == ["the loss scale"]
-
-
-@common.once
-def test_several_batches_and_bad_input():
-    found = check(small_model(Norm), [(X, Y), (X * 1e-5, Y)])
-    assert "On 1 of 2 batches" in found.findings[0].why
-    with pytest.raises(TypeError, match=r"tf\.keras"):
-        check(3, X)
 
 
 def test_layers_without_a_name_in_their_config_are_named_as_in_the_model():
@@ -265,16 +178,6 @@ def test_a_model_is_watched_in_fit_and_in_a_loop():
 
 
 @common.once
-def test_the_first_operation_that_is_not_finite_is_named_at_its_step():
-    model = small_model(Logarithm, policy="mixed_bfloat16")
-    watching = watch(model)
-    with pytest.raises(NotFiniteError) as error, watching:
-        model.fit(X, Y, 16, verbose=0, callbacks=[watching])
-    assert error.value.operation.operation == "Log"
-    assert error.value.operation.line.startswith("test_verbs.py:")
-
-
-@common.once
 @pytest.mark.parametrize("x", [X, X * 1e6, np.full_like(X, np.nan)], ids=["log", "large", "nan"])
 def test_what_comes_of_an_operation_that_was_named_is_not_named_again(x):
     model = small_model(Logarithm)
@@ -291,33 +194,11 @@ def test_one_batch_is_cut_to_tune_with():
         tuned = tune(model, batch)
         assert tuned.policies[""] == "mixed_float16"
         assert len(tuned.errors) == len(tuned.held_out) == 1
-    with pytest.raises(ValueError, match="two samples"):
-        tune(model, (X[:1], Y[:1]))
-
-
-@common.once
-def test_a_model_is_tuned_with_a_loss_scale():
-    model = small_model(lambda: L.Dense(8), policy="float32")
-    tuned = tune(model, [(X, Y), (X, Y)], tolerance=0.05)
-    assert 1 <= tuned.loss_scale <= 2.0**15
-    assert f"initial loss scale: {tuned.loss_scale:g}" in str(tuned)
-    assert tune(model, [(X, Y), (X, Y)], dtype="bfloat16").loss_scale is None
 
 
 @common.once
 def test_the_public_names():
     assert len(keras_mp.numerics.__all__) <= 12
-
-
-@common.once
-def test_a_picture_is_drawn():
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("agg")
-    model = small_model(lambda: L.Dense(8, name="dense"))
-    watching = watch(every=1)
-    model.fit(X, Y, 4, epochs=2, verbose=0, callbacks=[watching])
-    watching.plot().figure.canvas.draw()
-    matplotlib.pyplot.close("all")
 
 
 @common.once
@@ -360,17 +241,6 @@ def test_several_optimizers_and_a_scaler_are_known_to_a_block():
     with watching:
         step()
     assert watching.planned == 1
-
-
-@common.once
-def test_a_model_is_profiled(monkeypatch):
-    monkeypatch.setattr(slow, "is_slow", lambda *_: False)
-    found = profile(small_model(lambda: L.Dense(8)), (X, Y), steps=0)
-    assert found.census.traced.work()
-    assert json.loads(found.to_json())["census"]["name"].startswith("the training step")
-    # `test_step_times` has models that are timed.
-    assert found.times is None
-    assert profile(tf.matmul, X, tf.ones([8, 2])).times is None
 
 
 MODULE = """
@@ -424,15 +294,6 @@ def test_commands_do_without_a_metric_that_is_missing(tmp_path, capsys):
 
 
 @common.once
-def test_findings_end_the_command_with_1(tmp_path):
-    files = [os.fspath(tmp_path / name) for name in ("model.keras", "batches.npz")]
-    model = small_model(lambda: L.Dense(8), policy="float32")
-    model.save(files[0])
-    np.savez(files[1], x=X * 1e6, y=Y)
-    assert main(["check", *files, "--policy", "mixed_float16"]) == 1
-
-
-@common.once
 def test_a_checkpoint_is_compared_and_the_loss_scale_is_looked_at():
     model = small_model(lambda: L.Dense(8, name="dense"))
     other = keras_mp.convert(model, "float32")
@@ -440,4 +301,5 @@ def test_a_checkpoint_is_compared_and_the_loss_scale_is_looked_at():
     other.layers[0].set_weights([weight * 2 for weight in other.layers[0].get_weights()])
     checked = check(model, (X, Y), reference=other)
     assert checked.findings[0].where.startswith("dense")
+    assert checked.findings[0].why.startswith("Its weights differ from those of the reference")
     assert checked.report["gradient", "dense/kernel"].dtype == "float16"

@@ -12,6 +12,14 @@ from keras_mp.numerics.traced_step import TracedStep
 from keras_mp.support.autograph import do_not_convert
 
 
+@tf.keras.utils.register_keras_serializable("tests")
+class Norm(tf.keras.layers.Layer):
+    """Divides each row by its length, whose square overflows in float16, and not in bfloat16."""
+
+    def call(self, x):
+        return x / tf.sqrt(tf.matmul(x[:, None], x[:, :, None])[:, 0])
+
+
 def audit(model, batch):
     """Returns a `Check` with the hazards of the step alone."""
     made = batches.listed(model, batch)
@@ -41,8 +49,8 @@ def operations(model, batch, layer=""):
 def runners(model, x, y=None, sample_weight=None, reference="float32", **how):
     """Returns what runs a model, and what runs its reference."""
     batch = batches.as_fit_takes_it(model, (x, y, sample_weight))
-    if how.get("step") is None:
-        batches.build(model, batch)
+    if how.get("step") is None and not model.built:
+        model(batch.x, training=False)
     return made(model, batch, reference, **how)
 
 
