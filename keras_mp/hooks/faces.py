@@ -16,7 +16,6 @@ This module needs TensorFlow only.
 import contextlib
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -60,19 +59,6 @@ class Face(NamedTuple):
     kind: int
 
 
-class _Rim(threading.local):
-    """What makes outputs of layers once more, where a model returns them.
-
-    Attributes:
-        make: takes a 16-bit tensor and returns a float32 one, or None; None elsewhere.
-    """
-
-    make: Callable[[Any], Any] | None = None
-
-
-_thread = _Rim()
-
-
 def made_by(make: Callable[[Any], Any] | None) -> contextlib.AbstractContextManager[None]:
     """Returns a context manager in which something else may make a face.
 
@@ -80,7 +66,7 @@ def made_by(make: Callable[[Any], Any] | None) -> contextlib.AbstractContextMana
         make: takes a 16-bit tensor without an exact face, and returns a float32 one or None. None
             is nothing else.
     """
-    return replaced(_thread, "make", make)
+    return replaced(reach.thread, "make", make)
 
 
 class Lazy:
@@ -230,8 +216,9 @@ def float32_of(value: Any) -> tf.Tensor | None:
 
 def _float32_of(value: Any) -> tf.Tensor | None:
     face = value.__dict__.get(NOTE)
-    if _thread.make is not None and (face is None or face.kind <= MADE):
-        made = _thread.make(value)
+    make = reach.thread.make
+    if make is not None and (face is None or face.kind <= MADE):
+        made = make(value)
         if made is not None:
             return made
     if face is None or face.kind >= OUTPUT:

@@ -72,10 +72,21 @@ class Observer:
 
 
 class _Thread(threading.local):
+    """What tools have put into this thread.
+
+    Attributes:
+        observers: tuple of `Observer`s.
+        wraps: dict from the id of a place (`hooks/wrapped.py`) to a list of the functions with
+            which its attribute is wrapped, the innermost first.
+    """
+
     observers: tuple[Observer, ...] = ()
 
+    def __init__(self) -> None:
+        self.wraps: dict[int, list[Callable[[Any], Any]]] = {}
 
-_thread = _Thread()
+
+thread = _Thread()
 _of_process: list[Observer] = []
 
 
@@ -94,7 +105,7 @@ def attached(observer: Observer) -> contextlib.AbstractContextManager[None]:
     Args:
         observer: the `Observer`.
     """
-    return attributes.replaced(_thread, "observers", (*_thread.observers, observer))
+    return attributes.replaced(thread, "observers", (*thread.observers, observer))
 
 
 def tell(event: Callable[..., None], *args: Any) -> None:
@@ -104,7 +115,7 @@ def tell(event: Callable[..., None], *args: Any) -> None:
         event: the method, such as `Observer.step_begins`.
         *args: its arguments.
     """
-    for observer in (*_of_process, *_thread.observers):
+    for observer in (*_of_process, *thread.observers):
         getattr(observer, event.__name__)(*args)
 
 

@@ -7,8 +7,10 @@ keras_mp works, and in the gradient functions of all operations that were made t
 of reach behaves as if keras_mp did not exist. This module needs TensorFlow only.
 """
 
+import contextlib
 import threading
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -41,6 +43,9 @@ class _Reach(threading.local):
         is_strict: bool. Whether mixtures of dtypes are errors, as without keras_mp.
         is_exact: bool. Whether a layer runs that makes outputs of a model, which are exact.
         has_left: bool. Whether a 16-bit tensor has left the reach in eager.
+        make: makes the float32 face of an output of a layer once more, where a model returns it;
+            takes the 16-bit tensor, and returns a float32 one or None. None elsewhere.
+        scopes: the context managers of the `autocast`s that were entered and not left.
     """
 
     dtype: tf.DType | None = None
@@ -50,6 +55,8 @@ class _Reach(threading.local):
     is_strict: bool = False
     is_exact: bool = False
     has_left: bool = False
+    make: Callable[[Any], Any] | None = None
+    scopes: tuple[contextlib.AbstractContextManager[None], ...] = ()
 
 
 # Functions that run for each operation read it directly; everything else calls the functions below.

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from keras_mp.hooks.observers import thread
 from keras_mp.support.autograph import do_not_convert
 
 _NOTHING = object()
@@ -47,25 +48,13 @@ class _Place:
         @do_not_convert
         def here() -> Callable[..., Any]:
             function = self.function
-            for wrap in self.everywhere[:1] + _thread.wraps.get(id(self), []):
+            for wrap in self.everywhere[:1] + thread.wraps.get(id(self), []):
                 function = wrap(function)
             return function
 
         return property(call) if isinstance(self.own, property) else call
 
 
-class _Thread(threading.local):
-    """The functions with which this thread wraps attributes.
-
-    Attributes:
-        wraps: dict from the id of a `_Place` to a list of functions, the innermost first.
-    """
-
-    def __init__(self) -> None:
-        self.wraps: dict[int, list[Wrap]] = {}
-
-
-_thread = _Thread()
 _lock = threading.Lock()
 _places: dict[tuple[int, str], _Place] = {}
 
@@ -110,14 +99,14 @@ def here(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
     2.0
     """
     with _placed(owner, name) as place:
-        wraps = _thread.wraps.setdefault(id(place), [])
+        wraps = thread.wraps.setdefault(id(place), [])
         wraps.append(wrap)
         try:
             yield
         finally:
             wraps.pop()
             if not wraps:
-                del _thread.wraps[id(place)]
+                del thread.wraps[id(place)]
 
 
 @contextlib.contextmanager

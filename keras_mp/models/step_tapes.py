@@ -12,7 +12,6 @@ they are applied.
 import contextlib
 import functools
 import inspect
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -137,22 +136,6 @@ def _depends_on(target: Any, results: Sequence[Any]) -> bool:
     return False
 
 
-class _Thread(threading.local):
-    """What this thread does in its step.
-
-    Attributes:
-        is_differentiating: whether the thread computes gradients. What computes them may use tapes
-            of its own, as `tf.recompute_grad` does.
-        makes_jacobian: whether the thread computes the rows of a Jacobian.
-    """
-
-    is_differentiating = False
-    makes_jacobian = False
-
-
-_thread = _Thread()
-
-
 @contextlib.contextmanager
 def entered(
     model: tf.keras.Model, loss_scale: LossScale, method: str = "train_step"
@@ -220,7 +203,11 @@ def _scaling(original: Callable[..., None]) -> Callable[..., None]:
         tape: tf.GradientTape, persistent: bool = False, watch_accessed_variables: bool = True
     ) -> None:
         step = _step_of_thread()
-        if type(tape) is not tf.GradientTape or step is None or _thread.is_differentiating:
+        if (
+            type(tape) is not tf.GradientTape
+            or step is None
+            or scaled_losses.thread.is_differentiating
+        ):
             return original(tape, persistent, watch_accessed_variables)
         tape.__class__ = _StepTape
         cast(_StepTape, tape).begin(step, bool(persistent), watch_accessed_variables)
@@ -284,7 +271,7 @@ class _StepTape(LossScaleGradientTape):
 
         They are scaled and unscaled if that is exact.
         """
-        if _thread.makes_jacobian:  # jacobian() calls this, and ends the tape.
+        if scaled_losses.thread.makes_jacobian:  # jacobian() calls this, and ends the tape.
             return _Tape.gradient(self, target, sources, output_gradients, unconnected_gradients)
         if self._watched_before is not None:
             raise RuntimeError(
@@ -297,7 +284,7 @@ class _StepTape(LossScaleGradientTape):
         by_tape = not is_scaled and why_not is None
         self._step.note_gradients(flat, by_tape, why_not)
         args = (target, sources, output_gradients, unconnected_gradients)
-        with replaced(_thread, "is_differentiating", True):
+        with replaced(scaled_losses.thread, "is_differentiating", True):
             if not by_tape:
                 return self._unscaled(*args)
             recording = self._that_record()
@@ -354,7 +341,7 @@ class _StepTape(LossScaleGradientTape):
     ) -> Any:
         reason = f"{original.__name__}() scales nothing"
         self._step.note_gradients(tf.nest.flatten(sources), False, reason)
-        with replaced(_thread, "makes_jacobian", True):
+        with replaced(scaled_losses.thread, "makes_jacobian", True):
             result = original(self, target, sources, *args, **kwargs)
         self._is_over()
         return result
@@ -367,7 +354,7 @@ class _StepTape(LossScaleGradientTape):
             return False
         if any(not hasattr(each, "numpy") for each in self._scaled_losses):
             return True  # It was scaled in a function, whose graph has ended.
-        with self._paused(), replaced(_thread, "is_differentiating", True):
+        with self._paused(), replaced(scaled_losses.thread, "is_differentiating", True):
             found = _Tape.gradient(self, target, self._scaled_losses)
         return any(each is not None for each in found)
 

@@ -8,7 +8,6 @@ import difflib
 import functools
 import importlib
 import inspect
-import threading
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -117,11 +116,13 @@ class autocast(contextlib.ContextDecorator):
     def __enter__(self) -> "autocast":
         scope = entered(self._region())
         scope.__enter__()
-        _entered.scopes.append(scope)
+        reach.thread.scopes = (*reach.thread.scopes, scope)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _entered.scopes.pop().__exit__(*error)
+        *outer, scope = reach.thread.scopes
+        reach.thread.scopes = tuple(outer)
+        scope.__exit__(*error)
 
     def _region(self) -> Region | None:
         if not self._is_enabled:
@@ -297,16 +298,6 @@ def autocast_ops(
     region = Region(tf.bfloat16 if dtype is None else _checked(dtype))
     where = device or trials.usual_device()
     return {op: plans.policy_for(op, region, where) for op in sorted(cast_policy.ROWS)}
-
-
-class _EnteredRegions(threading.local):
-    """The regions that this thread has entered and not left."""
-
-    def __init__(self) -> None:
-        self.scopes: list[contextlib.AbstractContextManager[None]] = []
-
-
-_entered = _EnteredRegions()
 
 
 @functools.cache

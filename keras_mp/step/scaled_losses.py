@@ -40,13 +40,23 @@ class ScaledLosses:
 
 
 class _Thread(threading.local):
-    """The step that this thread makes, and whether an optimizer applies gradients.
+    """What this thread knows of the step that it makes.
 
-    Outside of steps, all threads share what is noted.
+    Attributes:
+        noted: which losses it has scaled. Outside of steps, all threads share what is noted.
+        is_applying: whether an optimizer applies gradients.
+        is_differentiating: whether it computes gradients. What computes them may use tapes of its
+            own, as `tf.recompute_grad` does.
+        makes_jacobian: whether it computes the rows of a Jacobian.
+        to_put_back: what a skipped step puts back (`step/state_rollback.py`), or None.
+            MirroredStrategy runs each replica in a thread of its own.
     """
 
     noted = ScaledLosses()
     is_applying = False
+    is_differentiating = False
+    makes_jacobian = False
+    to_put_back: Any = None
 
 
 thread = _Thread()

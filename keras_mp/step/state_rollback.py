@@ -11,13 +11,13 @@ This module needs TensorFlow only; it asks a model for its `weights`.
 """
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_mp.step.scaled_losses import thread
 from keras_mp.support import attributes, function_graphs, host, messages, variable_ops
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.variables import scope
@@ -154,13 +154,13 @@ def training_step(*models: Any) -> Iterator[None]:
             "Enter keras_mp.training_step in a replica context: inside the function that is "
             f"passed to `strategy.run`. Received: models={models!r}"
         )
-    outer, variables = _thread.step, _variables(models)
+    outer, variables = thread.to_put_back, _variables(models)
     if outer is not None and outer.graph is host.current_graph():
         outer.add(variables)
         yield
         return
     step = StepUnderWay(variables)
-    with attributes.replaced(_thread, "step", step):
+    with attributes.replaced(thread, "to_put_back", step):
         try:
             yield
         except BaseException:
@@ -170,13 +170,13 @@ def training_step(*models: Any) -> Iterator[None]:
 
 def under_way() -> "StepUnderWay | None":
     """Returns the `training_step` that this thread is in; None without one."""
-    return _thread.step
+    return thread.to_put_back
 
 
 def begin() -> None:
     """Lets a `training_step` go on with the next step."""
-    if _thread.step is not None:
-        _thread.step.begin()
+    if thread.to_put_back is not None:
+        thread.to_put_back.begin()
 
 
 class StepUnderWay:
@@ -307,14 +307,6 @@ class StepUnderWay:
         if tf.executing_eagerly():
             self._values.update(values)
 
-
-class _Thread(threading.local):
-    """MirroredStrategy runs each replica in a thread of its own."""
-
-    step: StepUnderWay | None = None
-
-
-_thread = _Thread()
 
 # The optimizers that count their steps, and the ids of the handles of what they have trained.
 _trained_by: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary()
