@@ -191,47 +191,6 @@ def paths_in_config(model: tf.keras.Model) -> set[str]:
     return {path for path, *_ in _layer_configs(model.get_config())}
 
 
-def policy_path(model: tf.keras.Model, path: str) -> str | None:
-    """Returns the path by which `convert` can give a layer another policy.
-
-    It is the layer's own path, or that of the layer around it which has its policy.
-
-    Args:
-        model: A model of `tf.keras`.
-        path: str. The path of a layer.
-
-    Returns:
-        The path; None if there is no such layer, or if the model has no config.
-    """
-    try:
-        in_config = paths_in_config(model)
-    except Exception:  # A user's class may raise anything.
-        return None
-    layers = layers_by_path(model)
-    while path and not (path in layers and path in in_config):
-        path = path.rpartition("/")[0]
-    return path or None
-
-
-def units_by_path(model: tf.keras.Model) -> dict[str, tf.keras.layers.Layer]:
-    """Returns the layers of a model that get their own policy, by their paths.
-
-    A layer inside of another one that is not a model goes with that one. So does a layer in a model
-    whose config does not hold its layers.
-
-    Args:
-        model: A model of `tf.keras` with a `get_config`.
-    """
-    in_config = paths_in_config(model)
-    units: dict[str, tf.keras.layers.Layer] = {}
-    for path, layer in layers_by_path(model).items():
-        is_model = isinstance(layer, tf.keras.Model)
-        has_layers = is_model and any(each.startswith(f"{path}/") for each in in_config)
-        if not has_layers and not any(path.startswith(f"{unit}/") for unit in units):
-            units[path] = layer
-    return units
-
-
 def _is_known(layer: tf.keras.layers.Layer) -> bool:
     """Whether Keras finds the class of a layer by its name."""
     # Some of Keras's applications have their own classes. `Add` is both a layer and an operation.

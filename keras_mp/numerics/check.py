@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.conversion import compute_dtypes, policy_path
+from keras_mp.conversion import compute_dtypes
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models.layer_paths import layers_by_path
@@ -18,7 +18,7 @@ from keras_mp.models.model_steps import has_own_train_step
 from keras_mp.numerics import audit, not_finite, own_thread
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch, Batches, Structure
-from keras_mp.numerics.compare import FAR, compare
+from keras_mp.numerics.compare import FAR, compare, policy_path
 from keras_mp.numerics.histogram import exponent_of
 from keras_mp.numerics.records import Comparison
 from keras_mp.numerics.report import MANY_ZEROS, TOLERANCE, Advice, Report, advise

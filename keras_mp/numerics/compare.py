@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.conversion import policy_path
+from keras_mp.conversion import paths_in_config
 from keras_mp.models.layer_paths import layers_by_path, variables_by_path
 from keras_mp.numerics.histogram import Histogram
 from keras_mp.numerics.records import (
@@ -123,6 +123,28 @@ def judge_far(side: str, what: str, units: float, in_float32: str) -> Said:
 
 
 FAR = Hazard(far, judge_far)
+
+
+def policy_path(model: tf.keras.Model, path: str) -> str | None:
+    """Returns the path by which `convert` can give a layer another policy.
+
+    It is the layer's own path, or that of the layer around it which has its policy.
+
+    Args:
+        model: A model of `tf.keras`.
+        path: str. The path of a layer.
+
+    Returns:
+        The path; None if there is no such layer, or if the model has no config.
+    """
+    try:
+        in_config = paths_in_config(model)
+    except Exception:  # A user's class may raise anything.
+        return None
+    layers = layers_by_path(model)
+    while path and not (path in layers and path in in_config):
+        path = path.rpartition("/")[0]
+    return path or None
 
 
 def cure_in(model: tf.keras.Model, path: str, kind: str) -> str:

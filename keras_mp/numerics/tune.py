@@ -15,7 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.conversion import convert, paths_in_config, units_by_path
+from keras_mp.conversion import convert, paths_in_config
+from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics import own_thread, patterns
 from keras_mp.numerics.batches import Batch, Batches, Structure
@@ -370,9 +371,18 @@ def _cut(batch: Batch) -> tuple[list[Batch], list[Batch]]:
 
 
 def _units(model: tf.keras.Model) -> dict[str, Any]:
-    """Returns the layers that `convert` can give policies of their own, by their paths."""
+    """Returns the layers that `convert` can give policies of their own, by their paths.
+
+    A layer inside of another one that is not a model goes with that one. So does a layer in a model
+    whose config does not hold its layers.
+    """
     in_config = paths_in_config(model)
-    units = units_by_path(model)
+    units: dict[str, Any] = {}
+    for path, layer in layers_by_path(model).items():
+        is_model = isinstance(layer, tf.keras.Model)
+        has_layers = is_model and any(each.startswith(f"{path}/") for each in in_config)
+        if not has_layers and not any(path.startswith(f"{unit}/") for unit in units):
+            units[path] = layer
     for path, layer in units.items():
         if path not in in_config and not isinstance(layer, tf.keras.Model):
             raise ValueError(
