@@ -28,11 +28,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import hooks, variables
+from keras_mp import hooks, kernels, variables
 from keras_mp.hooks import Everywhere, Method, Replacement, When, faces, reach
 from keras_mp.hooks.once import once
 from keras_mp.op_autocast import signatures
-from keras_mp.support import features
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION, is_low, parse
@@ -56,7 +55,7 @@ def refused() -> contextlib.AbstractContextManager[None]:
 def install() -> None:
     """Lets keras_mp compute in float32 what TensorFlow refuses, once in a process."""
     hooks.install(_replacements())
-    if features.is_on(FACES):
+    if kernels.have_faces():
         _dispatcher_class()().register()
 
 
@@ -73,7 +72,7 @@ def _replacements() -> Iterator[Replacement]:
         (tf.matmul, _of_ragged),
     ):
         yield Replacement(Everywhere(original), make, feature=FACES)
-    if features.is_on(FACES):
+    if kernels.have_faces():
         yield from signatures.replacements(_is_active, _widened)
     # The classes of variables, below one of them that is public.
     for cls in tf.experimental.dtensor.DVariable.__mro__:
