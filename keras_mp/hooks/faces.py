@@ -36,6 +36,9 @@ LEFT, MADE, CAST, WEIGHT, EXACT, LAST = 0, 1, 2, 3, 4, 5
 # Notes of float32 tensors, which models return in the place of 16-bit ones: casts of these, or
 # computed a second time.
 OUTPUT, AGAIN = 6, 7
+# Those of float32 tensors in a region of `autocast`, which are casts of 16-bit ones; those of
+# `BOUNDED` are at most 1.
+LOW, BOUNDED = 8, 9
 # How many operations a face is made of at the most. In eager they keep their inputs alive.
 _DEPTH = 8
 NOTE = "_keras_mp_face"
@@ -51,8 +54,9 @@ class Face(NamedTuple):
         tensor: the float32 tensor that a 16-bit one was rounded from; a number or an array in place
             of a constant; a `Lazy`, which makes the tensor. On a float32 tensor that is read from a
             weight, and on a tensor that has left the reach without a face, None; on an output of
-            a model, the 16-bit tensor that was cast.
-        kind: int. `LEFT`, `MADE`, `CAST`, `WEIGHT`, `EXACT`, `LAST`, `OUTPUT` or `AGAIN`.
+            a model, and on a result in a region, the 16-bit tensor that was cast.
+        kind: int. `LEFT`, `MADE`, `CAST`, `WEIGHT`, `EXACT`, `LAST`, `OUTPUT`, `AGAIN`, `LOW` or
+            `BOUNDED`.
     """
 
     tensor: Any
@@ -175,8 +179,11 @@ def is_exact(value: Any) -> bool:
 
 
 def drop(value: Any) -> None:
-    """Forgets the face of a tensor, as if the program had made it in 16 bits."""
-    if isinstance(value, tf.Tensor) and of(value) is not None:
+    """Forgets the face of a tensor, as if the program had made it in 16 bits.
+
+    In a region, operations take the float32 tensor itself, so its note stays.
+    """
+    if isinstance(value, tf.Tensor) and of(value) is not None and kind_of(value) < LOW:
         note(value, None, LEFT)
 
 
@@ -564,7 +571,7 @@ class _Sources:
         self.all, later = list(sources), []
         for i, source in enumerate(sources):
             face = of(source) if isinstance(source, tf.Tensor) else None
-            if face is None:
+            if face is None or face.kind >= LOW:
                 continue
             tensor = face.tensor.made if type(face.tensor) is Lazy else face.tensor
             if not isinstance(tensor, tf.Tensor) or not _is_of_same_graph(source, tensor):

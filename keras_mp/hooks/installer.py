@@ -3,8 +3,7 @@
 A `Replacement` is a row of a table: the function, what takes its place, and when that acts. A
 function is replaced at most once. What takes its place asks for the state of the thread
 (`reach.py`) and then calls what the rows of this function have made of the original. Where a
-function has several rows, each wraps the one before: those that always act are the innermost, those
-of regions the outermost. Those that act out of reach wrap only the ones that always act.
+function has several rows, each wraps the one before; those that always act are the innermost.
 
 This module needs TensorFlow only.
 """
@@ -32,7 +31,6 @@ class When(enum.IntEnum):
     ALWAYS = 0
     OUT_OF_REACH = 1
     IN_REACH = 2
-    IN_A_REGION = 3
 
 
 class Method(NamedTuple):
@@ -103,19 +101,17 @@ class _Replaced:
     def __init__(self, original: Any) -> None:
         self.original, self.rows = original, []
         function: Any = original.fget if isinstance(original, property) else original
-        elsewhere = in_reach = in_region = function
+        elsewhere = in_reach = function
         thread = reach.thread
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if thread.dtype is None:
                 return elsewhere(*args, **kwargs)
-            if thread.region is None:
-                return in_reach(*args, **kwargs)
-            return in_region(*args, **kwargs)
+            return in_reach(*args, **kwargs)
 
         def use(rows: list[Replacement], made: Sequence[Function]) -> None:
-            nonlocal elsewhere, in_reach, in_region
-            elsewhere, in_reach, in_region = made
+            nonlocal elsewhere, in_reach
+            elsewhere, in_reach = made
             self.rows = rows
 
         call = functools.wraps(function)(do_not_convert(call))
@@ -125,8 +121,8 @@ class _Replaced:
         self.call: Any = property(call) if isinstance(original, property) else call
         self._function, self.use = function, use
 
-    def made_by(self, rows: list[Replacement]) -> tuple[Function, Function, Function]:
-        """Returns the functions to call out of reach, in reach and in a region.
+    def made_by(self, rows: list[Replacement]) -> tuple[Function, Function]:
+        """Returns the functions to call out of reach and in reach.
 
         They are the original, wrapped by its rows.
         """
@@ -138,8 +134,7 @@ class _Replaced:
             return function
 
         always = wrapped(self._function, When.ALWAYS)
-        in_reach = wrapped(always, When.IN_REACH)
-        return wrapped(always, When.OUT_OF_REACH), in_reach, wrapped(in_reach, When.IN_A_REGION)
+        return wrapped(always, When.OUT_OF_REACH), wrapped(always, When.IN_REACH)
 
 
 def caller() -> Any:

@@ -27,7 +27,7 @@ from keras_mp.kernels import door
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import gradients, graphs, operations
-from keras_mp.tensorflow_api.features import FACES
+from keras_mp.tensorflow_api.features import FACES, VECTORIZED
 
 _thread = reach.thread
 _MARK = door.MARK
@@ -57,12 +57,12 @@ def _differentiate(
         names = attributes[::2]
         dtype = _DTYPES[attributes[2 * names.index(_MARK) + 1]] if _MARK in names else None
     # As `reach.entered` does, in half the time.
-    before, _thread.dtype = _thread.dtype, dtype
-    was, _thread.in_gradient = _thread.in_gradient, True
+    before = _thread.dtype, _thread.in_gradient, _thread.region
+    _thread.dtype, _thread.in_gradient, _thread.region = dtype, True, None
     try:
         return gradient(op, *upstream)
     finally:
-        _thread.dtype, _thread.in_gradient = before, was
+        _thread.dtype, _thread.in_gradient, _thread.region = before
 
 
 def _make_in_graph(original: Callable[..., tf.Operation]) -> Callable[..., tf.Operation]:
@@ -92,15 +92,34 @@ def _out_of_reach(original: Callable[..., Any]) -> Callable[..., Any]:
     return differentiate
 
 
+def _of_tape(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that computes the gradients of a tape.
+
+    They are in the dtypes of the forward pass: nothing of it is autocast anew.
+    """
+    return _without_region(faces.on_tapes(original))
+
+
+def _without_region(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that runs outside of regions."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with reach.without_region():
+            return original(*args, **kwargs)
+
+    return call
+
+
 def _key_of_trace(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that makes the key of a trace.
 
-    The reach is a part of the key.
+    The reach and the region are a part of the key, as the device is.
     """
 
     def make_function_context(*args: Any, **kwargs: Any) -> object:
         key = original(*args, **kwargs)
-        return key._replace(context=(key.context, _MARK, _thread.dtype))
+        return key._replace(context=(key.context, _MARK, _thread.dtype, _thread.region))
 
     return make_function_context
 
@@ -113,7 +132,7 @@ def _with_custom_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
         args: Sequence[object],
         kwargs: Mapping[str, object],
     ) -> object:
-        dtype = reach.current()
+        region, dtype = reach.state()
 
         @functools.wraps(function)
         def forward(*args: Any, **kwargs: Any) -> tuple[object, Callable[..., object]]:
@@ -121,8 +140,9 @@ def _with_custom_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
             inputs = tf.nest.flatten(args)
 
             def backward(*args: Any, **kwargs: Any) -> object:
-                # The program's own code, for which the door is open.
-                with reach.entered(dtype), replaced(_thread, "in_gradient", False):
+                # The program's own code, for which the door is open. `tf.recompute_grad` computes
+                # the forward pass again in it.
+                with reach.in_region(region, dtype), replaced(_thread, "in_gradient", False):
                     found = gradient(*args, **kwargs)
                 if "variables" not in kwargs:
                     return _in_dtypes_of(inputs, found)
@@ -167,8 +187,9 @@ def _rows() -> Iterator[Replacement]:
         (gradients.custom_in_graph, _with_custom_gradient),
     ):
         yield Replacement(name, make, When.IN_REACH, FACES)
+    yield Replacement(gradients.vectorize, _without_region, When.IN_REACH, VECTORIZED)
     for name, make in (
-        (gradients.of_tape, faces.on_tapes),
+        (gradients.of_tape, _of_tape),
         (gradients.of_graph, _out_of_reach),
         (gradients.find, _find_gradient),
     ):

@@ -15,171 +15,26 @@ bits. In gradient functions, where the dtypes of the forward pass decide, only t
 This module needs TensorFlow only.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.hooks import faces, reach
 from keras_mp.hooks.faces import CAST, EXACT, LAST, LEFT, MADE, NOTE, WEIGHT
-from keras_mp.kernels import convolutions, cudnn, low_precision_gradients, slow, sums
-from keras_mp.kernels.trials import usual_device
-from keras_mp.support import op_table, registered_kernels
+from keras_mp.kernels import known_operations, low_precision_gradients, regions, slow, sums
+from keras_mp.kernels.known_operations import FLOAT32, TRIED, Operation
+from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION, is_low
 from keras_mp.tensorflow_api import gradients, operations
 
 _thread = reach.thread
-_FLOAT32, _RESOURCE = tf.float32.as_datatype_enum, tf.resource.as_datatype_enum
-_LOW = {dtype.as_datatype_enum: dtype for dtype in LOW_PRECISION}
 MARK = "keras_mp_reach"
 # By whether the dtype is bfloat16. Each operation needs one, and asking a DType takes long.
 MARKS = [(MARK, dtype.as_datatype_enum) for dtype in (tf.float16, tf.bfloat16)]
-# The tables of kernels that may be wrong, by operations.
-_TRIED = {
-    op: table for table in (sums.TABLE, convolutions.TABLE, cudnn.TABLE) for op in table.kernels
-}
 # The types of arguments that generated code hands over as they are, and TensorFlow converts.
 _NUMBERS = (float, int)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Operation:
-    """What the door knows about an operation.
-
-    Attributes:
-        name: str. Its type.
-        kind: str, "exact", "other", "product", "low", "cast", "read" or "draw".
-        inputs: names of all its inputs.
-        positions: the positions of those inputs that share the dtype.
-        others: dict of the DTypes of other inputs that are one tensor each, by their positions;
-            None where several are allowed.
-        has_list: bool. Whether one of these is a list.
-        attribute: str. The attribute that is the dtype.
-        outputs: positions of the outputs in this dtype; None stands for all.
-        is_one: bool. Whether it has just one output.
-        refuses: 16-bit DTypes in which TensorFlow does not compute it.
-        is_move: bool. Whether it moves numbers and changes none.
-        slow_in: the 16-bit DTypes in which its kernel is slow on a CPU, whatever its arguments.
-        may_be_wrong: bool. Whether its kernel may be wrong (`kernels/trials.py`), or be slow on a
-            CPU (`kernels/slow.py`).
-    """
-
-    name: str
-    kind: str
-    inputs: tuple[str, ...] = ()
-    positions: tuple[int, ...] = ()
-    others: Mapping[int, tf.DType | None] = dataclasses.field(default_factory=dict)
-    has_list: bool = False
-    attribute: str = ""
-    outputs: tuple[int, ...] | None = ()
-    is_one: bool = True
-    refuses: frozenset[tf.DType] = frozenset()
-    is_move: bool = False
-    slow_in: frozenset[tf.DType] = frozenset()
-    may_be_wrong: bool = False
-
-
-def _find(name: str) -> Operation | None:
-    """Returns what the door needs to know about an operation; None if that is nothing."""
-    op_def = operations.definition(name)
-    may_be_wrong = name in _TRIED or name in slow.OPS
-    is_low = name in op_table.LOW
-    if op_def is None or (is_low and not may_be_wrong and name not in op_table.PRODUCTS):
-        return None
-    if any(arg.type == _RESOURCE for arg in op_def.input_arg):
-        return None  # A variable decides.
-    for attr in op_def.attr:
-        allowed = {*attr.allowed_values.list.type}
-        if attr.type != "type" or (allowed and _FLOAT32 not in allowed):
-            continue
-        # The threshold of a sparse sum has the real dtype of its numbers, under another name.
-        has_dtype = [arg.type_attr in (attr.name, "Treal") for arg in op_def.input_arg]
-        if any(has_dtype) or name in op_table.DRAWS:
-            refuses = frozenset(
-                dtype
-                for low, dtype in _LOW.items()
-                if (allowed and low not in allowed) or not _has_kernel(name, attr.name, low)
-            )
-            # What cuDNN keeps for its gradient is not rounded.
-            outputs = [
-                arg.type_attr == attr.name and arg.name != "reserve_space"
-                for arg in op_def.output_arg
-            ]
-            return _described(op_def, attr.name, has_dtype, outputs, refuses)
-        if _FLOAT32 in allowed and allowed.isdisjoint(_LOW):
-            # Its inputs hide their dtype, such as those of a product of sparse matrices.
-            outputs = [arg.type_attr == attr.name for arg in op_def.output_arg]
-            return dataclasses.replace(
-                _described(op_def, attr.name, has_dtype, outputs, frozenset(LOW_PRECISION)),
-                kind="draw",
-            )
-    has_dtype = [arg.type == _FLOAT32 for arg in op_def.input_arg]
-    if not any(has_dtype):
-        return None
-    outputs = [arg.type == _FLOAT32 for arg in op_def.output_arg]
-    return _described(op_def, "", has_dtype, outputs, frozenset(LOW_PRECISION))
-
-
-def _described(
-    op_def: Any,
-    attribute: str,
-    has_dtype: Sequence[bool],
-    outputs: Sequence[bool],
-    refuses: frozenset[tf.DType],
-) -> Operation:
-    """Returns what the definition of an operation and the tables say about it."""
-    name, args = op_def.name, list(enumerate(op_def.input_arg))
-    has_lists = any(arg.number_attr or arg.type_list_attr for arg in op_def.output_arg)
-    is_slow = name in slow.OPS
-    return Operation(
-        name=name,
-        kind=_kind_of(name),
-        inputs=tuple(arg.name for _, arg in args),
-        positions=tuple(i for i, _ in args if has_dtype[i]),
-        others={
-            i: tf.as_dtype(arg.type) if arg.type else None
-            for i, arg in args
-            if not (has_dtype[i] or arg.number_attr or arg.type_list_attr)
-        },
-        has_list=any(arg.number_attr for i, arg in args if has_dtype[i]),
-        attribute=attribute,
-        outputs=None if has_lists else tuple(i for i, each in enumerate(outputs) if each),
-        is_one=len(outputs) == 1 and not has_lists,
-        refuses=refuses,
-        is_move=name in op_table.MOVES,
-        slow_in=frozenset(d for d in LOW_PRECISION if is_slow and slow.is_slow(name, d)),
-        may_be_wrong=name in _TRIED or is_slow,
-    )
-
-
-def _kind_of(name: str) -> str:
-    if name in op_table.LOW:
-        return "product" if name in op_table.PRODUCTS else "low"
-    if name == "Cast":
-        return "cast"
-    if name in op_table.DRAWS:
-        return "draw"
-    return "exact" if name in op_table.EXACT else "other"
-
-
-def _has_kernel(op: str, attribute: str, low: int) -> bool:
-    """Whether an operation has a kernel in 16 bits, or has none in float32 either."""
-    device = usual_device()
-    of_float32 = registered_kernels.has_kernel(op, {attribute: _FLOAT32}, device)
-    return registered_kernels.has_kernel(op, {attribute: low}, device) or not of_float32
-
-
-class _Operations(dict[str, Any]):
-    """What is known about operations, by their types."""
-
-    def __missing__(self, name: str) -> Operation | None:
-        self[name] = Operation(name, "read") if name in op_table.READS else _find(name)
-        return self[name]
-
-
-_operations = _Operations()
 
 
 def _follows_others() -> bool:
@@ -338,22 +193,28 @@ def run_in_eager(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def execute(context: Any, op: str, name: Any, *args: Any) -> Any:
         thread = _thread
+        if thread.region is not None and not thread.is_decided:
+            return regions.run_in_eager(in_16_bits, thread.region, context, op, name, *args)
+        return in_16_bits(context, op, name, *args)
+
+    def in_16_bits(context: Any, op: str, name: Any, *args: Any) -> Any:
+        thread = _thread
         mark = MARKS[thread.dtype is tf.bfloat16]
         if thread.is_decided:
             return original(context, op, name, *args, *mark)
-        known = _operations[op]
-        if known is None or (not known.may_be_wrong and _follows_others()):
-            return original(context, op, name, *args, *mark)
-        kind = known.kind
-        if kind == "product" and _is_plain_product(known, args):
-            return original(context, op, name, *args, *mark)
-        if kind == "cast":
-            return _cast_in_eager(original, context, name, args, mark)
+        known = known_operations.BY_NAME[op]
+        kind = "" if known is None else known.kind
         if kind == "read":
             result = original(context, op, name, *args, *mark)
             if isinstance(result, tf.Tensor) and result.dtype is tf.float32:
                 faces.note(result, None, WEIGHT)
             return result
+        if known is None or (not known.may_be_wrong and _follows_others()):
+            return original(context, op, name, *args, *mark)
+        if kind == "product" and _is_plain_product(known, args):
+            return original(context, op, name, *args, *mark)
+        if kind == "cast":
+            return _cast_in_eager(original, context, name, args, mark)
         if kind == "draw":
             return _drawn_in_eager(original, context, known, name, args, mark)
         if kind == "other" and not known.may_be_wrong and _is_plain(known, args):
@@ -380,7 +241,7 @@ def run_in_eager(original: Callable[..., Any]) -> Callable[..., Any]:
         widen = faces.factor if is_exact_product else _WIDEN[choice.kind]
         wide = [widen(value) if i in known.positions else value for i, value in enumerate(given)]
         attributes = [
-            _FLOAT32 if i % 2 and args[number + i - 1] == known.attribute else each
+            FLOAT32 if i % 2 and args[number + i - 1] == known.attribute else each
             for i, each in enumerate(args[number:])
         ]
         if is_exact_product:
@@ -415,7 +276,7 @@ def _the_slower_way(op: str, inputs: Sequence[Any], pairs: Sequence[Any]) -> Any
 
 def _is_plain_product(known: Operation, args: Sequence[Any]) -> bool:
     """Whether a product has tensors of one dtype to multiply, which it takes."""
-    if _thread.is_exact or known.has_list or known.name in _TRIED:
+    if _thread.is_exact or known.has_list or known.name in TRIED:
         return False
     values = [args[i] for i in known.positions]
     if not all(isinstance(each, tf.Tensor) for each in values):
@@ -466,7 +327,7 @@ def _choice_of(
     """Returns what an operation is to do; None leaves it in 16 bits."""
     if known.may_be_wrong:
         attributes = faces.attributes(known.name, len(known.inputs), pairs)
-        table = _TRIED.get(known.name)
+        table = TRIED.get(known.name)
         if table is not None and table.is_wrong_for(known.name, low, given, attributes):
             return _Choice(low, EXACT if table is sums.TABLE else 0)
         arguments = {**dict(zip(known.inputs, given)), **attributes}
@@ -512,7 +373,7 @@ def _drawn_in_eager(
     wanted = tf.as_dtype(args[place])
     if not is_low(wanted):
         return original(context, known.name, name, *args, *mark)
-    wide = [*args[:place], _FLOAT32, *args[place + 1 :]]
+    wide = [*args[:place], FLOAT32, *args[place + 1 :]]
     results = original(context, known.name, name, *wide, *mark)
     choice = _Choice(wanted, EXACT if op_table.DRAWS.get(known.name, True) else CAST)
     return _rounded(
@@ -543,9 +404,14 @@ def make_in_graph(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def apply(op_type_name: str, name: str | None = None, **keywords: Any) -> Any:
         thread = _thread
-        if thread.is_decided:
+        if thread.region is not None and not thread.is_decided:
+            return regions.make_in_graph(in_16_bits, thread.region, op_type_name, name, **keywords)
+        return in_16_bits(op_type_name, name, **keywords)
+
+    def in_16_bits(op_type_name: str, name: str | None = None, **keywords: Any) -> Any:
+        if _thread.is_decided:
             return original(op_type_name, name, **keywords)
-        known = _operations[op_type_name]
+        known = known_operations.BY_NAME[op_type_name]
         if known is None or known.kind == "read":
             return original(op_type_name, name, **keywords)
         if not known.may_be_wrong and _follows_others():
@@ -657,7 +523,8 @@ def _drawn_in_graph(
 def on_tape(original: Callable[..., None]) -> Callable[..., None]:
     """Returns the function that tells tapes of an operation in a graph, and marks it.
 
-    An operation that was computed in float32 is followed by the casts of its results.
+    It is followed by the casts of its results: to 16 bits where it was computed in float32, to
+    float32 where it was computed in 16 bits in a region.
 
     Args:
         original: takes the operation, its inputs, attributes and results; TensorFlow's own.
@@ -665,25 +532,28 @@ def on_tape(original: Callable[..., None]) -> Callable[..., None]:
 
     def record(op: str, inputs: Any, attributes: Any, results: Sequence[Any]) -> None:
         mark = MARKS[_thread.dtype is tf.bfloat16]
-        wide = [_face_before(op, each) for each in results]
-        computed = [result if face is None else face for face, result in zip(wide, results)]
-        gradient = low_precision_gradients.name_of_gradient(op, computed)
-        original(gradient, inputs, (*(attributes or ()), *mark), computed)
-        for face, result in zip(wide, results):
-            if face is not None:
-                enum = result.dtype.as_datatype_enum
-                cast = ("SrcT", _FLOAT32, "DstT", enum, "Truncate", False)
-                original("Cast", [face], (*cast, *mark), [result])
+        computed = [_before_cast(op, each) for each in results]
+        if all(before is result for before, result in zip(computed, results)):
+            gradient = low_precision_gradients.name_of_gradient(op, results)
+            original(gradient, inputs, (*(attributes or ()), *mark), results)
+            return
+        record(op, inputs, attributes, computed)
+        for before, result in zip(computed, results):
+            if before is not result:
+                dtypes = [each.dtype.as_datatype_enum for each in (before, result)]
+                cast = ("SrcT", dtypes[0], "DstT", dtypes[1], "Truncate", False)
+                original("Cast", [before], (*cast, *mark), [result])
 
     return record
 
 
-def _face_before(op: str, result: Any) -> Any:
-    """Returns the float32 result of an operation that the door has rounded, or None."""
+def _before_cast(op: str, result: Any) -> Any:
+    """Returns what an operation returned before the door cast it, or what it returned."""
     if not isinstance(result, tf.Tensor) or not tf.is_symbolic_tensor(result):
-        return None
-    is_rounded = result.op.type == "Cast" != op and is_low(result.dtype)
-    return result.op.inputs[0] if is_rounded else None
+        return result
+    is_cast = result.op.type == "Cast" != op
+    is_ours = is_cast and (is_low(result.dtype) or faces.kind_of(result) >= faces.LOW)
+    return result.op.inputs[0] if is_ours else result
 
 
 def watch(original: Callable[..., None]) -> Callable[..., None]:

@@ -14,13 +14,12 @@ import tensorflow as tf
 
 from keras_mp.grappler import optimize, passes
 from keras_mp.grappler import report as rewrites
-from keras_mp.kernels import slow
+from keras_mp.kernels import cast_policy, lower_precision, slow
 from keras_mp.layer_calls import model_outputs
 from keras_mp.numerics import batches, gpu, origins, own_thread
 from keras_mp.numerics.gpu import Sending
 from keras_mp.numerics.graph import CALLS, Node, nodes_of
 from keras_mp.numerics.results import Result, plain
-from keras_mp.op_autocast import cast_policy, lower_precision
 from keras_mp.support import op_table, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line

@@ -51,7 +51,7 @@ _LIKE_TENSORFLOW = tuple(os.path.join("src", each) + os.sep for each in ("ops", 
 # Files and functions that call one of TensorFlow, and do no more unless it has refused.
 _HANDING_ON = {
     os.path.join("hooks", "installer.py"): ("call",),
-    os.path.join("op_autocast", "dispatch.py"): ("call",),
+    os.path.join("kernels", "regions.py"): ("run_in_eager", "make_in_graph"),
     os.path.join("op_autocast", "promotion.py"): (
         *("apply_op_helper", "assign", "make", "cast", "multiply"),
     ),

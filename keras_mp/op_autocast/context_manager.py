@@ -1,25 +1,31 @@
 """`keras_mp.autocast`, a region in which any code runs in mixed precision.
 
-This module needs TensorFlow only, and of its private names none until a region is entered.
+This module needs TensorFlow only.
 """
 
 import contextlib
 import difflib
 import functools
-import importlib
 import inspect
-import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp import hardware
+from keras_mp import hardware, kernels
 from keras_mp.hooks import reach
 from keras_mp.hooks.reach import Region
-from keras_mp.kernels import trials
-from keras_mp.op_autocast import cast_policy
+from keras_mp.kernels import (
+    cast_policy,
+    known_operations,
+    lower_precision,
+    regions,
+    sums,
+    trials,
+)
+from keras_mp.op_autocast import region_check
 from keras_mp.support import dtypes, messages, validation
+from keras_mp.tensorflow_api import operations
 
 
 class autocast(contextlib.ContextDecorator):
@@ -88,9 +94,8 @@ class autocast(contextlib.ContextDecorator):
         self._dtype = None if dtype is None else _checked(dtype)
         self._allow, self._deny = frozenset(), frozenset()
         if allow or deny:
-            plans = _machinery("plans")
-            self._allow = plans.check_names("allow", allow, self._dtype or tf.bfloat16)
-            self._deny = plans.check_names("deny", deny, None)
+            self._allow = _checked_names("allow", allow, self._dtype or tf.bfloat16)
+            self._deny = _checked_names("deny", deny, None)
         both = sorted(self._allow & self._deny)
         if both:
             raise ValueError(
@@ -114,7 +119,7 @@ class autocast(contextlib.ContextDecorator):
         return super().__call__(function)
 
     def __enter__(self) -> "autocast":
-        scope = entered(self._region())
+        scope = region_check.entered(self._region())
         scope.__enter__()
         reach.thread.scopes = (*reach.thread.scopes, scope)
         return self
@@ -134,17 +139,6 @@ class autocast(contextlib.ContextDecorator):
         dtype = None if self._dtype is None else self._dtype.name
         lists = f", allow={sorted(self._allow)}, deny={sorted(self._deny)}"
         return f"autocast({dtype!r}, enabled={self._is_enabled}{lists})"
-
-
-def entered(region: Region | None) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager that puts a region in force.
-
-    None stops autocasting.
-
-    Raises:
-        RuntimeError: on entering, or here, if this version of TensorFlow is not known.
-    """
-    return _machinery("region_hooks").entered(region)
 
 
 class _FunctionInRegion:
@@ -218,7 +212,7 @@ def autocast_inputs(dtype: str | tf.DType) -> Callable[[Callable[..., Any]], Cal
             region = reach.region()
             if region is None:
                 return function(*args, **kwargs)
-            cast = _machinery("lower_precision").cast
+            cast = lower_precision.cast
             args, kwargs = tf.nest.map_structure(lambda x: cast(x, wanted), (args, kwargs))
             with reach.without_region():
                 results = function(*args, **kwargs)
@@ -294,16 +288,9 @@ def autocast_ops(
         return dict(sorted(cast_policy.ROWS.items()))
     if device not in (None, "CPU", "GPU"):
         raise ValueError(f"Expected 'CPU' or 'GPU'. Received: device={device!r}")
-    plans = _machinery("plans")
     region = Region(tf.bfloat16 if dtype is None else _checked(dtype))
     where = device or trials.usual_device()
-    return {op: plans.policy_for(op, region, where) for op in sorted(cast_policy.ROWS)}
-
-
-@functools.cache
-def _machinery(module: str) -> types.ModuleType:
-    """Imports a module that a program without regions does not need."""
-    return importlib.import_module(f"keras_mp.op_autocast.{module}")
+    return {op: regions.policy_for(op, region, where) for op in sorted(cast_policy.ROWS)}
 
 
 def _checked(dtype: str | tf.DType) -> tf.DType:
@@ -316,6 +303,42 @@ def _checked(dtype: str | tf.DType) -> tf.DType:
         "Operations run in 'bfloat16' or 'float16'; None chooses the dtype that is fast on this "
         f"machine.{hint} Received: dtype={dtype!r}"
     )
+
+
+def _checked_names(argument: str, ops: Iterable[str], dtype: tf.DType | None) -> frozenset[str]:
+    """Returns names of operations that the user passed, if TensorFlow has them."""
+    if isinstance(ops, str) or not hasattr(ops, "__iter__"):
+        raise TypeError(
+            f"`{argument}` must be a list of names of operations, such as ['Tanh']. "
+            f"Received: {argument}={ops!r}"
+        )
+    names = frozenset(ops)
+    if not kernels.have_faces():
+        return names
+    for op in sorted(names, key=str):
+        if not isinstance(op, str) or operations.definition(op) is None:
+            by_lower_case = {name.lower(): name for name in dir(tf.raw_ops)}
+            wanted = str(op).replace("_", "").lower()
+            nearest = difflib.get_close_matches(wanted, by_lower_case, n=1, cutoff=0.5)
+            hint = f" Did you mean {by_lower_case[nearest[0]]!r}?" if nearest else ""
+            raise ValueError(
+                f"TensorFlow has no operation {op!r}; `tf.raw_ops` has their names.{hint} "
+                f"Received: {argument}={sorted(map(str, names))}"
+            )
+        if dtype is None:
+            continue
+        if op in sums.KERNELS:
+            raise ValueError(
+                f"The operation {op!r} adds up in the dtype of its inputs, and some of "
+                "TensorFlow's kernels lose terms of a sum in 16 bits. Expected other operations. "
+                f"Received: {argument}={sorted(names)}"
+            )
+        if known_operations.attribute_of(op, dtype) is None:
+            raise ValueError(
+                f"The operation {op!r} does not take tensors of {dtype.name}. Expected one that "
+                f"takes float32 and {dtype.name}. Received: {argument}={sorted(names)}"
+            )
+    return names
 
 
 def _fast_dtype() -> tf.DType | None:

@@ -1,7 +1,7 @@
 """TensorFlow's operations by their kinds; each operation is here once.
 
 Other modules decide by kind: the dtype of an operation in a region of `autocast`
-(`op_autocast/cast_policy.py`), and which operations count as computations, sums or divisions. This
+(`kernels/cast_policy.py`), and which operations count as computations, sums or divisions. This
 module is data only.
 """
 

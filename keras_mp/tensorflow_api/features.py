@@ -42,34 +42,18 @@ _TRACED = (
 _KERNELS = (operations.definition, operations.all_kernels)
 
 FACES = Feature(
-    "the float32 faces of 16-bit tensors, and gradients that are computed like their layer",
+    "the float32 faces of 16-bit tensors, gradients that are computed like their layer, regions of "
+    "`keras_mp.autocast`, and products with gradients in 16 bits",
     "Layers in 16 bits compute as Keras's do: what 16 bits cannot hold is lost, some sums are "
-    "wrong and some kernels slow, and mixtures of dtypes are errors.",
+    "wrong and some kernels slow, and mixtures of dtypes are errors. Code in a region, and the "
+    "gradients of layers with an `output_dtype`, run in float32.",
     (
         *(*_TRACED, *_KERNELS, gradients.registry, gradients.find, gradients.of_tape),
         *(gradients.could_record, gradients.record_gradient, gradients.stop_recording),
-        *(graphs.create_op, graphs.gradient_function),
+        *(graphs.create_op, graphs.gradient_function, graphs.function_of_graph),
+        *(graphs.update_input, gradients.record_operation),
         *(operations.make_in_graph, operations.run_in_slower_way, operations.to_tensor),
         *(operations.TakeSlowerWay, operations.QuickWayFailed, operations.GlobalOpDispatcher),
-    ),
-)
-REGIONS = Feature(
-    "regions of `keras_mp.autocast`, and products with gradients in 16 bits",
-    "Code in a region, and the gradients of layers with an `output_dtype`, run in float32.",
-    (
-        *_TRACED,
-        *_KERNELS,
-        operations.make_in_graph,
-        operations.QuickWayFailed,
-        gradients.of_tape,
-        gradients.registry,
-        gradients.record_gradient,
-        gradients.could_record,
-        gradients.record_operation,
-        gradients.stop_recording,
-        graphs.function_of_graph,
-        graphs.update_input,
-        graphs.gradient_function,
     ),
 )
 VECTORIZED = Feature(
@@ -135,7 +119,7 @@ SESSIONS = Feature(
 )
 
 FEATURES = (
-    *(FACES, REGIONS, VECTORIZED, SIGNATURES, UNOBSERVED, SHARED_CASTS),
+    *(FACES, VECTORIZED, SIGNATURES, UNOBSERVED, SHARED_CASTS),
     *(
         REPLICA_THREADS,
         WITHOUT_MEETING,

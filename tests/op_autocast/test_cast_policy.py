@@ -7,8 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.kernels import sums
-from keras_mp.op_autocast import cast_policy
+from keras_mp.kernels import cast_policy, sums
 from tests.common import once
 
 pytestmark = once
@@ -88,7 +87,7 @@ def test_a_kind_has_one_policy():
     assert len(listed) == len(set(listed))
     missing = {op for op in cast_policy.ROWS if not hasattr(tf.raw_ops, op)}
     assert all(cast_policy.ROWS[op].policy == "none" for op in missing)
-    others = cast_policy.BOUNDED | cast_policy.SLOW_ON_CPU | cast_policy.SAME_WEIGHT
+    others = cast_policy.BOUNDED | cast_policy.SLOW_ON_CPU
     assert others <= cast_policy.ROWS.keys()
 
 

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.op_autocast import lower_precision
+from keras_mp.kernels import lower_precision
 from tests.common import once
 from tests.op_autocast.common import HALF, normal, region
 
@@ -17,8 +17,12 @@ IMAGE, FILTER = normal(1, 4, 4, 2), normal(3, 3, 2, 2)
 
 def computed_dtype(tensor):
     """The dtype in which a tensor that the program sees as float32 was computed."""
-    found = lower_precision.origin(tensor).low_precision
-    return "float32" if found is None else found.dtype.name
+    found = (
+        dtype
+        for dtype in HALF
+        if lower_precision.low_precision_of(tensor, tf.as_dtype(dtype)) is not None
+    )
+    return next(found, "float32")
 
 
 def computed_in(function, dtype, eager=True):

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.op_autocast import cast_pairs
+from keras_mp.kernels import cast_pairs
 from tests.common import once
 from tests.op_autocast.common import HALF, error, normal, region
 

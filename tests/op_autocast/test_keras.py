@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.op_autocast import dispatch
+from keras_mp.kernels import regions
 from tests.common import digits, once
 from tests.op_autocast.common import error, region
 
@@ -72,13 +72,13 @@ def test_fit(make):
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_what_runs_in_16_bits(run_eagerly, monkeypatch):
     found = set()
-    own = dispatch._to_float32
+    own = regions._to_float32
 
-    def widened(result, dtype, plan):
-        found.add((plan.op, dtype.name))
-        return own(result, dtype, plan)
+    def widened(result, dtype, op):
+        found.add((op, dtype.name))
+        return own(result, dtype, op)
 
-    monkeypatch.setattr(dispatch, "_to_float32", widened)
+    monkeypatch.setattr(regions, "_to_float32", widened)
     x, y = (each[:32] for each in digits())
     model = compiled(convolutions, run_eagerly=run_eagerly)
     with keras_mp.autocast("bfloat16"):

@@ -3,7 +3,7 @@
 import pathlib
 import re
 
-from keras_mp.op_autocast import cast_policy
+from keras_mp.kernels import cast_policy
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "autocast.md").read_text()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from keras_mp.op_autocast.lower_precision import NAME
+from keras_mp.kernels.lower_precision import NAME
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import graphs
 

@@ -128,6 +128,3 @@ WHY_SLOW_ON_CPU = "on CPUs its 16-bit kernel is slower than the float32 one"
 # They add up before they divide, if they do, and the sum may be infinite in float16.
 DENIED_IN_FLOAT16 = op_table.ops("sums of tensors", "average pooling")
 WHY_NOT_IN_FLOAT16 = "adds up many numbers, which may overflow in float16"
-
-# Their result counts as a variable if the input does.
-SAME_WEIGHT = op_table.ops("identities", "reshapes", "views")

@@ -1,83 +1,26 @@
-"""All functions of TensorFlow that op autocast replaces, in one table.
+"""Puts regions in force, after a check that they work with this TensorFlow.
 
-They act in the threads in which a region is in force, and are TensorFlow's own everywhere else. One
-of them always acts, since functions that are made later may use tensors that were computed in a
-region.
-
-When the first region is entered, they are checked. Where TensorFlow has moved something, regions
-refuse to be entered, and TensorFlow is left as it is. This module needs TensorFlow only.
+The door (`kernels/door.py`) hands operations in a region over to `kernels/regions.py`. When the
+first region of a process is entered, a product is tried in each mode. Where TensorFlow has moved
+something, regions refuse to be entered. This module needs TensorFlow only.
 """
 
 import contextlib
 import functools
-import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp import hooks, kernels
-from keras_mp.hooks import Replacement, When, reach, replica_threads
+from keras_mp.hooks import Replacement, When, reach
 from keras_mp.hooks.reach import Region
-from keras_mp.op_autocast import cast_pairs, dispatch, lower_precision, promotion
-from keras_mp.support import features
-from keras_mp.tensorflow_api import gradients, graphs, operations
-from keras_mp.tensorflow_api.features import REGIONS, VECTORIZED
-
-
-def _trace_per_region(original: Callable[..., Any]) -> Callable[..., object]:
-    """Makes each region a part of the key of traces, as the device is."""
-
-    def make_function_context(*args: Any, **kwargs: Any) -> object:
-        key = original(*args, **kwargs)
-        return key._replace(context=(key.context, reach.region()))
-
-    return make_function_context
-
-
-def _without_region(original: Callable[..., object]) -> Callable[..., object]:
-    """Runs the backward pass in the dtypes of the forward pass.
-
-    Nothing of it is cast anew.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> object:
-        with reach.without_region():
-            return original(*args, **kwargs)
-
-    return call
-
-
-def _with_gradient_as_forward(original: Callable[..., object]) -> Callable[..., object]:
-    """Runs a user's gradient function in the region of its forward pass.
-
-    `tf.recompute_grad` computes the forward pass again in one.
-    """
-
-    def call(
-        function: Callable[..., tuple[object, Callable[..., object]]],
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-    ) -> object:
-        region = reach.region()
-
-        @functools.wraps(function)
-        def forward(*args: Any, **kwargs: Any) -> tuple[object, Callable[..., object]]:
-            result, gradient = function(*args, **kwargs)
-
-            def backward(*args: Any, **kwargs: Any) -> object:
-                with entered(region):
-                    return gradient(*args, **kwargs)
-
-            # TensorFlow asks whether it has `variables`.
-            backward.__signature__ = inspect.signature(gradient)  # pyright: ignore
-            return result, backward
-
-        return original(forward, args, kwargs)
-
-    return call
+from keras_mp.kernels import cast_pairs, lower_precision
+from keras_mp.op_autocast import promotion
+from keras_mp.tensorflow_api import graphs
+from keras_mp.tensorflow_api.features import FACES
 
 
 def _without_pairs(original: Callable[..., object]) -> Callable[..., object]:
@@ -90,27 +33,12 @@ def _without_pairs(original: Callable[..., object]) -> Callable[..., object]:
     return from_func_graph
 
 
-def _rows() -> Iterator[Replacement]:
-    for name, make, feature in (
-        (operations.run_in_eager, dispatch.in_eager, REGIONS),
-        (operations.make_in_graph, dispatch.in_graph, REGIONS),
-        (gradients.record_in_graph, dispatch.on_tape, REGIONS),
-        (graphs.key_of_trace, _trace_per_region, REGIONS),
-        (gradients.of_tape, _without_region, REGIONS),
-        (gradients.of_graph, _without_region, REGIONS),
-        (gradients.vectorize, _without_region, VECTORIZED),
-        (gradients.custom_in_eager, _with_gradient_as_forward, REGIONS),
-        (gradients.custom_in_graph, _with_gradient_as_forward, REGIONS),
-    ):
-        yield Replacement(name, make, When.IN_A_REGION, feature)
-    yield Replacement(graphs.function_of_graph, _without_pairs, When.ALWAYS, REGIONS)
-
-
-REPLACEMENTS = tuple(_rows())
+# It always acts: functions that are made later may use tensors that were computed in a region.
+_PAIRS = Replacement(graphs.function_of_graph, _without_pairs, When.ALWAYS, FACES)
 
 
 class _State:
-    """Whether the functions were checked in this process."""
+    """Whether regions were checked in this process."""
 
     is_checked = False
 
@@ -122,18 +50,18 @@ _lock = threading.Lock()
 def entered(region: Region | None) -> contextlib.AbstractContextManager[None]:
     """Returns a context manager that puts a region in force in this thread.
 
-    Where TensorFlow has not got a function that is replaced, the region does nothing.
+    Where TensorFlow has not got a private name that it needs, the region does nothing.
 
     Args:
-        region: Region, or None, which stops autocasting and replaces nothing.
+        region: Region, or None, which stops autocasting.
 
     Raises:
-        RuntimeError: this TensorFlow is not one that the functions know.
+        RuntimeError: regions do not work with this TensorFlow.
     """
     if region is None:
         # Code of others in a region of the program is not ours, a layer's own code is.
         return reach.in_region(None, reach.current() if reach.region() is None else None)
-    if not features.is_on(REGIONS):
+    if not kernels.have_faces():
         return contextlib.nullcontext()
     if not _State.is_checked:
         with _lock:
@@ -147,7 +75,7 @@ def _check() -> None:
     runs_eagerly = tf.config.functions_run_eagerly()
     kernels.install()
     try:
-        hooks.install([*REPLACEMENTS, replica_threads.REACH])
+        hooks.install([_PAIRS])
         tf.config.run_functions_eagerly(False)  # Functions are checked, too.
         try:
             # A new thread has none of the graphs and tapes that this one is in.
@@ -156,7 +84,7 @@ def _check() -> None:
         finally:
             tf.config.run_functions_eagerly(runs_eagerly)
     except Exception as error:
-        hooks.uninstall(REPLACEMENTS)
+        hooks.uninstall([_PAIRS])
         raise RuntimeError(
             f"`keras_mp.autocast` does not know TensorFlow {tf.__version__}, and has left it as it "
             "is. The rest of keras_mp works. Expected a matrix product to run in bfloat16 inside "

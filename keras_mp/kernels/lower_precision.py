@@ -1,19 +1,20 @@
-"""The two dtypes of a tensor: 16 bits for operations, float32 for the program.
+"""Casts of a region: 16 bits for operations, float32 for the program.
 
-The operations are those of a region. The result of a 16-bit operation is cast to float32, and the
-program gets the cast. The float32 tensor remembers the 16-bit one. The next operation gets a cast
-of the float32 tensor, so that the latter stays a node of the differentiated graph, and gradients
-with respect to it are right. In eager, that cast shares the memory of the 16-bit tensor. In a graph
-it is a real cast, which `cast_pairs` takes out.
+The result of a 16-bit operation is cast to float32, and the program gets the cast, whose note
+(`hooks/faces.py`) has the 16-bit tensor. The next operation gets a cast of the float32 tensor, so
+that the latter stays a node of the differentiated graph, and gradients with respect to it are
+right. In eager, that cast shares the memory of the 16-bit tensor. In a graph it is a real cast,
+which `cast_pairs` takes out.
 
 This module needs TensorFlow only.
 """
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.hooks import faces
 from keras_mp.support import host
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import gradients
@@ -24,35 +25,8 @@ FLOATS = (tf.float32, *LOW_PRECISION)
 NAME = "autocast"
 
 
-class Origin(NamedTuple):
-    """Facts about a float32 tensor.
-
-    Attributes:
-        low_precision: 16-bit tensor that has the same value, or None.
-        is_bounded: bool. Whether the value is at most 1.
-        is_weight: bool. Whether it is the value of a variable.
-    """
-
-    low_precision: tf.Tensor | None = None
-    is_bounded: bool = False
-    is_weight: bool = False
-
-
-_UNKNOWN = Origin()
-
-
-def origin(tensor: object) -> Origin:
-    """Returns the facts that were noted about a tensor."""
-    return getattr(tensor, "_keras_mp_origin", _UNKNOWN)
-
-
-def mark(tensor: tf.Tensor, known: Origin) -> None:
-    """Notes facts about a tensor."""
-    tensor._keras_mp_origin = known  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def low_precision_of(tensor: object, dtype: tf.DType) -> tf.Tensor | None:
-    """Returns the 16-bit tensor from which a float32 one was cast.
+    """Returns the 16-bit tensor from which a float32 one was cast in a region.
 
     It must have the given dtype.
 
@@ -63,11 +37,12 @@ def low_precision_of(tensor: object, dtype: tf.DType) -> tf.Tensor | None:
     Returns:
         The tensor; None also for a tensor of another graph.
     """
-    found = origin(tensor).low_precision
-    if found is None or found.dtype != dtype:
+    face = faces.of(tensor) if isinstance(tensor, tf.Tensor) else None
+    if face is None or face.kind < faces.LOW or face.tensor.dtype != dtype:
         return None
     graph = host.current_graph()
-    return found if graph is None or getattr(found, "graph", None) is graph else None
+    is_here = graph is None or getattr(face.tensor, "graph", None) is graph
+    return face.tensor if is_here else None
 
 
 def to_low_precision(tensor: tf.Tensor | float, dtype: tf.DType) -> tf.Tensor:

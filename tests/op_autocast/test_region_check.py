@@ -8,7 +8,8 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import hooks, kernels
-from keras_mp.op_autocast import region_hooks
+from keras_mp.kernels import backward
+from keras_mp.op_autocast import region_check
 from keras_mp.tensorflow_api import gradients
 from tests.common import once
 from tests.op_autocast.common import normal
@@ -20,10 +21,6 @@ pytestmark = once
 def installed():
     """What the first region of a process replaces for good."""
     kernels.install()
-
-
-def places():
-    return [row.place.get() for row in region_hooks.REPLACEMENTS]
 
 
 def test_in_a_thread_without_a_region_nothing_is_autocast():
@@ -107,25 +104,28 @@ BREAKAGES = [
 @pytest.fixture
 def unchecked(monkeypatch):
     """A process in which no region was entered."""
-    hooks.uninstall(region_hooks.REPLACEMENTS)
-    monkeypatch.setattr(region_hooks._State, "is_checked", False)
-    yield monkeypatch
-    monkeypatch.undo()
-    hooks.install(region_hooks.REPLACEMENTS)
+    monkeypatch.setattr(region_check._State, "is_checked", False)
 
 
 @pytest.mark.parametrize(("name", "found"), BREAKAGES)
-def test_a_tensorflow_that_does_not_use_a_function_is_refused(name, found, unchecked):
-    own, rows = places(), region_hooks.REPLACEMENTS
-    kept = tuple(row for row in rows if row.place.attribute != name)
-    assert len(kept) < len(rows)
-    unchecked.setattr(region_hooks, "REPLACEMENTS", kept)
+def test_a_tensorflow_that_does_not_use_a_function_is_refused(name, found, unchecked, monkeypatch):
+    door = [row for row in hooks.installed() if getattr(row.place, "attribute", "") == name]
+    door = [row for row in door if row in backward.REPLACEMENTS]
+    if door:
+        hooks.uninstall(door)
+    else:
+        nothing = region_check._PAIRS._replace(make=lambda original: original)
+        hooks.uninstall([region_check._PAIRS])
+        monkeypatch.setattr(region_check, "_PAIRS", nothing)
     expected = f"does not know TensorFlow.*{found}"
-    with pytest.raises(RuntimeError, match=expected), keras_mp.autocast("bfloat16"):
-        pass
-    assert not set(rows) & set(hooks.installed())
-    unchecked.undo()
-    assert all(now is each for now, each in zip(places(), own))
+    try:
+        with pytest.raises(RuntimeError, match=expected), keras_mp.autocast("bfloat16"):
+            pass
+        assert region_check._PAIRS not in hooks.installed()
+    finally:
+        hooks.install(door)
+        monkeypatch.undo()
+        hooks.install([region_check._PAIRS])
 
 
 def test_entered_first_within_a_function_and_a_tape(unchecked):
@@ -138,4 +138,4 @@ def test_entered_first_within_a_function_and_a_tape(unchecked):
         return tape.gradient(y, w)
 
     assert function().dtype == tf.float32
-    assert region_hooks._State.is_checked
+    assert region_check._State.is_checked
