@@ -487,7 +487,7 @@ def was_made_in_reach(tensor: tf.Tensor) -> bool:
         if not tf.is_symbolic_tensor(each) or id(each) in seen:
             continue
         seen.add(id(each))
-        if getattr(each.op, "_keras_mp_made_in", None) is not None:
+        if reach.made(each.op).dtype is not None:
             return True
         captured = getattr(each.graph, "captures", ()) if each.op.type == "Placeholder" else ()
         before = [*each.op.inputs, *(outer for outer, inner in captured if inner is each)]

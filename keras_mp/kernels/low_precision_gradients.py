@@ -74,7 +74,7 @@ class _InLowPrecision:
     def __init__(self, op: tf.Operation, dtype: tf.DType) -> None:
         self._op, self._dtype = op, dtype
         # As `backward.py` marks what was made in reach; a tape has no mark of this one.
-        self.attrs, self._keras_mp_made_in = None, dtype
+        self.attrs, self._keras_mp_made = None, reach.Made(dtype)
         self.inputs = [_cast(each, dtype) for each in op.inputs]
 
     def get_attr(self, name: str) -> object:
