@@ -137,18 +137,6 @@ class _Replaced:
         return wrapped(always, When.OUT_OF_REACH), wrapped(always, When.IN_REACH)
 
 
-def caller() -> Any:
-    """Returns the frame that called the replaced function.
-
-    Called from within a replacement.
-    """
-    frame: Any = inspect.currentframe()
-    frame = frame.f_back
-    while frame.f_globals is not globals():
-        frame = frame.f_back
-    return frame.f_back
-
-
 # By the function that takes the place of the original.
 _replaced: dict[Any, _Replaced] = {}
 

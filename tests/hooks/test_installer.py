@@ -213,22 +213,3 @@ def test_a_feature_that_is_off_is_left_out(first):
         hooks.install(rows)
     assert first.spell("x") == "b(x)"
     assert rows[0] not in hooks.installed()
-
-
-def test_the_frame_that_called_a_replaced_function(first):
-    found = []
-
-    def make(own):
-        def call(text):
-            found.append(hooks.caller().f_code.co_name)
-            return own(text)
-
-        return call
-
-    hooks.install([Replacement(Method(first, "spell"), make, When.ALWAYS)])
-
-    def the_program():
-        return first.spell("x")
-
-    the_program()
-    assert found == ["the_program"]
