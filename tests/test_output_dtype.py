@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.kernels import door, slow
+from keras_mp.kernels import known_operations, slow
 from tests.common import IS_KERAS_3, MODES, mirrored, pairs
 
 L = tf.keras.layers
@@ -70,7 +70,7 @@ def test_outputs_are_those_of_float32_and_gradients_those_of_16_bits(name, mode,
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_slow_and_wrong_kernels_are_avoided_in_eager_gradients_too(dtype, monkeypatch):
     monkeypatch.setattr(slow, "is_slow", lambda *_: True)
-    monkeypatch.setattr(door, "_operations", door._Operations())
+    monkeypatch.setattr(known_operations, "BY_NAME", type(known_operations.BY_NAME)())
     make, shape = LAYERS["Conv2D"]
     (_, eager), (_, graph) = (
         outputs_and_gradients(make, shape, mode, policy_of(dtype)) for mode in ("eager", "function")

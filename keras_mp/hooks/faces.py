@@ -472,6 +472,26 @@ def _leave_with_sources(found: Sequence[Any], sources: Sequence[Any]) -> None:
             note(gradient, None, LEFT)
 
 
+class Made(NamedTuple):
+    """A note on an operation in a graph: how it was made.
+
+    Attributes:
+        dtype: the 16-bit DType that was in reach, or None.
+        is_decided: bool. Whether keras_mp had decided its dtype, not the program.
+    """
+
+    dtype: tf.DType | None = None
+    is_decided: bool = False
+
+
+_OUT_OF_REACH = Made()
+
+
+def made(op: Any) -> Made:
+    """Returns the note of an operation; out of reach there is none."""
+    return getattr(op, "_keras_mp_made", _OUT_OF_REACH)
+
+
 def was_made_in_reach(tensor: tf.Tensor) -> bool:
     """Whether a 16-bit tensor comes from one that was made in reach.
 
@@ -487,7 +507,7 @@ def was_made_in_reach(tensor: tf.Tensor) -> bool:
         if not tf.is_symbolic_tensor(each) or id(each) in seen:
             continue
         seen.add(id(each))
-        if reach.made(each.op).dtype is not None:
+        if made(each.op).dtype is not None:
             return True
         captured = getattr(each.graph, "captures", ()) if each.op.type == "Placeholder" else ()
         before = [*each.op.inputs, *(outer for outer, inner in captured if inner is each)]

@@ -59,26 +59,6 @@ class _Reach(threading.local):
     scopes: tuple[contextlib.AbstractContextManager[None], ...] = ()
 
 
-class Made(NamedTuple):
-    """A note on an operation in a graph: how it was made.
-
-    Attributes:
-        dtype: the 16-bit DType that was in reach, or None.
-        is_decided: bool. Whether keras_mp had decided its dtype, not the program.
-    """
-
-    dtype: tf.DType | None = None
-    is_decided: bool = False
-
-
-_OUT_OF_REACH = Made()
-
-
-def made(op: Any) -> Made:
-    """Returns the note of an operation; out of reach there is none."""
-    return getattr(op, "_keras_mp_made", _OUT_OF_REACH)
-
-
 # Functions that run for each operation read it directly; everything else calls the functions below.
 thread = _Reach()
 

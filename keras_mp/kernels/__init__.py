@@ -6,7 +6,7 @@ This subpackage needs TensorFlow only.
 import tensorflow as tf
 
 from keras_mp import hooks
-from keras_mp.hooks import reach, replica_threads
+from keras_mp.hooks import faces, replica_threads
 from keras_mp.hooks.once import once
 from keras_mp.kernels import backward, functions, sums
 from keras_mp.support import features
@@ -27,7 +27,7 @@ def has_decided(op: tf.Operation) -> bool:
     Args:
         op: an operation of a graph that was traced in this process.
     """
-    return reach.made(op).is_decided
+    return faces.made(op).is_decided
 
 
 @once

@@ -1,6 +1,6 @@
-"""What the door knows about TensorFlow's operations, from their definitions and the tables.
+"""What the door knows about TensorFlow's operations.
 
-This module needs TensorFlow only.
+It is from their definitions and from the tables. This module needs TensorFlow only.
 """
 
 import dataclasses
@@ -162,7 +162,7 @@ BY_NAME = _Operations()
 
 
 def attribute_of(name: str, low: tf.DType) -> str | None:
-    """Returns the attribute that gives the inputs of an operation float32 or 16 bits, or None.
+    """Returns the attribute by which inputs are float32 or 16 bits, or None.
 
     Args:
         name: str. The operation's type.
