@@ -179,6 +179,163 @@ _ARITHMETIC = op_table.ops("additions", "multiplications", "signs", "softmax", "
 _LAZY = op_table.MOVES | _ARITHMETIC
 
 
+# An operation in its faces. `make` takes inputs, and names and values of attributes in turn, and
+# returns a result or a list of them. `cast` takes a float32 tensor and a DType of 16 bits.
+
+
+def _made(
+    known: Operation,
+    given: list[Any],
+    pairs: Sequence[Any],
+    make: Callable[..., Any],
+    cast: Callable[[Any, tf.DType], Any],
+) -> Any:
+    """Returns the results of an operation in the faces that it needs."""
+    if known.kind == "cast":
+        return _made_cast(given[0], pairs, make)
+    if known.kind == "draw":
+        return _drawn(known, given, pairs, make, cast)
+    low = _low_dtype_of([given[i] for i in known.positions])
+    if low is None:
+        return make(given, pairs)
+    for i in range(len(given)):
+        if i in known.positions:
+            given[i] = _as_tensor(given[i], low, i == known.positions[0])
+        elif i in known.others and type(given[i]) in (list, tuple, tf.TensorShape):
+            # Else TensorFlow takes its slower way in eager, which does not come here.
+            dtype = known.others[i] or (None if given[i] else tf.int32)
+            given[i] = tf.convert_to_tensor(given[i], dtype)
+    choice = _choice_of(known, given, pairs, low)
+    if choice is None:
+        results = make(given, pairs)
+        if known.name in _LAZY and not _follows_others():
+            _note_lazily(known, given, pairs, results)
+        return results
+    is_exact_product = known.kind == "product" and choice.kind == LAST
+    widen = faces.factor if is_exact_product else _WIDEN[choice.kind]
+    wide = [widen(value) if i in known.positions else value for i, value in enumerate(given)]
+    with reach.decided():
+        if is_exact_product:
+            results = make(wide, _in_float32(known, pairs), choice.low)
+        else:
+            try:
+                results = make(wide, _in_float32(known, pairs))
+            except operations.TakeSlowerWay.get():
+                results = faces.run(known.name, wide, pairs)
+    return results if choice.low is None else _rounded(known, results, choice, cast)
+
+
+def _in_float32(known: Operation, pairs: Sequence[Any]) -> list[Any]:
+    """Returns the attributes of an operation with float32 as its dtype."""
+    return [
+        FLOAT32 if i % 2 and pairs[i - 1] == known.attribute else each
+        for i, each in enumerate(pairs)
+    ]
+
+
+def _rounded(known: Operation, results: Any, choice: _Choice, cast: Callable[..., Any]) -> Any:
+    """Rounds those of an operation's results that have its dtype."""
+
+    def rounded(face: Any) -> Any:
+        if isinstance(face, list):
+            return [rounded(each) for each in face]
+        if face.dtype is not tf.float32:
+            return face
+        result = cast(face, choice.low)
+        if choice.kind and not _follows_others():
+            faces.note(result, face, choice.kind)
+        return result
+
+    if known.is_one:
+        return rounded(results) if known.outputs else results
+    parts = [
+        rounded(each) if known.outputs is None or i in known.outputs else each
+        for i, each in enumerate(results)
+    ]
+    is_tuple = isinstance(results, tuple) and hasattr(results, "_fields")
+    return type(results)(*parts) if is_tuple else parts
+
+
+def _made_cast(value: Any, pairs: Sequence[Any], make: Callable[..., Any]) -> Any:
+    """Returns what the program casts: of a 16-bit tensor, its float32 face."""
+    wanted = tf.as_dtype(pairs[pairs.index("DstT") + 1])
+    if not isinstance(value, tf.Tensor):
+        return make([value], pairs)
+    if is_low(value.dtype):
+        face = None if wanted is value.dtype else faces.float32_of(value)
+        if face is None:
+            return make([value], pairs)
+        result = make([face], pairs)
+        if is_low(wanted):
+            faces.note(_only(result), face, faces.kind_of(value))
+        return result
+    if not is_low(wanted):
+        return make([value], pairs)
+    is_weight = _is_weight(value)
+    if not is_weight and value.dtype is tf.float32 and not _is_constant(value):
+        value = faces.of_its_own(value)
+    result = make([value], pairs)
+    faces.note_cast(value, _only(result), is_weight)
+    return result
+
+
+def _only(result: Any) -> Any:
+    return result[0] if isinstance(result, list) else result
+
+
+def _is_weight(value: Any) -> bool:
+    if not tf.is_symbolic_tensor(value):
+        return faces.kind_of(value) == WEIGHT
+    op = value.op
+    while op.type == "Identity":
+        op = op.inputs[0].op
+    return op.type in op_table.READS
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a tensor of a graph is a constant."""
+    if tf.executing_eagerly():
+        return False
+    return not tf.is_symbolic_tensor(value) or value.op.type == "Const"
+
+
+def _drawn(
+    known: Operation,
+    given: Sequence[Any],
+    pairs: Sequence[Any],
+    make: Callable[..., Any],
+    cast: Callable[..., Any],
+) -> Any:
+    """Returns random numbers, or what hides its dtype, that are made in float32."""
+    wanted = tf.as_dtype(pairs[pairs.index(known.attribute) + 1])
+    if not is_low(wanted):
+        return make(given, pairs)
+    with reach.decided():
+        results = make(given, _in_float32(known, pairs))
+    choice = _Choice(wanted, EXACT if op_table.DRAWS.get(known.name, True) else CAST)
+    return _rounded(known, results, choice, cast)
+
+
+def _choice_of(
+    known: Operation, given: list[Any], pairs: Sequence[Any], low: tf.DType
+) -> _Choice | None:
+    """Returns what an operation is to do; None leaves it in 16 bits."""
+    if known.may_be_wrong:
+        attributes = faces.attributes(known.name, len(known.inputs), pairs)
+        table = TRIED.get(known.name)
+        if table is not None and table.is_wrong_for(known.name, low, given, attributes):
+            return _Choice(low, EXACT if table is sums.TABLE else 0)
+        arguments = {**dict(zip(known.inputs, given)), **attributes}
+        can_be_slow = known.name in slow.OPS and low not in known.refuses
+        is_slow = can_be_slow and slow.is_slow_here(known.name, low, arguments)
+    else:
+        is_slow = False
+    if _follows_others():
+        return _Choice(low, 0) if is_slow else None
+    choice = _choose(known, _flat([given[i] for i in known.positions]))
+    return _Choice(low, 0) if choice is None and is_slow else choice
+
+
 # In eager.
 
 
@@ -209,69 +366,28 @@ def run_in_eager(original: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(result, tf.Tensor) and result.dtype is tf.float32:
                 faces.note(result, None, WEIGHT)
             return result
-        if known is None or (not known.may_be_wrong and _follows_others()):
+        if (
+            known is None
+            or (not known.may_be_wrong and _follows_others())
+            or (kind == "product" and _is_plain_product(known, args))
+            or (kind == "other" and not known.may_be_wrong and _is_plain(known, args))
+        ):
             return original(context, op, name, *args, *mark)
-        if kind == "product" and _is_plain_product(known, args):
-            return original(context, op, name, *args, *mark)
-        if kind == "cast":
-            return _cast_in_eager(original, context, name, args, mark)
-        if kind == "draw":
-            return _drawn_in_eager(original, context, known, name, args, mark)
-        if kind == "other" and not known.may_be_wrong and _is_plain(known, args):
-            return original(context, op, name, *args, *mark)
-        low = _low_dtype_of([args[i] for i in known.positions])
-        if low is None:
-            return original(context, op, name, *args, *mark)
-        number = len(known.inputs)
-        given = list(args[:number])
-        for i in range(number):
-            if i in known.positions:
-                given[i] = _as_tensor(given[i], low, i == known.positions[0])
-            elif i in known.others and type(given[i]) in (list, tuple, tf.TensorShape):
-                # Else TensorFlow takes its slower way, which does not come here.
-                dtype = known.others[i] or (None if given[i] else tf.int32)
-                given[i] = tf.convert_to_tensor(given[i], dtype)
-        choice = _choice_of(known, given, args[number:], low)
-        if choice is None:
-            results = original(context, op, name, *given, *args[number:], *mark)
-            if op in _LAZY and not _follows_others():
-                _note_lazily(known, given, args[number:], results)
-            return results
-        is_exact_product = kind == "product" and choice.kind == LAST
-        widen = faces.factor if is_exact_product else _WIDEN[choice.kind]
-        wide = [widen(value) if i in known.positions else value for i, value in enumerate(given)]
-        attributes = [
-            FLOAT32 if i % 2 and args[number + i - 1] == known.attribute else each
-            for i, each in enumerate(args[number:])
-        ]
-        if is_exact_product:
+
+        def make(given: Sequence[Any], pairs: Sequence[Any], low: tf.DType | None = None) -> Any:
+            if low is None:
+                return original(context, op, name, *given, *pairs, *mark)
             run = functools.partial(original, context, op, name)
-            all_args = [*wide, *attributes]
-            results = low_precision_gradients.run_in_eager(run, op, all_args, number, choice.low)
-        else:
-            try:
-                results = original(context, op, name, *wide, *attributes, *mark)
-            except operations.TakeSlowerWay.get():
-                results = _the_slower_way(op, wide, args[number:])
-        if choice.low is None:
-            return results
+            return low_precision_gradients.run_in_eager(run, op, [*given, *pairs], len(given), low)
 
-        def rounded(face: Any) -> Any:
-            if isinstance(face, list):
-                return [rounded(each) for each in face]
-            if face.dtype is not tf.float32:
-                return face
-            return _rounded_in_eager(original, context, choice, face, mark)
+        def cast(face: Any, low: tf.DType) -> Any:
+            pairs = "DstT", low.as_datatype_enum, "Truncate", False
+            return original(context, "Cast", None, face, *pairs, *mark)
 
-        return _rounded(known, results, rounded)
+        number = len(known.inputs)
+        return _made(known, list(args[:number]), args[number:], make, cast)
 
     return execute
-
-
-def _the_slower_way(op: str, inputs: Sequence[Any], pairs: Sequence[Any]) -> Any:
-    """Runs an operation whose arguments TensorFlow does not take in the quick way."""
-    with reach.decided():
-        return faces.run(op, inputs, pairs)
 
 
 def _is_plain_product(known: Operation, args: Sequence[Any]) -> bool:
@@ -309,88 +425,6 @@ def _is_plain(known: Operation, args: Sequence[Any]) -> bool:
     return True
 
 
-def _rounded(known: Operation, results: Any, rounded: Callable[[Any], Any]) -> Any:
-    """Rounds those of an operation's results that have its dtype."""
-    if known.is_one:
-        return rounded(results) if known.outputs else results
-    parts = [
-        rounded(each) if known.outputs is None or i in known.outputs else each
-        for i, each in enumerate(results)
-    ]
-    is_tuple = isinstance(results, tuple) and hasattr(results, "_fields")
-    return type(results)(*parts) if is_tuple else parts
-
-
-def _choice_of(
-    known: Operation, given: list[Any], pairs: Sequence[Any], low: tf.DType
-) -> _Choice | None:
-    """Returns what an operation is to do; None leaves it in 16 bits."""
-    if known.may_be_wrong:
-        attributes = faces.attributes(known.name, len(known.inputs), pairs)
-        table = TRIED.get(known.name)
-        if table is not None and table.is_wrong_for(known.name, low, given, attributes):
-            return _Choice(low, EXACT if table is sums.TABLE else 0)
-        arguments = {**dict(zip(known.inputs, given)), **attributes}
-        can_be_slow = known.name in slow.OPS and low not in known.refuses
-        is_slow = can_be_slow and slow.is_slow_here(known.name, low, arguments)
-    else:
-        is_slow = False
-    if _follows_others():
-        return _Choice(low, 0) if is_slow else None
-    choice = _choose(known, _flat([given[i] for i in known.positions]))
-    return _Choice(low, 0) if choice is None and is_slow else choice
-
-
-def _cast_in_eager(
-    original: Callable[..., Any], context: Any, name: Any, args: Any, mark: Any
-) -> Any:
-    value, wanted = args[0], tf.as_dtype(args[2])
-    if not isinstance(value, tf.Tensor):
-        return original(context, "Cast", name, *args, *mark)
-    if is_low(value.dtype):
-        face = None if wanted is value.dtype else faces.float32_of(value)
-        if face is None:
-            return original(context, "Cast", name, *args, *mark)
-        if wanted is tf.float32:
-            return faces.of_its_own(face)
-        result = original(context, "Cast", name, face, *args[1:], *mark)
-        if is_low(wanted):
-            faces.note(result, face, faces.kind_of(value))
-        return result
-    if not is_low(wanted):
-        return original(context, "Cast", name, *args, *mark)
-    is_weight = faces.kind_of(value) == WEIGHT
-    own = value if is_weight or value.dtype is not tf.float32 else faces.of_its_own(value)
-    result = original(context, "Cast", name, own, *args[1:], *mark)
-    faces.note_cast(own, result, is_weight)
-    return result
-
-
-def _drawn_in_eager(
-    original: Callable[..., Any], context: Any, known: Operation, name: Any, args: Any, mark: Any
-) -> Any:
-    place = args.index(known.attribute, len(known.inputs)) + 1
-    wanted = tf.as_dtype(args[place])
-    if not is_low(wanted):
-        return original(context, known.name, name, *args, *mark)
-    wide = [*args[:place], FLOAT32, *args[place + 1 :]]
-    results = original(context, known.name, name, *wide, *mark)
-    choice = _Choice(wanted, EXACT if op_table.DRAWS.get(known.name, True) else CAST)
-    return _rounded(
-        known, results, lambda face: _rounded_in_eager(original, context, choice, face, mark)
-    )
-
-
-def _rounded_in_eager(
-    original: Callable[..., Any], context: Any, choice: _Choice, face: Any, mark: Any
-) -> Any:
-    enum = choice.low.as_datatype_enum
-    result = original(context, "Cast", None, face, "DstT", enum, "Truncate", False, *mark)
-    if choice.kind and not _follows_others():
-        faces.note(result, face, choice.kind)
-    return result
-
-
 # In graphs.
 
 
@@ -399,7 +433,7 @@ def make_in_graph(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         original: takes the operation, a name, inputs and attributes; returns four things, of which
-            the last is the list of results. TensorFlow's own.
+            the third is the operation and the last the list of results. TensorFlow's own.
     """
 
     def apply(op_type_name: str, name: str | None = None, **keywords: Any) -> Any:
@@ -409,115 +443,29 @@ def make_in_graph(original: Callable[..., Any]) -> Callable[..., Any]:
         return in_16_bits(op_type_name, name, **keywords)
 
     def in_16_bits(op_type_name: str, name: str | None = None, **keywords: Any) -> Any:
-        if _thread.is_decided:
+        known = None if _thread.is_decided else known_operations.BY_NAME[op_type_name]
+        if known is None or known.kind == "read" or (not known.may_be_wrong and _follows_others()):
             return original(op_type_name, name, **keywords)
-        known = known_operations.BY_NAME[op_type_name]
-        if known is None or known.kind == "read":
-            return original(op_type_name, name, **keywords)
-        if not known.may_be_wrong and _follows_others():
-            return original(op_type_name, name, **keywords)
-        if known.kind == "cast":
-            return _cast_in_graph(original, name, keywords)
-        if known.kind == "draw":
-            return _drawn_in_graph(original, known, name, keywords)
-        low = _low_dtype_of([keywords[known.inputs[i]] for i in known.positions])
-        if low is None:
-            return original(op_type_name, name, **keywords)
+        others: list[Any] = []
+
+        def make(given: Sequence[Any], pairs: Sequence[Any], low: tf.DType | None = None) -> Any:
+            arguments = dict(zip((*known.inputs, *pairs[::2]), (*given, *pairs[1::2])))
+            *others[:], outputs = original(op_type_name, name, **arguments)
+            if low is not None:
+                low_precision_gradients.set_in_graph(others[2], low)
+            return outputs
+
         given = [keywords.pop(each) for each in known.inputs]
-        for i in known.positions:
-            given[i] = _as_tensor(given[i], low, i == known.positions[0])
         pairs = [each for pair in keywords.items() for each in pair]
-        choice = _choice_of(known, given, pairs, low)
-        if choice is None:
-            parts = original(op_type_name, name, **dict(zip(known.inputs, given)), **keywords)
-            if op_type_name in _LAZY and not _follows_others():
-                _note_lazily(known, given, pairs, parts[3])
-            return parts
-        is_exact_product = known.kind == "product" and choice.kind == LAST
-        widen = faces.factor if is_exact_product else _WIDEN[choice.kind]
-        for i in known.positions:
-            given[i] = widen(given[i])
-        if known.attribute in keywords:
-            keywords[known.attribute] = tf.float32
-        structure, is_stateful, op, outputs = _decided(
-            original, op_type_name, name, {**dict(zip(known.inputs, given)), **keywords}
-        )
-        if choice.low is not None:
-            if is_exact_product:
-                low_precision_gradients.set_in_graph(op, choice.low)
-            rounded = functools.partial(_rounded_in_graph, original, choice)
-            outputs = [
-                rounded(each) if known.outputs is None or i in known.outputs else each
-                for i, each in enumerate(outputs)
-            ]
-        return structure, is_stateful, op, outputs
+        outputs = _made(known, given, pairs, make, cast)
+        return *others, outputs
+
+    def cast(face: Any, low: tf.DType) -> Any:
+        # Tapes hear of it in `on_tape`.
+        with reach.decided(), gradients.stop_recording():
+            return original("Cast", None, x=face, DstT=low, Truncate=False)[3][0]
 
     return apply
-
-
-def _decided(original: Callable[..., Any], op: str, name: str | None, keywords: Any) -> Any:
-    """Makes an operation whose dtype keras_mp has decided."""
-    with reach.decided():
-        return original(op, name, **keywords)
-
-
-def _rounded_in_graph(original: Callable[..., Any], choice: _Choice, face: Any) -> Any:
-    if face.dtype != tf.float32:
-        return face
-    with gradients.stop_recording():  # Tapes hear of it in `on_tape`.
-        keywords = {"x": face, "DstT": choice.low, "Truncate": False}
-        result = _decided(original, "Cast", None, keywords)[3][0]
-    if choice.kind and not _follows_others():
-        faces.note(result, face, choice.kind)
-    return result
-
-
-def _is_weight_in_graph(value: Any) -> bool:
-    if not tf.is_symbolic_tensor(value):
-        return faces.kind_of(value) == WEIGHT
-    op = value.op
-    while op.type == "Identity":
-        op = op.inputs[0].op
-    return op.type in op_table.READS
-
-
-def _cast_in_graph(original: Callable[..., Any], name: Any, keywords: dict[str, Any]) -> Any:
-    value, wanted = keywords["x"], tf.as_dtype(keywords["DstT"])
-    if not isinstance(value, tf.Tensor):
-        return original("Cast", name, **keywords)
-    if is_low(value.dtype):
-        face = None if wanted is value.dtype else faces.float32_of(value)
-        if face is None:
-            return original("Cast", name, **keywords)
-        parts = original("Cast", name, **{**keywords, "x": face})
-        if is_low(wanted):
-            faces.note(parts[3][0], face, faces.kind_of(value))
-        return parts
-    if not is_low(wanted):
-        return original("Cast", name, **keywords)
-    is_weight = _is_weight_in_graph(value)
-    if not is_weight and value.dtype is tf.float32 and not _is_constant(value):
-        keywords["x"] = faces.of_its_own(value)
-    parts = original("Cast", name, **keywords)
-    faces.note_cast(keywords["x"], parts[3][0], is_weight)
-    return parts
-
-
-def _is_constant(value: Any) -> bool:
-    return not tf.is_symbolic_tensor(value) or value.op.type == "Const"
-
-
-def _drawn_in_graph(
-    original: Callable[..., Any], known: Operation, name: Any, keywords: dict[str, Any]
-) -> Any:
-    wanted = tf.as_dtype(keywords[known.attribute])
-    if not is_low(wanted):
-        return original(known.name, name, **keywords)
-    keywords[known.attribute] = tf.float32
-    structure, is_stateful, op, outputs = _decided(original, known.name, name, keywords)
-    choice = _Choice(wanted, EXACT if op_table.DRAWS.get(known.name, True) else CAST)
-    outputs = [_rounded_in_graph(original, choice, each) for each in outputs]
-    return structure, is_stateful, op, outputs
 
 
 def on_tape(original: Callable[..., None]) -> Callable[..., None]:
