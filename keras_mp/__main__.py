@@ -133,7 +133,7 @@ def _load_digits() -> list[Any]:
 
 
 class _Run(tf.keras.callbacks.Callback):
-    """Trains a model under a policy, and records the loss and the seconds of each step."""
+    """Trains a model under a policy, and records each step's loss and seconds."""
 
     def __init__(self, policy: str, data: list[Any], epochs: int, strategy: Any) -> None:
         super().__init__()

@@ -1,17 +1,16 @@
 """The Keras that `tf.keras` is, chosen once, at import.
 
-`keras3` and `keras2` offer the same names, which `interface` describes. `keras_api` has the names
-of the one that is chosen. Nothing outside this folder asks which Keras it is.
+`keras3` and `keras2` define the same names, which `keras3` and the modules that it imports from
+describe. `keras_api` has those of the one that is chosen. Nothing outside this folder asks which
+Keras it is.
 """
 
-import importlib
 import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_mp.keras_api import interface
 from keras_mp.support import features
 
 _OLDEST_TENSORFLOW = (2, 16)
@@ -77,18 +76,19 @@ OTHER_PACKAGE = _OTHER[ROOT_PACKAGE]
 # AutoGraph never converts Keras 3; tf_keras it converts up to TensorFlow 2.16.
 AUTOGRAPH_MAY_CONVERT = ROOT_PACKAGE == "tf_keras"
 
-if TYPE_CHECKING:
-    # A test compares both modules, so one of them can stand for the other.
-    from keras_mp.keras_api.keras3 import *  # noqa: F403  # pyright: ignore[reportAssignmentType]
+# A test compares both modules, so one of them can stand for the other.
+if TYPE_CHECKING or ROOT_PACKAGE == "keras":
+    from keras_mp.keras_api.keras3 import *  # noqa: F403
 else:
-    _module = importlib.import_module(
-        "keras_mp.keras_api." + {"keras": "keras3", "tf_keras": "keras2"}[ROOT_PACKAGE]
-    )
-    globals().update({name: getattr(_module, name) for name in interface.NAMES})
+    from keras_mp.keras_api.keras2 import *  # noqa: F403
 
 # Names that both Kerases have in the same place.
 COMPILE_OWNER = next(cls for cls in tf.keras.Model.__mro__ if "compile" in vars(cls))
 KerasLossScaleOptimizer = tf.keras.mixed_precision.LossScaleOptimizer
+# The loss that computes a function. The class is in no public namespace, but every built-in loss is
+# a subclass of it.
+LossFunctionWrapper = tf.keras.losses.MeanSquaredError.__mro__[1]
+register_serializable = tf.keras.utils.register_keras_serializable(package="keras_mp")
 # Where gradients are applied, by optimizers that are no wrappers.
 APPLY_METHODS = tuple(
     (next(cls for cls in base.__mro__ if name in vars(cls)), name)

@@ -10,47 +10,41 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hooks, variables
+from keras_mp import hooks
 from keras_mp.hooks import Everywhere, Replacement, When, wrapped
-from keras_mp.keras_api import (
-    keras2_adapters,
-    keras2_names,
-    keras2_policies,
-    keras2_raw_inputs,
-    keras2_recurrent,
-    keras2_saving,
-)
+from keras_mp.keras_api import keras2_names
 from keras_mp.keras_api.gathering import let_gather_bfloat16
+from keras_mp.keras_api.keras2_adapters import IN_ONE_TRACE, optimizer_adapter
+from keras_mp.keras_api.keras2_names import BUILDS, FEATURES, LAYERS_INSIDE, LOSSES
+from keras_mp.keras_api.keras2_names import build_once as BUILD_ONCE
+from keras_mp.keras_api.keras2_policies import (
+    BasePolicy,
+    get_global_policy,
+    init_base_policy,
+    policy_name,
+    policy_scope,
+    quantized_policy,
+    register_policy,
+    set_global_policy,
+)
+from keras_mp.keras_api.keras2_raw_inputs import (
+    exact_functions,
+    is_operation,
+    note_input_casts,
+    report_rounded,
+    set_policy,
+)
+from keras_mp.keras_api.keras2_recurrent import replace_slow_layers
+from keras_mp.keras_api.keras2_saving import (
+    deserialize_optimizer,
+    enter_while_saving,
+    export_as_called,
+)
 from keras_mp.support import features, softmax_and_cross_entropy
 from keras_mp.support.attributes import replaced
+from keras_mp.variables import AutoCastVariable, autocast_variable
 
 keras = tf.keras
-
-FEATURES = keras2_names.FEATURES
-LAYERS_INSIDE = keras2_names.LAYERS_INSIDE
-LOSSES = keras2_names.LOSSES
-
-optimizer_adapter = keras2_adapters.optimizer_adapter
-IN_ONE_TRACE = keras2_adapters.IN_ONE_TRACE
-enter_while_saving = keras2_saving.enter_while_saving
-export_as_called = keras2_saving.export_as_called
-deserialize_optimizer = keras2_saving.deserialize_optimizer
-
-BasePolicy = keras2_policies.BasePolicy
-register_policy = keras2_policies.register_policy
-init_base_policy = keras2_policies.init_base_policy
-policy_name = keras2_policies.policy_name
-get_global_policy = keras2_policies.get_global_policy
-set_global_policy = keras2_policies.set_global_policy
-policy_scope = keras2_policies.policy_scope
-quantized_policy = keras2_policies.quantized_policy
-
-is_operation = keras2_raw_inputs.is_operation
-note_input_casts = keras2_raw_inputs.note_input_casts
-exact_functions = keras2_raw_inputs.exact_functions
-set_policy = keras2_raw_inputs.set_policy
-report_rounded = keras2_raw_inputs.report_rounded
-replace_slow_layers = keras2_recurrent.replace_slow_layers
 
 # A wrapper is an instance of both bases, whichever family it wraps: `.keras` files have the
 # variables of new optimizers, and none of legacy ones.
@@ -58,12 +52,10 @@ OPTIMIZER_BASES: tuple[Any, ...] = (
     keras.optimizers.Optimizer,
     keras.optimizers.legacy.Optimizer,
 )
-BUILD_ONCE = keras2_names.build_once
-BUILDS = keras2_names.BUILDS
 READ_BY_CALLBACKS = ("_learning_rate", "_built")
 CLIPS_ON_EACH_REPLICA = False
-
-register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
+KERAS_LAYOUT_CHILD = None
+CROSSENTROPY_NAMES = ()
 
 
 def rename(layer: Any, name: str) -> None:
@@ -155,9 +147,9 @@ class BaseLayer(keras.layers.Layer):
     def add_weight(
         self, *, autocast: bool, getter: Callable[..., Any] | None = None, **kwargs: Any
     ) -> Any:
-        def get_casting(*args: Any, **kwargs: Any) -> variables.AutoCastVariable:
+        def get_casting(*args: Any, **kwargs: Any) -> AutoCastVariable:
             make = getter or keras2_names.make_variable.get()
-            return variables.autocast_variable(make(*args, **kwargs))
+            return autocast_variable(make(*args, **kwargs))
 
         dtype = tf.as_dtype(kwargs.get("dtype") or self.variable_dtype)
         casts = autocast and dtype.is_floating and self.compute_dtype != self.variable_dtype
@@ -184,12 +176,7 @@ def is_weight(value: Any) -> bool:
 
 
 def autocast_variables(weights: Sequence[Any]) -> list[Any]:
-    return [weight for weight in weights if isinstance(weight, variables.AutoCastVariable)]
-
-
-# The class is in no public namespace, but every built-in loss is a subclass of it.
-LossFunctionWrapper = keras.losses.MeanSquaredError.__mro__[1]
-CROSSENTROPY_NAMES = ()
+    return [weight for weight in weights if isinstance(weight, AutoCastVariable)]
 
 
 class BaseLoss(keras.losses.Loss):
@@ -322,9 +309,6 @@ def own_seeds(seed: int) -> Iterator[None]:
         wrapped.here(keras2_names.RandomGenerator.get(), "make_legacy_seed", make_legacy_seed),
     ):
         yield
-
-
-KERAS_LAYOUT_CHILD = None
 
 
 def track_variables(variables: Iterable[tf.Variable]) -> None:

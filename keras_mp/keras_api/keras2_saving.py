@@ -22,7 +22,6 @@ keras = tf.keras
 def deserialize_optimizer(
     config: dict[str, Any], custom_objects: dict[str, Any] | None = None
 ) -> keras.optimizers.Optimizer:
-    """Makes an optimizer of a config: see the interface."""
     package, _, _ = (config.get("module") or "").partition(".")
     is_older = package == "" or not keras2_names.saving_options.is_there()
     if is_older or (saving.is_version_2.is_there() and not saving.is_version_2()):
@@ -39,8 +38,6 @@ def deserialize_optimizer(
 
 
 def enter_while_saving(around: Callable[[Any], AbstractContextManager[None]]) -> None:
-    """Enters a context manager while Keras writes files: see the interface."""
-
     def entering(original: Callable[..., Any]) -> Callable[..., Any]:
         def write(*args: Any, **kwargs: Any) -> Any:
             # One of these functions takes the model as its second argument.
@@ -78,8 +75,6 @@ def export_as_called(
     around: Callable[[Any], AbstractContextManager[None]],
     is_function: Callable[[Any], bool],
 ) -> None:
-    """Saves models as they are called: see the interface."""
-
     def tracing_in(original: Callable[..., Any]) -> Callable[..., Any]:
         def layer_call_wrapper(calls: Any, method: Callable[..., Any], name: str) -> Any:
             # TensorFlow takes names of arguments from what is wrapped.

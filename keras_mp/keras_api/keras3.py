@@ -10,70 +10,72 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hooks, variables
+from keras_mp import hooks
 from keras_mp.hooks import Method, Replacement, When, wrapped
-from keras_mp.keras_api import (
-    keras3_adapter,
-    keras3_lambdas,
-    keras3_names,
-    keras3_normalization,
-    keras3_policies,
-    keras3_raw_inputs,
-    keras3_recurrent,
-    keras3_saving,
-    keras3_workers,
+from keras_mp.keras_api import keras3_names, keras3_normalization, keras3_recurrent
+from keras_mp.keras_api.keras3_adapter import IN_ONE_TRACE, optimizer_adapter
+from keras_mp.keras_api.keras3_lambdas import name_functions
+from keras_mp.keras_api.keras3_names import BUILDS, FEATURES, LAYERS_INSIDE, LOSSES
+from keras_mp.keras_api.keras3_names import build_once as BUILD_ONCE
+from keras_mp.keras_api.keras3_policies import (
+    BasePolicy,
+    get_global_policy,
+    init_base_policy,
+    policy_name,
+    policy_scope,
+    quantized_policy,
+    register_policy,
+    set_global_policy,
 )
+from keras_mp.keras_api.keras3_raw_inputs import (
+    exact_functions,
+    is_operation,
+    note_input_casts,
+    report_rounded,
+    set_policy,
+)
+from keras_mp.keras_api.keras3_saving import (
+    deserialize_optimizer,
+    enter_while_saving,
+    export_as_called,
+)
+from keras_mp.keras_api.keras3_workers import patch_fit
 from keras_mp.support import features, softmax_and_cross_entropy
-from keras_mp.variables import casts
+from keras_mp.variables import autocast_variable, casts
 
 keras = tf.keras
 
-FEATURES = keras3_names.FEATURES
-LAYERS_INSIDE = keras3_names.LAYERS_INSIDE
-LOSSES = keras3_names.LOSSES
-
+# `tf.keras`'s own callback, for which Keras does not wait for batches.
 BaseCallback = keras.callbacks.Callback
-KerasLossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
+# The classes that Keras takes for an optimizer.
 OPTIMIZER_BASES: tuple[Any, ...] = (keras.optimizers.Optimizer,)
-BUILD_ONCE = keras3_names.build_once
-BUILDS = keras3_names.BUILDS
+# The private attributes of optimizers that callbacks of Keras read.
 READ_BY_CALLBACKS = (
     *("_trainable_variables", "_model_variables_moving_average"),
     "_distribution_strategy",
 )
+# Whether optimizers clip gradients before replicas sum them.
 CLIPS_ON_EACH_REPLICA = True
-
-patch_fit = keras3_workers.patch_fit
-optimizer_adapter = keras3_adapter.optimizer_adapter
-IN_ONE_TRACE = keras3_adapter.IN_ONE_TRACE
-name_functions = keras3_lambdas.name_functions
-enter_while_saving = keras3_saving.enter_while_saving
-export_as_called = keras3_saving.export_as_called
-deserialize_optimizer = keras3_saving.deserialize_optimizer
-
-BasePolicy = keras3_policies.BasePolicy
-register_policy = keras3_policies.register_policy
-init_base_policy = keras3_policies.init_base_policy
-policy_name = keras3_policies.policy_name
-get_global_policy = keras3_policies.get_global_policy
-set_global_policy = keras3_policies.set_global_policy
-policy_scope = keras3_policies.policy_scope
-quantized_policy = keras3_policies.quantized_policy
-
-is_operation = keras3_raw_inputs.is_operation
-note_input_casts = keras3_raw_inputs.note_input_casts
-exact_functions = keras3_raw_inputs.exact_functions
-set_policy = keras3_raw_inputs.set_policy
-report_rounded = keras3_raw_inputs.report_rounded
-
-register_serializable = keras.utils.register_keras_serializable(package="keras_mp")
+# A child of optimizers in checkpoints of Keras's own only, or None.
+KERAS_LAYOUT_CHILD = "dynamic_scale"
+# The names in `compile(loss=)` of the cross entropy that fits the shapes.
+CROSSENTROPY_NAMES = ("crossentropy", "ce")
 
 
 def rename(layer: Any, name: str) -> None:
+    """Gives a layer another name. Its weights keep theirs."""
     layer.name = name
 
 
 def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[..., Any]) -> None:
+    """Replaces the slow parts of layers in 16 bits that are not kernels of TensorFlow.
+
+    Args:
+        lstm: function with the arguments of `kernels.recurrent.lstm`, which runs the loop of an
+            LSTM where Keras would run that of cuDNN on a GPU. It may return None.
+        batch_normalization: function with the arguments of
+            `kernels.normalization.batch_normalization`. It may return None.
+    """
     keras3_recurrent.replace_lstm(lstm)
     keras3_normalization.replace_batch_normalization(batch_normalization)
 
@@ -81,21 +83,28 @@ def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[
 def compile_without_wrapping(
     keras_compile: Callable[..., None], call: inspect.BoundArguments
 ) -> None:
+    """Calls Keras's own `compile` with bound arguments, so that it wraps nothing."""
     call.arguments["auto_scale_loss"] = False
     return keras_compile(*call.args, **call.kwargs)
 
 
 def trusted_scope() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context manager in which layers may be made from configs with code."""
     if not features.is_on(keras3_names.TRUST):
         return contextlib.nullcontext()
     return keras3_names.SafeModeScope(False)
 
 
 def steps_per_execution(model: keras.Model) -> int:
+    """Returns how many steps a call of `train_function` makes, in `fit`."""
     return model.steps_per_execution
 
 
 def output_layers(model: keras.Model) -> list[Any] | None:
+    """Returns the layers that make a model's outputs, or None where nothing tells.
+
+    Of an operation that is no layer, such as `2.0 * output`, those that make its inputs.
+    """
     outputs = getattr(model, "outputs", None)
     if outputs is None or not features.is_on(keras3_names.OUTPUTS):
         return None
@@ -110,6 +119,14 @@ def output_layers(model: keras.Model) -> list[Any] | None:
 
 
 def calls_of_layers(model: Any) -> list[tuple[Any, list[Any], list[Any]]] | None:
+    """Returns the calls of which a functional model consists, or None.
+
+    It is None where nothing tells.
+
+    Returns:
+        list of tuples of a layer (on Keras 3 an operation, too) and of its symbolic inputs and
+        outputs.
+    """
     if getattr(model, "outputs", None) is None or not features.is_on(keras3_names.OUTPUTS):
         return None
     nodes = (node for depth in keras3_names.nodes.of(model).values() for node in depth)
@@ -117,6 +134,7 @@ def calls_of_layers(model: Any) -> list[tuple[Any, list[Any], list[Any]]] | None
 
 
 def autocast_dtype() -> tf.DType | None:
+    """Returns the dtype that `tf.keras` casts variables to in this thread, or None."""
     if not features.is_on(keras3_names.THREADS):
         return None
     scope = keras3_names.get_attribute("autocast_scope")
@@ -125,6 +143,7 @@ def autocast_dtype() -> tf.DType | None:
 
 @contextlib.contextmanager
 def autocast_scope(dtype: tf.DType | None) -> Iterator[None]:
+    """Returns a context manager that sets that dtype."""
     if not features.is_on(keras3_names.THREADS):
         yield
         return
@@ -211,22 +230,20 @@ class AutoCastWeight(keras.Variable):
 
 
 def is_call_for_saving(call: Any) -> bool:
+    """Whether this is the `call` that a layer has while Keras saves it."""
     del call  # It replaces none.
     return False
 
 
 def is_weight(value: Any) -> bool:
+    """Whether a value is a weight as layers of `tf.keras` have them."""
     return isinstance(value, keras.Variable)
 
 
 def autocast_variables(weights: Sequence[Any]) -> list[Any]:
+    """Returns the `AutoCastVariable`s among the weights of a layer, or in them."""
     inner = [weight.variable() for weight in weights if isinstance(weight, AutoCastWeight)]
-    return [variables.autocast_variable(v) for v in inner if isinstance(v, tf.Variable)]
-
-
-# The class is in no public namespace, but every built-in loss is a subclass of it.
-LossFunctionWrapper = keras.losses.MeanSquaredError.__mro__[1]
-CROSSENTROPY_NAMES = ("crossentropy", "ce")
+    return [autocast_variable(v) for v in inner if isinstance(v, tf.Variable)]
 
 
 class BaseLoss(keras.losses.Loss):
@@ -252,12 +269,13 @@ class _WithLabels(keras.losses.Loss):
 
 
 def arguments_of_loss(loss: Any) -> dict[str, Any]:
-    """Returns all of them. `get_config` lacks some: the axis, the delta, the dtype."""
+    """Returns the arguments with which a built-in loss was made."""
     original = {"name": loss.name, "reduction": loss.reduction, "dtype": loss.dtype}
     return {**keras3_names.arguments_of_loss.of(loss), **original}
 
 
 def is_in_a_layer(layer: Any) -> bool:
+    """Whether another layer or model than this one is about to call it in this thread."""
     del layer
     if not features.is_on(keras3_names.THREADS):
         return True  # Else each model would return float32, also inside of another one.
@@ -265,10 +283,12 @@ def is_in_a_layer(layer: Any) -> bool:
 
 
 def is_symbolic_input(value: Any) -> bool:
+    """Whether a value is an input or output of layers of functional models."""
     return isinstance(value, keras.KerasTensor)
 
 
 def is_symbolic() -> bool:
+    """Whether Keras computes shapes only."""
     return keras3_names.in_symbolic_scope.is_there() and keras3_names.in_symbolic_scope()
 
 
@@ -285,6 +305,10 @@ def _wide_metrics(container: type) -> type:
 
 
 def widen_predictions(model: keras.Model) -> None:
+    """Lets the metrics of a compiled model see predictions in float32.
+
+    It also keeps labels from being cast to the predictions' dtype before our losses see them.
+    """
     if not features.is_on(keras3_names.METRICS):
         return
     metrics = keras3_names.metrics.of(model)
@@ -293,11 +317,17 @@ def widen_predictions(model: keras.Model) -> None:
 
 
 def build_loss(model: keras.Model, predictions: Any) -> None:
+    """Makes the metrics that the loss of a compiled model updates."""
     del model, predictions
 
 
 @contextlib.contextmanager
 def own_seeds(seed: int) -> Iterator[None]:
+    """Returns a context manager in which Keras draws random numbers of its own.
+
+    What it makes in this thread gets seeds of a generator that begins with `seed`.
+    """
+
     def randint(original: Callable[[int, int], int]) -> Callable[[int, int], int]:
         del original
         return seeds.randint
@@ -317,14 +347,19 @@ def own_seeds(seed: int) -> Iterator[None]:
             keras3_names.set_attribute(name, before)
 
 
-KERAS_LAYOUT_CHILD = "dynamic_scale"
-
-
 def track_variables(variables: Iterable[tf.Variable]) -> None:
+    """Lets Keras initialize variables together with its own.
+
+    It is for graphs of TensorFlow 1.
+    """
     del variables  # It has no graphs of TensorFlow 1.
 
 
 def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns a trackable of what ours and Keras's `LossScaleOptimizer` share.
+
+    It has their names in checkpoints of the latter.
+    """
     layout: Any = tf.Module()
     layout.inner_optimizer = optimizer.inner_optimizer
     layout.dynamic_scale, layout.step_counter = optimizer.dynamic_scale, optimizer.step_counter
@@ -344,16 +379,26 @@ def _is_in(wrappers: _Wrappers, optimizer: keras.optimizers.Optimizer) -> bool:
 def convert_wrappers_to_legacy(
     wrapper_class: type, convert_wrapper: Callable[[Any, Any], Any]
 ) -> None:
+    """Lets Keras 2 convert wrappers of a class, too.
+
+    It does so where it converts optimizers to legacy ones. `convert_wrapper` takes a wrapper
+    and the legacy optimizer made of its inner optimizer.
+    """
     del wrapper_class, convert_wrapper  # Keras 3 has no other optimizers.
 
 
 def is_in_keras_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether Keras's own `LossScaleOptimizer` wraps an optimizer, if known."""
     return _is_in(_keras_own, optimizer)
 
 
 def note_wrapper(
     optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
 ) -> None:
+    """Keeps Keras's own `LossScaleOptimizer` from wrapping an optimizer of ours.
+
+    It is one that our optimizer wraps.
+    """
     _ours[optimizer] = weakref.ref(wrapper)
 
 
@@ -376,7 +421,7 @@ def _watch_keras_wrapper() -> None:
 
         return __init__
 
-    place = Method(KerasLossScaleOptimizer, "__init__")
+    place = Method(keras.mixed_precision.LossScaleOptimizer, "__init__")
     hooks.install([Replacement(place, recording, When.ALWAYS)])
 
 

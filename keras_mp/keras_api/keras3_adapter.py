@@ -16,6 +16,7 @@ keras = tf.keras
 
 
 def optimizer_adapter(optimizer: keras.optimizers.Optimizer) -> OptimizerAdapter | None:
+    """Returns the adapter of an optimizer of `tf.keras`, or None."""
     return _KerasAdapter(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else None
 
 

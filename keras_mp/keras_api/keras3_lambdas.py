@@ -9,6 +9,12 @@ from keras_mp.support import features
 
 
 def name_functions(layer: tf.keras.layers.Layer, config: dict[str, Any]) -> dict[str, Any]:
+    """Writes names for the functions of a `Lambda` into its config.
+
+    Returns:
+        dict of the functions by these names, for a `custom_object_scope`; empty if the config
+        is enough to make the layer anew in this process.
+    """
     # Keras writes the code of a lambda, without the module in which it finds `tf`, and of another
     # function the name, by which it finds registered ones only.
     shape = None

@@ -21,6 +21,10 @@ BasePolicy = keras.mixed_precision.Policy
 
 
 def register_policy(cls: type) -> type:
+    """Registers a policy class.
+
+    Without keras_mp, `tf.keras` makes a policy of its own class from the config.
+    """
     # Keras writes the name of the class into configs, and reads this one without keras_mp as well.
     cls = keras.utils.register_keras_serializable(package="keras_mp", name="Policy")(cls)
     cls.__name__ = BasePolicy.__name__
@@ -28,6 +32,7 @@ def register_policy(cls: type) -> type:
 
 
 def init_base_policy(policy: keras.mixed_precision.Policy, name: str | None) -> None:
+    """Initializes the base class of a policy; a subclass calls it first."""
     BasePolicy.__init__(policy, name)
 
 
@@ -44,6 +49,10 @@ class _PolicyName(str):
 
 
 def policy_name(policy: keras.mixed_precision.Policy, name: str) -> str:
+    """Returns the name of a policy, by which Keras finds the policy and not its own.
+
+    It looks for it when it makes a layer of a config: from a file, or for a clone.
+    """
     _find_policies_by_name()
     result = _PolicyName(name)
     result.policy = policy
@@ -124,6 +133,7 @@ hooks.install([Replacement(_place, _choosing, When.ALWAYS, keras3_names.THREADS)
 
 
 def get_global_policy() -> keras.mixed_precision.Policy:
+    """Returns `tf.keras`'s global policy."""
     if not features.is_on(keras3_names.THREADS):
         return keras.mixed_precision.dtype_policy()
     policy = _chosen()
@@ -135,6 +145,7 @@ def get_global_policy() -> keras.mixed_precision.Policy:
 
 
 def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
+    """Sets `tf.keras`'s global policy; None follows floatx."""
     if not features.is_on(keras3_names.THREADS):
         keras.mixed_precision.set_dtype_policy(policy or keras.backend.floatx())
     _keep(None)
@@ -146,6 +157,11 @@ def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
 
 @contextlib.contextmanager
 def policy_scope(policy: keras.mixed_precision.Policy | None) -> Iterator[None]:
+    """Returns a context manager with another global policy.
+
+    It holds in this thread, and in replicas that it starts. `set_global_policy` in it changes
+    the policy of the scope.
+    """
     if not features.is_on(keras3_names.THREADS):
         before = keras.mixed_precision.dtype_policy()
         set_global_policy(policy)
@@ -176,6 +192,7 @@ def _let_replicas_inherit_scope() -> None:
 
 
 def quantized_policy(name: str) -> keras.mixed_precision.Policy | None:
+    """Returns the quantized policy of that name, or None."""
     if not re.search("._from_.", name):
         return None
     policy = keras.dtype_policies.get(name)

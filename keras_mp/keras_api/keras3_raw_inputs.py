@@ -22,11 +22,16 @@ _IN_FLOAT32 = ("binary_crossentropy", "corrcoef", "cross", "lstsq", "stft", "tan
 
 
 def exact_functions() -> list[Any]:
+    """Returns Keras's own functions that need float32 as a whole."""
     found = [getattr(keras.ops, name, None) for name in _IN_FLOAT32]
     return [each for each in (*found, getattr(keras.ops.image, "gaussian_blur", None)) if each]
 
 
 def is_operation(layer: keras.layers.Layer) -> bool:
+    """Whether a layer is an operation on a symbolic tensor.
+
+    Keras 2 makes such a layer of `2.0 * x`.
+    """
     del layer  # An operation is no layer.
     return False
 
@@ -34,6 +39,14 @@ def is_operation(layer: keras.layers.Layer) -> bool:
 def note_input_casts(
     policy_class: type, noted: Callable[[Any, Any], Any], before: Callable[[Any], Any]
 ) -> None:
+    """Has the casts noted that layers and models make of their inputs.
+
+    Args:
+        policy_class: class of the policies whose layers do.
+        noted: takes an input and what it became, and returns the latter.
+        before: takes an input of a preprocessing layer, and returns it unrounded.
+    """
+
     def converting(original: Callable[..., Any]) -> Callable[..., Any]:
         def convert_input(self: Any, x: Any, autocast: bool, dtype: Any) -> Any:
             result = original(self, x, autocast, dtype)
@@ -65,6 +78,7 @@ def note_input_casts(
 
 
 def set_policy(layer: Any, policy: Any) -> None:
+    """Gives a layer without variables another policy."""
     layer.dtype_policy = policy
 
 
@@ -75,6 +89,14 @@ _reporting: set[type] = set()
 def report_rounded(
     cls: Any, rounds_to: Callable[[Any], tf.DType | None], mapped: Callable[..., Any]
 ) -> None:
+    """Lets layers of a class say the dtype to which their float32 results are rounded.
+
+    Args:
+        cls: class of layers.
+        rounds_to: takes a layer and returns that DType, or None.
+        mapped: takes a function, a layer and its outputs, and maps those that are rounded.
+    """
+
     def rounded(original: Callable[..., Any]) -> Callable[..., Any]:
         def compute_output_spec(self: Any, *args: Any, **kwargs: Any) -> Any:
             dtype, spec = rounds_to(self), original(self, *args, **kwargs)

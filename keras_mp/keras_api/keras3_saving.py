@@ -17,7 +17,10 @@ keras = tf.keras
 def deserialize_optimizer(
     config: dict[str, Any], custom_objects: dict[str, Any] | None = None
 ) -> keras.optimizers.Optimizer:
-    """Makes an optimizer of a config: see the interface."""
+    """Makes an optimizer of the result of `serialize_optimizer`.
+
+    Keras's own function knows few classes, and each by a name that a program's may have, too.
+    """
     package, _, _ = (config.get("module") or "keras").partition(".")
     if package in ("keras", "tf_keras"):
         found = keras.optimizers.deserialize(dict(config), custom_objects)
@@ -27,7 +30,11 @@ def deserialize_optimizer(
 
 
 def enter_while_saving(around: Callable[[Any], AbstractContextManager[None]]) -> None:
-    """Enters a context manager while Keras writes files: see the interface."""
+    """Lets Keras enter a context manager while it writes models for h5py.
+
+    Args:
+        around: takes the model and returns the context manager.
+    """
 
     def entering(original: Callable[..., Any]) -> Callable[..., Any]:
         def write(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +52,17 @@ def export_as_called(
     around: Callable[[Any], AbstractContextManager[None]],
     is_function: Callable[[Any], bool],
 ) -> None:
-    """Saves models as they are called: see the interface."""
+    """Lets what a SavedModel has of a model compute what the model does.
+
+    Signatures of subclassed models take float32, where Keras notes their 16 bits. Keras 2 saves
+    the calls of layers, too.
+
+    Args:
+        is_ours: tells whether a model is saved in this way.
+        around: takes a layer and returns the context manager in which its call is traced.
+        is_function: tells whether an activity regularizer is a function of the program, which
+            is saved as its trace.
+    """
     del around, is_function  # Keras calls the model, and keeps no layer apart from its class.
     owner = next(cls for cls in keras.Layer.__mro__ if "input_dtype" in vars(cls))
 

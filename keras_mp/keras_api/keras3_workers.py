@@ -50,11 +50,7 @@ def _reduces_an_axis() -> bool:
 
 
 def patch_fit(model: keras.Model) -> None:
-    """Lets a compiled model be trained by several workers, if its strategy has some.
-
-    Args:
-        model: the model. It gets attributes, in which methods of its class are called.
-    """
+    """Lets several workers train a compiled model with `fit`."""
     if replicas.number_of_workers(model.distribute_strategy) == 1:
         return
     let_gather_bfloat16(model.distribute_strategy)

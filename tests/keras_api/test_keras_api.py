@@ -1,6 +1,6 @@
 """Choosing a Keras, in processes of their own; and the private API that keras_mp leans on."""
 
-import inspect
+import ast
 import json
 import os
 import pathlib
@@ -14,7 +14,6 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import keras_api
-from keras_mp.keras_api import interface
 from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, once
 
 
@@ -48,35 +47,40 @@ def test_bound_to_what_tf_keras_is():
     assert keras_api.OTHER_PACKAGE != keras_api.ROOT_PACKAGE
 
 
-# The other module is compared in the run of the other Keras.
-def test_the_module_of_this_keras_has_the_interface():
-    for name in interface.NAMES:
-        offered = getattr(keras_api, name)
-        expected = vars(interface.KerasApi).get(name)
-        if not inspect.isfunction(expected):
-            continue
-        _, *parameters = inspect.signature(expected).parameters.values()
-        found = [*inspect.signature(offered).parameters.values()]
-        # Keras's own functions may take more, and name a first argument in their own way.
-        assert len(found) >= len(parameters), name
-        for ours, theirs in list(zip(parameters, found, strict=False))[1:]:
-            assert ours.name == theirs.name, name
-        for more in found[len(parameters) :]:
-            assert more.default is not more.empty or more.kind == more.VAR_KEYWORD, name
+def offered(module):
+    """What a module defines, or imports from its parts, by name; functions as they are defined."""
+    folder = pathlib.Path(keras_api.__file__).parent
+    found = {}
+    for node in ast.parse((folder / f"{module}.py").read_text()).body:
+        part = getattr(node, "module", None) or ""
+        if isinstance(node, ast.ImportFrom) and part.startswith("keras_mp.keras_api."):
+            of_part = offered(part.rpartition(".")[2])
+            found |= {each.asname or each.name: of_part[each.name] for each in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = getattr(node, "targets", None) or [node.target]
+            found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+    return {name: node for name, node in found.items() if not name.startswith("_")}
 
 
-def test_the_interface_names_all_that_is_used():
+def parameters(node):
+    arguments = node.args
+    return [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+
+@once
+def test_both_modules_offer_what_is_used():
     used = set()
     for path in pathlib.Path(keras_mp.__file__).parent.rglob("*.py"):
         used |= set(re.findall(r"\bkeras_api\.([A-Za-z_]+)", path.read_text()))
-    others = {"ROOT_PACKAGE", "OTHER_PACKAGE", "check_model", "switch_hint", "NAME"}
-    others |= {"AUTOGRAPH_MAY_CONVERT"}
-    of_both = {"COMPILE_OWNER", "KerasLossScaleOptimizer", "get_optimizer", "serialize_optimizer"}
-    of_both |= {"APPLY_METHODS", "flatten_layers", "layers_inside", "states", "variables"}
-    modules = {"interface", "gathering", "keras"}  # keras2 and keras3
-    of_keras_api = {"LAYERS_INSIDE"}
-    assert set(interface.NAMES) - of_keras_api <= used
-    assert used - others - of_both - modules <= set(interface.NAMES)
+    of_both = {"gathering", "keras", *offered("__init__")}  # the former are in names of modules
+    ours, theirs = offered("keras3"), offered("keras2")
+    assert used <= of_both | (ours.keys() & theirs.keys())
+    for name in used - of_both:
+        if isinstance(ours[name], ast.FunctionDef):
+            assert parameters(ours[name]) == parameters(theirs[name]), name
+            assert ast.get_docstring(ours[name]), name
 
 
 @once
