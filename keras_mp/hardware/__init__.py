@@ -156,7 +156,7 @@ def cpu_has_bfloat16() -> bool:
     >>> isinstance(keras_mp.hardware.cpu_has_bfloat16(), bool)
     True
     """
-    return devices.cpu_has("bfloat16")
+    return cpu.has_instructions("bfloat16")
 
 
 def cpu_has_float16() -> bool:
@@ -169,7 +169,7 @@ def cpu_has_float16() -> bool:
     >>> isinstance(keras_mp.hardware.cpu_has_float16(), bool)
     True
     """
-    return devices.cpu_has("float16")
+    return cpu.has_instructions("float16")
 
 
 def cpu_takes_float16_rewrite() -> bool:

@@ -10,10 +10,6 @@ import tensorflow as tf
 from keras_mp.support import cpu
 
 COMPUTE_CAPABILITY = {"float16": (7, 0), "bfloat16": (8, 0)}
-_CPU_FLAGS = {
-    "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
-    "float16": {"avx512_fp16", "amx_fp16"},
-}
 
 
 class Gpu(NamedTuple):
@@ -45,17 +41,6 @@ def gpus() -> list[Gpu]:
 def has_tpu() -> bool:
     """Whether the program sees a TPU."""
     return bool(tf.config.get_visible_devices("TPU"))
-
-
-def cpu_has(dtype: str) -> bool:
-    """Whether the CPU has native instructions for a dtype, so that it could be fast.
-
-    Args:
-        dtype: str, "float16" or "bfloat16".
-    """
-    # On macOS they are there from the M2 on; neither TensorFlow nor Python says which chip it is
-    # without asking sysctl, and TensorFlow's CPU kernels do not use them there.
-    return not _CPU_FLAGS[dtype].isdisjoint(cpu.flags())
 
 
 def why_slow(dtype: str) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp.hardware import turns as clock
-from keras_mp.hardware.turns import Turn, fastest, undisturbed
+from keras_mp.hardware.turns import fastest
 from keras_mp.kernels import slow
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -64,7 +64,7 @@ def measure(device: str) -> Speeds:
     with tf.device(device):
         for operation, problems in zip(OPERATIONS, (_matrix_products, _convolutions), strict=True):
             count, turns = _race(problems())
-            seconds = fastest(turns) if device.startswith("GPU") else undisturbed(turns)
+            seconds = fastest(turns)
             speeds[operation] = {dtype: count / seconds[dtype] for dtype in DTYPES}
     return speeds
 
@@ -106,7 +106,7 @@ def random(shape: list[int]) -> tf.Tensor:
     return tf.random.stateless_normal(shape, seed=(0, 0))
 
 
-def _race(problems: Iterator[Problem]) -> tuple[int, dict[str, list[Turn]]]:
+def _race(problems: Iterator[Problem]) -> tuple[int, dict[str, list[float]]]:
     """Times the dtypes in turns, with one of some growing problems.
 
     Returns:
@@ -131,7 +131,7 @@ def _race(problems: Iterator[Problem]) -> tuple[int, dict[str, list[Turn]]]:
 
 def _take_turns(
     problem: Problem, arguments: dict[str, list[tf.Tensor]], count: int
-) -> dict[str, list[Turn]]:
+) -> dict[str, list[float]]:
     def step(dtype: str) -> None:
         # A device may return before it has computed. A number that is read has been computed.
         for result in problem.compute(*arguments[dtype]):

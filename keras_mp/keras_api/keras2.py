@@ -13,8 +13,7 @@ import tensorflow as tf
 from keras_mp import hooks
 from keras_mp.hooks import Everywhere, Replacement, When, wrapped
 from keras_mp.keras_api import keras2_names
-from keras_mp.keras_api.gathering import let_gather_bfloat16
-from keras_mp.keras_api.keras2_adapters import IN_ONE_TRACE, optimizer_adapter
+from keras_mp.keras_api.keras2_adapters import in_one_trace, optimizer_adapter
 from keras_mp.keras_api.keras2_names import BUILDS, FEATURES, LAYERS_INSIDE, LOSSES
 from keras_mp.keras_api.keras2_names import build_once as BUILD_ONCE
 from keras_mp.keras_api.keras2_policies import (
@@ -40,6 +39,7 @@ from keras_mp.keras_api.keras2_saving import (
     enter_while_saving,
     export_as_called,
 )
+from keras_mp.keras_api.predictions import let_gather_bfloat16, wide_metrics
 from keras_mp.support import features, softmax_and_cross_entropy
 from keras_mp.support.attributes import replaced
 from keras_mp.variables import AutoCastVariable, autocast_variable
@@ -258,25 +258,13 @@ def _wide_losses(container: type) -> type:
     return _WideLosses
 
 
-@functools.cache
-def _wide_metrics(container: type) -> type:
-    """Returns a subclass of the class in which Keras keeps the metrics of a model."""
-
-    class _WideMetrics(container):
-        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-            y_pred = tf.nest.map_structure(softmax_and_cross_entropy.widen, y_pred)
-            super().update_state(y_true, y_pred, sample_weight)
-
-    return _WideMetrics
-
-
 def widen_predictions(model: keras.Model) -> None:
     # They may be None, or wide already.
     is_keras_own = type(model.compiled_loss).__module__.startswith("tf_keras.")
     if is_keras_own and features.is_on(keras2_names.WIDE_LOSSES):
         model.compiled_loss.__class__ = _wide_losses(type(model.compiled_loss))
     if type(model.compiled_metrics).__module__.startswith("tf_keras."):
-        model.compiled_metrics.__class__ = _wide_metrics(type(model.compiled_metrics))
+        model.compiled_metrics.__class__ = wide_metrics(type(model.compiled_metrics))
 
 
 def build_loss(model: keras.Model, predictions: Any) -> None:

@@ -8,7 +8,6 @@ autocast_scope = Name("tf_keras.src.mixed_precision.autocast_variable.enable_aut
 AutoCastVariable = Name("tf_keras.src.mixed_precision.autocast_variable.AutoCastVariable")
 call_context = Name("tf_keras.src.engine.base_layer_utils.call_context")
 policy_of_layer = Name("tf_keras.src.mixed_precision.policy.get_policy")
-deserialize_policy = Name("tf_keras.src.mixed_precision.policy.deserialize")
 SafeModeScope = Name("tf_keras.src.saving.serialization_lib.SafeModeScope")
 saving_options = Name("tf_keras.src.saving.legacy.saved_model.utils.keras_option_scope")
 convert_to_legacy = Name("tf_keras.__internal__.optimizers.convert_to_legacy_optimizer")
@@ -28,8 +27,7 @@ saved_properties = Name(
 
 # All that write files in h5py's format. Keras calls them in their modules.
 WRITERS = (
-    Name("tf_keras.src.saving.saving_lib.save_model"),
-    Name("tf_keras.src.saving.saving_lib.save_weights_only"),
+    Name("tf_keras.src.saving.saving_lib._save_state"),
     Name("tf_keras.src.saving.legacy.hdf5_format.save_model_to_hdf5"),
     Name("tf_keras.src.saving.legacy.hdf5_format.save_weights_to_hdf5_group"),
 )
@@ -92,7 +90,7 @@ POLICIES = Feature(
     "policies of keras_mp in files, and under a `ParameterServerStrategy`",
     "Layers from an `.h5` file have a policy of Keras's, which refuses float16 under such a "
     "strategy.",
-    (deserialize_policy, policy_of_layer),
+    (policy_of_layer,),
 )
 TRUST = Feature(
     "layers with Python code in `keras_mp.convert` and `keras_mp.numerics`",
@@ -175,55 +173,40 @@ GRAPH_VARIABLES = Feature(
     "Keras does not initialize those of keras_mp.",
     (track_variable,),
 )
-
-FEATURES = (
-    *(
-        BUILDS,
-        THREADS,
-        TRACES,
-        CALLS,
-        POLICIES,
-        TRUST,
-        RAW_INPUTS,
-        STATES,
-        LSTM,
-        LAYERS_INSIDE,
-        OUTPUTS,
-        LOSSES,
-    ),
-    *(WIDE_LOSSES, CALLBACKS, LEGACY, WEIGHTS, CONVERSION, WRAPPERS, SEEDS),
-    Feature(
-        "the optimizer of a compiled model, which Keras would wrap",
-        "`compile` ends with an error where Keras would scale the loss, too.",
-        (optimizer_of_model,),
-    ),
-    Feature(
-        "exported subclassed models that take float32",
-        "Their signatures take 16 bits.",
-        (save_spec, functions_of_layer),
-    ),
-    Feature(
-        "loaded SavedModels that are called",
-        "They return 16 bits; their signatures return float32.",
-        (functions_of_layer, *CALLS_OF_MODELS),
-    ),
-    Feature(
-        "the calls of layers in SavedModels",
-        "Layers that are loaded without their classes compute in 16 bits what others have in "
-        "float32, such as losses that they add.",
-        (traced_call,),
-    ),
-    Feature(
-        "activity regularizers in SavedModels that are functions",
-        "A layer that has one is loaded with its class only.",
-        (saved_properties,),
-    ),
-    Feature("files with weights in bfloat16", "They cannot be loaded.", WRITERS),
-    Feature("optimizers in files", "Some are not found by their names.", (saving_options,)),
-    GRAPH_VARIABLES,
-    Feature(
-        "histograms of several steps in one call",
-        "`keras_mp.numerics.watch` takes one step for all.",
-        (steps_per_execution,),
-    ),
+COMPILED = Feature(
+    "the optimizer of a compiled model, which Keras would wrap",
+    "`compile` ends with an error where Keras would scale the loss, too.",
+    (optimizer_of_model,),
 )
+EXPORT = Feature(
+    "exported subclassed models that take float32",
+    "Their signatures take 16 bits.",
+    (save_spec, functions_of_layer),
+)
+LOADED = Feature(
+    "loaded SavedModels that are called",
+    "They return 16 bits; their signatures return float32.",
+    (functions_of_layer, *CALLS_OF_MODELS),
+)
+LAYERS_IN_FILES = Feature(
+    "the calls of layers in SavedModels",
+    "Layers that are loaded without their classes compute in 16 bits what others have in "
+    "float32, such as losses that they add.",
+    (traced_call,),
+)
+REGULARIZERS_IN_FILES = Feature(
+    "activity regularizers in SavedModels that are functions",
+    "A layer that has one is loaded with its class only.",
+    (saved_properties,),
+)
+FILES = Feature("files with weights in bfloat16", "They cannot be loaded.", WRITERS)
+OPTIMIZERS_IN_FILES = Feature(
+    "optimizers in files", "Some are not found by their names.", (saving_options,)
+)
+STEPS = Feature(
+    "histograms of several steps in one call",
+    "`keras_mp.numerics.watch` takes one step for all.",
+    (steps_per_execution,),
+)
+
+FEATURES = tuple(each for each in list(globals().values()) if isinstance(each, Feature))

@@ -23,35 +23,24 @@ BasePolicy = keras.mixed_precision.Policy
 
 
 def register_policy(cls: Any) -> type:
-    # In an .h5 file Keras finds its own class by the name before it looks up registered ones.
     cls = keras.utils.register_keras_serializable(package="keras_mp")(cls)
 
-    def deserializing_ours(original: Callable[..., Any]) -> Callable[..., Any]:
-        def deserialize(config: Any, custom_objects: Any = None) -> keras.mixed_precision.Policy:
-            if isinstance(config, dict) and "registered_name" in config:
-                found = keras.utils.get_registered_object(config["registered_name"], custom_objects)
-                if isinstance(found, type) and issubclass(found, cls):
-                    return found.from_config(config["config"])
-            return original(config, custom_objects)
-
-        return deserialize
-
-    def letting_ours_pass(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def taking_ours(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def get_policy(identifier: Any) -> Any:
+            policy = identifier or get_global_policy()
+            # In an .h5 file Keras finds its own class by the name before registered ones.
+            if isinstance(policy, dict) and "registered_name" in policy:
+                found = keras.utils.get_registered_object(policy["registered_name"])
+                if isinstance(found, type) and issubclass(found, cls):
+                    return found.from_config(policy["config"])
             # Keras refuses float16 under a ParameterServerStrategy. What scales a loss, and cannot
             # do that there, says which scale can.
-            policy = identifier or get_global_policy()
             return policy if isinstance(policy, cls) else original(identifier)
 
         return get_policy
 
-    rows = {
-        keras2_names.deserialize_policy: deserializing_ours,
-        keras2_names.policy_of_layer: letting_ours_pass,
-    }
-    hooks.install(
-        Replacement(place, make, When.ALWAYS, keras2_names.POLICIES) for place, make in rows.items()
-    )
+    place, feature = keras2_names.policy_of_layer, keras2_names.POLICIES
+    hooks.install([Replacement(place, taking_ours, When.ALWAYS, feature)])
     return cls
 
 

@@ -21,15 +21,11 @@ def replace_slow_layers(
     lstm: Callable[..., Lstm | None], batch_normalization: Callable[..., Any]
 ) -> None:
     del batch_normalization  # one kernel in Keras 2
-    _replace_lstm(lstm)
-    keras2_adapters.let_functions_find_variables()
-
-
-def _replace_lstm(run: Callable[..., Lstm | None]) -> None:
     # One runs in eager, the other in graphs. They return the results and the kernel that ran.
     feature = keras2_names.LSTM
-    make = functools.partial(_replaced, run)
+    make = functools.partial(_replaced, lstm)
     hooks.install(Replacement(name, make, feature=feature) for name in feature.names)
+    keras2_adapters.let_functions_find_variables()
 
 
 def _replaced(run: Callable[..., Lstm | None], loop: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """How Keras 2 saves and loads."""
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable
@@ -40,12 +41,10 @@ def deserialize_optimizer(
 def enter_while_saving(around: Callable[[Any], AbstractContextManager[None]]) -> None:
     def entering(original: Callable[..., Any]) -> Callable[..., Any]:
         def write(*args: Any, **kwargs: Any) -> Any:
-            # One of these functions takes the model as its second argument.
-            values = (*args, *kwargs.values())
-            model = next((each for each in values if isinstance(each, keras.Model)), None)
-            if model is None:
-                return original(*args, **kwargs)
-            with around(model):
+            # One of these functions takes the model as its second argument, another calls itself
+            # for all that a model has.
+            models = [each for each in (*args, *kwargs.values()) if isinstance(each, keras.Model)]
+            with around(models[0]) if models else contextlib.nullcontext():
                 return original(*args, **kwargs)
 
         return write

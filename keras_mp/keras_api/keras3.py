@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from keras_mp import hooks
 from keras_mp.hooks import Method, Replacement, When, wrapped
-from keras_mp.keras_api import keras3_names, keras3_normalization, keras3_recurrent
-from keras_mp.keras_api.keras3_adapter import IN_ONE_TRACE, optimizer_adapter
-from keras_mp.keras_api.keras3_lambdas import name_functions
+from keras_mp.keras_api import keras3_names
+from keras_mp.keras_api.keras3_adapter import in_one_trace, optimizer_adapter
+from keras_mp.keras_api.keras3_layers import replace_slow_layers
 from keras_mp.keras_api.keras3_names import BUILDS, FEATURES, LAYERS_INSIDE, LOSSES
 from keras_mp.keras_api.keras3_names import build_once as BUILD_ONCE
 from keras_mp.keras_api.keras3_policies import (
@@ -38,9 +38,11 @@ from keras_mp.keras_api.keras3_saving import (
     deserialize_optimizer,
     enter_while_saving,
     export_as_called,
+    name_functions,
 )
 from keras_mp.keras_api.keras3_workers import patch_fit
-from keras_mp.support import features, softmax_and_cross_entropy
+from keras_mp.keras_api.predictions import wide_metrics
+from keras_mp.support import features
 from keras_mp.variables import autocast_variable, casts
 
 keras = tf.keras
@@ -65,19 +67,6 @@ CROSSENTROPY_NAMES = ("crossentropy", "ce")
 def rename(layer: Any, name: str) -> None:
     """Gives a layer another name. Its weights keep theirs."""
     layer.name = name
-
-
-def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[..., Any]) -> None:
-    """Replaces the slow parts of layers in 16 bits that are not kernels of TensorFlow.
-
-    Args:
-        lstm: function with the arguments of `kernels.recurrent.lstm`, which runs the loop of an
-            LSTM where Keras would run that of cuDNN on a GPU. It may return None.
-        batch_normalization: function with the arguments of
-            `kernels.normalization.batch_normalization`. It may return None.
-    """
-    keras3_recurrent.replace_lstm(lstm)
-    keras3_normalization.replace_batch_normalization(batch_normalization)
 
 
 def compile_without_wrapping(
@@ -292,18 +281,6 @@ def is_symbolic() -> bool:
     return keras3_names.in_symbolic_scope.is_there() and keras3_names.in_symbolic_scope()
 
 
-@functools.cache
-def _wide_metrics(container: type) -> type:
-    """Returns a subclass of the class in which Keras keeps the metrics of a model."""
-
-    class _WideMetrics(container):
-        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-            y_pred = keras.tree.map_structure(softmax_and_cross_entropy.widen, y_pred)
-            super().update_state(y_true, y_pred, sample_weight)
-
-    return _WideMetrics
-
-
 def widen_predictions(model: keras.Model) -> None:
     """Lets the metrics of a compiled model see predictions in float32.
 
@@ -313,7 +290,7 @@ def widen_predictions(model: keras.Model) -> None:
         return
     metrics = keras3_names.metrics.of(model)
     if type(metrics).__module__.startswith("keras."):  # neither None, nor wide already
-        metrics.__class__ = _wide_metrics(type(metrics))
+        metrics.__class__ = wide_metrics(type(metrics))
 
 
 def build_loss(model: keras.Model, predictions: Any) -> None:

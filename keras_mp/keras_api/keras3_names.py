@@ -114,7 +114,4 @@ WORKERS = Feature(
     (build_of_a_batch, function_of_steps, reduce_replicas, save_model),
 )
 
-FEATURES = (
-    *(THREADS, SHAPES, TRUST, RAW_INPUTS, LAYER_INPUTS, LAYERS_INSIDE, LAMBDAS, OUTPUTS, LOSSES),
-    *(BUILDS, METRICS, REPLICAS, ACCUMULATION, FILES, EXPORT, WORKERS),
-)
+FEATURES = tuple(each for each in list(globals().values()) if isinstance(each, Feature))

@@ -1,4 +1,4 @@
-"""How Keras 3 saves and loads."""
+"""How Keras 3 saves, loads and copies."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras_mp import hooks
 from keras_mp.hooks import Replacement, When, wrapped
 from keras_mp.keras_api import keras3_names
+from keras_mp.support import features
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 keras = tf.keras
@@ -88,3 +89,31 @@ def _widened(input_dtype: Callable[[Any], str]) -> Callable[[Any], str]:
         return "float32" if dtype in LOW_PRECISION_NAMES else dtype
 
     return widened
+
+
+def name_functions(layer: tf.keras.layers.Layer, config: dict[str, Any]) -> dict[str, Any]:
+    """Writes names for the functions of a `Lambda` into its config.
+
+    Returns:
+        dict of the functions by these names, for a `custom_object_scope`; empty if the config
+        is enough to make the layer anew in this process.
+    """
+    # Keras writes the code of a lambda, without the module in which it finds `tf`, and of another
+    # function the name, by which it finds registered ones only.
+    shape = None
+    if features.is_on(keras3_names.LAMBDAS):
+        shape = keras3_names.output_shape_of_lambda.of(layer)
+    functions = {"function": layer.function, "output_shape": shape}
+    named = {}
+    for key, function in functions.items():
+        if callable(function):
+            name = f"keras_mp_{key}_{id(function)}"
+            named[name] = function
+            # As Keras writes functions.
+            config[key] = {
+                "module": "builtins",
+                "class_name": "function",
+                "config": name,
+                "registered_name": "function",
+            }
+    return named

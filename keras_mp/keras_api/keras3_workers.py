@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.keras_api import keras3_names
-from keras_mp.keras_api.gathering import let_gather_bfloat16
+from keras_mp.keras_api.predictions import let_gather_bfloat16
 from keras_mp.step import replicas
 from keras_mp.support import features
 from keras_mp.support.attributes import replaced

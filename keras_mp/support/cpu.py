@@ -99,6 +99,17 @@ def units() -> tuple[list[str], list[str]]:
     return [name for name, _ in found], used
 
 
+def has_instructions(dtype: str) -> bool:
+    """Whether the CPU has native instructions for a dtype, so that it could be fast.
+
+    Args:
+        dtype: str, "float16" or "bfloat16".
+    """
+    # On macOS they are there from the M2 on; neither TensorFlow nor Python says which chip it is
+    # without asking sysctl, and TensorFlow's CPU kernels do not use them there.
+    return not _UNITS_OF[dtype].isdisjoint(units()[0])
+
+
 @functools.cache
 def has_units(dtype: str) -> bool:
     """Whether TensorFlow multiplies in units of this CPU for a dtype.

@@ -117,30 +117,18 @@ SESSIONS = Feature(
     "A session with a config of its own computes in float32.",
     (grappler.rewrite_in_sessions, grappler.is_rewrite_in_sessions),
 )
-
-FEATURES = (
-    *(FACES, VECTORIZED, SIGNATURES, UNOBSERVED, SHARED_CASTS),
-    *(
-        REPLICA_THREADS,
-        WITHOUT_MEETING,
-        WITHOUT_BRANCHES,
-        XLA,
-        AUTOGRAPH,
-        TENSORS,
-        SAVED_MODELS,
-    ),
-    SESSIONS,
-    Feature(
-        "the report of the graph rewrite",
-        "It ends with an error that names what is missing.",
-        (*_KERNELS, grappler.optimize, grappler.Cluster, grappler.Device),
-    ),
-    Feature(
-        "tools that look at each operation: `numerics.check` and `numerics.watch`",
-        "They end with an error that names what is missing.",
-        (
-            *(operations.add_callback, operations.remove_callback, operations.anonymous_name),
-            *(operations.definition, gradients.record_operation),
-        ),
+REWRITE_REPORT = Feature(
+    "the report of the graph rewrite",
+    "It ends with an error that names what is missing.",
+    (*_KERNELS, grappler.optimize, grappler.Cluster, grappler.Device),
+)
+TOOLS = Feature(
+    "tools that look at each operation: `numerics.check` and `numerics.watch`",
+    "They end with an error that names what is missing.",
+    (
+        *(operations.add_callback, operations.remove_callback, operations.anonymous_name),
+        *(operations.definition, gradients.record_operation),
     ),
 )
+
+FEATURES = tuple(each for each in list(globals().values()) if isinstance(each, Feature))

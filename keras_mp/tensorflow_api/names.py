@@ -3,12 +3,12 @@
 A release may move any of them. Then `MissingName` says which one, and in which version.
 """
 
-import functools
 import importlib
 import os
+import pathlib
+import re
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -55,10 +55,14 @@ class Name:
         """
         if self._owner is None:
             owner = None if self.path in _WITHOUT else _found(self.path.rpartition(".")[0])
-            if owner is None or not hasattr(owner, self.attribute):
+            if owner is None or not self._is_in(owner):
                 raise missing(self.path)
             self._owner = owner
         return self._owner
+
+    def _is_in(self, owner: Any) -> bool:
+        """Whether an owner has it."""
+        return hasattr(owner, self.attribute)
 
     def get(self) -> Any:
         """Returns what the name stands for now.
@@ -98,8 +102,8 @@ class Name:
 class Attribute(Name):
     """A private attribute of objects of a class, or one that a module's code reads.
 
-    Such an attribute may be made by a constructor. So it counts as there if code of the class, of
-    its bases or of the module has the name.
+    Such an attribute may be made by a constructor. So it counts as there if the source of the
+    class, of its bases or of the module has the name.
 
     Args:
         path: str. The path of the class or module, and the attribute.
@@ -107,19 +111,17 @@ class Attribute(Name):
 
     __slots__ = ()
 
-    @property
-    def owner(self) -> Any:
-        """The class or module.
+    def _is_in(self, owner: Any) -> bool:
+        """Whether the source of a module has it.
 
-        Raises:
-            MissingName: no code of it has the name.
+        Of a class, the modules that define it and its bases. It is True where there is no source.
         """
-        if self._owner is None:
-            owner = None if self.path in _WITHOUT else _found(self.path.rpartition(".")[0])
-            if owner is None or self.attribute not in _names_in(owner):
-                raise missing(self.path)
-            self._owner = owner
-        return self._owner
+        classes = owner.__mro__ if isinstance(owner, type) else ()
+        modules = {cls.__module__ for cls in classes} or {owner.__name__}
+        files = {str(getattr(sys.modules.get(each), "__file__", None)) for each in modules}
+        sources = [pathlib.Path(each) for each in files if each.endswith(".py")]
+        texts = [each.read_text(encoding="utf-8") for each in sources if each.exists()]
+        return not texts or any(re.search(rf"\b{self.attribute}\b", text) for text in texts)
 
     def get(self) -> Any:
         """Returns the class or module."""
@@ -182,35 +184,3 @@ def _found(path: str) -> Any:
             return None
         value = found
     return value
-
-
-@functools.cache
-def _names_in(owner: Any) -> frozenset[str]:
-    """Returns the names in the code of a class and its bases, or of a module."""
-    if isinstance(owner, type):
-        return frozenset(name for cls in owner.__mro__ for name in _names_of_class(cls))
-    names = set(vars(owner))
-    for value in list(vars(owner).values()):
-        if getattr(value, "__module__", None) == owner.__name__:
-            names.update(_names_of_class(value) if isinstance(value, type) else _names_of(value))
-    return frozenset(names)
-
-
-def _names_of_class(cls: type) -> Iterator[str]:
-    yield from vars(cls)
-    for value in vars(cls).values():
-        for function in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
-            yield from _names_of(function)
-
-
-def _names_of(function: Any) -> Iterator[str]:
-    # Decorators have the function that they decorate.
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    waiting = [getattr(function, "__code__", None)]
-    while waiting:
-        code = waiting.pop()
-        if isinstance(code, types.CodeType):
-            yield from code.co_names
-            yield from (each for each in code.co_consts if isinstance(each, str))
-            waiting.extend(code.co_consts)

@@ -1,10 +1,11 @@
-"""Workers gather the predictions of `Model.predict`, bfloat16 ones too."""
+"""Predictions that workers gather and metrics get, alike in both Kerases."""
 
 import functools
 from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.support import softmax_and_cross_entropy
 from keras_mp.support.autograph import do_not_convert
 
 
@@ -32,3 +33,18 @@ def let_gather_bfloat16(strategy: tf.distribute.Strategy) -> None:
         return tf.bitcast(original(bits, axis), tf.bfloat16)
 
     vars(strategy)["gather"] = gather
+
+
+@functools.cache
+def wide_metrics(container: type) -> type:
+    """Returns a subclass of the class in which Keras keeps the metrics of a model.
+
+    They get predictions in float32.
+    """
+
+    class _WideMetrics(container):
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            y_pred = tf.nest.map_structure(softmax_and_cross_entropy.widen, y_pred)
+            super().update_state(y_true, y_pred, sample_weight)
+
+    return _WideMetrics
