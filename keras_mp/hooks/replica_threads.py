@@ -4,43 +4,55 @@
 module needs TensorFlow only.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from keras_mp.hooks import reach
+from keras_mp.hooks import installer, reach
 from keras_mp.hooks.installer import Replacement, When
 from keras_mp.tensorflow_api import replicas
 from keras_mp.tensorflow_api.features import REPLICA_THREADS
 
 _State = TypeVar("_State")
 
+# What threads inherit: functions that return a state of the thread that runs, and those that put
+# it in force.
+_inherited: dict[Callable[[], Any], Callable[[Any], AbstractContextManager[Any]]] = {
+    reach.state: lambda state: reach.in_region(*state)
+}
 
-def inheriting(
+
+def _passing_on(original: Callable[..., None]) -> Callable[..., None]:
+    def start(self: threading.Thread) -> None:
+        run = self.run
+        states = [(entered, state()) for state, entered in _inherited.items()]
+
+        def run_in_states() -> None:
+            with contextlib.ExitStack() as stack:
+                for entered, of_starter in states:
+                    stack.enter_context(entered(of_starter))
+                run()
+
+        self.run = run_in_states
+        original(self)
+
+    return start
+
+
+# The row that passes on at least what is in reach.
+INHERITING = Replacement(replicas.start_thread, _passing_on, When.ALWAYS, REPLICA_THREADS)
+
+
+def inherit(
     state: Callable[[], _State], entered: Callable[[_State], AbstractContextManager[Any]]
-) -> Replacement:
-    """Returns the row that passes a state on to the threads of replicas.
+) -> None:
+    """Passes one more state on to the threads of replicas, from now on.
 
     Args:
         state: function that returns the state of the current thread.
         entered: function that takes a state and returns a context manager that puts it in force.
     """
-
-    def make(original: Callable[..., None]) -> Callable[..., None]:
-        def start(self: threading.Thread) -> None:
-            run, of_starter = self.run, state()
-
-            def run_in_state() -> None:
-                with entered(of_starter):
-                    run()
-
-            self.run = run_in_state
-            original(self)
-
-        return start
-
-    return Replacement(replicas.start_thread, make, When.ALWAYS, REPLICA_THREADS)
-
-
-REACH = inheriting(reach.state, lambda state: reach.in_region(*state))
+    _inherited[state] = entered
+    installer.install([INHERITING])

@@ -132,6 +132,6 @@ def _make_scopes_the_threads_own() -> None:
         [
             Replacement(Everywhere(public.global_policy), getting, When.ALWAYS),
             Replacement(Everywhere(public.set_global_policy), setting, When.ALWAYS),
-            replica_threads.inheriting(lambda: _thread.policy, _entered),
         ]
     )
+    replica_threads.inherit(lambda: _thread.policy, _entered)

@@ -188,7 +188,7 @@ def _let_replicas_inherit_scope() -> None:
     def entered(scope: tuple[Any] | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if scope is None else policy_scope(*scope)
 
-    hooks.install([replica_threads.inheriting(state, entered)])
+    replica_threads.inherit(state, entered)
 
 
 def quantized_policy(name: str) -> keras.mixed_precision.Policy | None:

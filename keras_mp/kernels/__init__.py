@@ -38,4 +38,4 @@ def install() -> None:
     (`hooks/reach.py`), the new functions call TensorFlow's own.
     """
     rows = (*sums.replacements(), *functions.replacements())
-    hooks.install([replica_threads.REACH, *backward.REPLACEMENTS, *rows])
+    hooks.install([replica_threads.INHERITING, *backward.REPLACEMENTS, *rows])

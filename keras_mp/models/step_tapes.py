@@ -181,7 +181,7 @@ def _let_replicas_inherit() -> None:
             return contextlib.nullcontext()
         return entered(step.model, step.loss_scale, step.method)
 
-    hooks.install([replica_threads.inheriting(_step_of_thread, entered_again)])
+    replica_threads.inherit(_step_of_thread, entered_again)
 
 
 @contextlib.contextmanager
