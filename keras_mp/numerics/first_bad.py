@@ -1,11 +1,12 @@
 """Finds the first operation whose result is not finite, its layer and its line.
 
 While it is looked for, TensorFlow calls back for each operation that runs in eager or becomes a
-part of a graph, and `rows` and `graph_recorder` measure what each returned. When a function returns
-to eager, the measurements are read, and it is decided whether to stop.
+part of a graph, and `operation_rows` measures what each returned. When a function returns to eager,
+the measurements are read, and it is decided whether to stop.
 """
 
 import contextlib
+import dataclasses
 import math
 import operator
 import threading
@@ -17,15 +18,15 @@ import tensorflow as tf
 
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
-from keras_mp.numerics import graph_recorder, origins, patterns
+from keras_mp.numerics import operation_rows, origins, patterns
 from keras_mp.numerics import results as causes
 from keras_mp.numerics.operation_rows import (
     PASSED_IN,
     READS,
     ByTensor,
     EagerRecorder,
+    GraphRecorder,
     NotFiniteError,
-    OperationRow,
     Range,
     first_bad,
 )
@@ -132,7 +133,7 @@ class FirstBadOperation:
         self._models = [each for each in scaled if isinstance(each, tf.keras.Model)]
         self._scaled = scaled
         self._scales: list[tuple[DynamicLossScale, float]] = []
-        self._graphs = graph_recorder.GraphRecorder()
+        self._graphs = GraphRecorder()
         self._eager = EagerRecorder()
         # What is not finite for a reason that is known: functions in which something was found have
         # returned it, or it comes of that.
@@ -165,7 +166,7 @@ class FirstBadOperation:
                 )
             if self._graphs.not_watched:
                 messages.warn(
-                    f"`watch` looks at {graph_recorder.CAPACITY:,} operations of "
+                    f"`watch` looks at {operation_rows.CAPACITY:,} operations of "
                     f"functions, and has found nothing in them. {self._graphs.not_watched:,} that "
                     "were traced later were not watched: use it around a part of the program, or "
                     "a smaller model."
@@ -184,20 +185,17 @@ class FirstBadOperation:
         self._scales = [(scale, float(scale())) for scale, _ in scales]
         may_fall = any(before > max(1, scale.min_loss_scale) for scale, before in scales)
         with self._lock:
-            read = [*self._graphs.read(), *self._eager.read()]
-        found = [
-            (first, device, rows, measured)
-            for device, rows, measured in read
-            if (first := first_bad(rows, measured, self._is_checked)) is not None
-        ]
+            reads = [*self._graphs.read(), *self._eager.read()]
+        firsts = [(first_bad(*read[1:], self._is_checked), read) for read in reads]
+        found = [(first, read) for first, read in firsts if first is not None]
         if not found:
             return False
         # What replicas do together comes after what each of them has done.
-        first, device, rows, measured = min(found, key=lambda each: each[0])
-        if rows[first].is_gradient and may_fall:
+        first, read = min(found, key=operator.itemgetter(0))
+        if read[1][first].is_gradient and may_fall:
             self.planned += 1
             return True
-        error = self._error(device, rows, measured, first)
+        error = self._error(first, *read)
         if _place(error) not in map(_place, self.found):
             self.found.append(error)
             if not self._raises:
@@ -206,7 +204,7 @@ class FirstBadOperation:
             raise error
         return True
 
-    def _is_checked(self, row: OperationRow) -> bool:
+    def _is_checked(self, row: Range) -> bool:
         def is_among(chosen: list[str]) -> bool:
             return any(patterns.matches(each, chosen) for each in (row.operation, row.layer))
 
@@ -214,42 +212,41 @@ class FirstBadOperation:
         return is_included and not is_among(self._exclude)
 
     def _error(
-        self, device: str, rows: list[OperationRow], measured: np.ndarray, first: int
+        self, first: int, device: str, rows: list[Range], measured: np.ndarray
     ) -> NotFiniteError:
-        ranges = [row.range(numbers) for row, numbers in zip(rows[: first + 1], measured)]
-        found, inputs = ranges[first], [ranges[i] for i in rows[first].inputs]
-        layers: dict[str, Range] = {}
-        for row, seen in zip(rows[:first], ranges):
-            has_not_run = not (seen.low or seen.high)
-            if seen.layer == found.layer or has_not_run or seen.bad or row.is_given:
-                continue
-            before = layers.pop(seen.layer, seen)
-            layers[seen.layer] = max(before, seen, key=lambda each: max(-each.low, each.high))
+        ranges = [
+            dataclasses.replace(row, low=low, high=high, bad=int(bad))
+            for row, (bad, low, high, _) in zip(rows[: first + 1], measured.tolist())
+        ]
+        found, layers = ranges[first], dict[str, Range]()
+        for seen in ranges:
+            has_run = seen.low or seen.high
+            if seen.layer != found.layer and has_run and not seen.bad and not seen.is_given:
+                before = layers.pop(seen.layer, seen)
+                layers[seen.layer] = max(before, seen, key=lambda each: each.size)
         history = list(layers.values())[-_HISTORY:]
-        return NotFiniteError(found, inputs, history, device, self._advice(rows, ranges))
+        inputs = [ranges[i] for i in found.inputs]
+        behind = [found, *inputs, *(ranges[j] for each in inputs for j in each.inputs)]
+        return NotFiniteError(found, inputs, history, device, self._advice(found, inputs, behind))
 
-    def _advice(self, rows: list[OperationRow], ranges: list[Range]) -> str:
-        """Returns what the numbers up to those of the first one say about the cause."""
-        first = len(ranges) - 1
-        row, inputs = rows[first], rows[first].inputs
-        behind = {first, *inputs, *(j for i in inputs for j in rows[i].inputs)}
-        weights = [ranges[i] for i in behind if rows[i].operation in READS]
+    def _advice(self, found: Range, inputs: list[Range], behind: list[Range]) -> str:
+        """Returns what the numbers of an operation, and of those behind it, say about the cause."""
+        weights = [each for each in behind if each.operation in READS]
         size = max((math.inf if each.bad else each.size for each in weights), default=0.0)
-        is_input = row.operation == "Cast" and any(rows[i].operation in PASSED_IN for i in inputs)
         cause = "unknown"
-        if row.operation in PASSED_IN:
+        if found.operation in PASSED_IN:
             cause = "passed in"
-        elif row.is_gradient and not self._scales:
+        elif found.is_gradient and not self._scales:
             cause = "unscaled"
         elif size >= causes.LARGE_WEIGHTS:
             return causes.of_weights(size)
-        elif is_input:
+        elif found.operation == "Cast" and any(each.operation in PASSED_IN for each in inputs):
             cause = "an input"
-        elif row.operation in op_table.ops("constants"):
+        elif found.operation in op_table.ops("constants"):
             cause = "a constant"
         elif not self._models:
             return ""
-        return causes.SAID[cause].format(dtype=row.dtype)
+        return causes.SAID[cause].format(dtype=found.dtype)
 
     @op_callbacks.unobserved()
     def _spoil(self, values: Sequence[tf.Tensor]) -> None:
@@ -279,7 +276,7 @@ class FirstBadOperation:
         del attrs
         kind = kind.decode() if isinstance(kind, bytes) else kind
         if graph is None and kind.startswith(("__inference_", "__forward_", "__backward_")):
-            self._eager.pass_on(inputs)
+            self._eager.use(self._eager.row_of.of(inputs))
             if self._graphs.rows and self.check():
                 self._spoil(outputs)
             return

@@ -1,7 +1,9 @@
 """The operations that `FirstBadOperation` watches, which of them is the first, and its report.
 
 A row says what an operation is, where it comes from and what uses its result. What it returned is
-kept beside the table: `EagerRecorder` measures it at once, `graph_recorder` in the graph.
+kept beside the table: `EagerRecorder` measures it at once, `GraphRecorder` in the graph while it
+runs, in a row of a variable for each. That is all that a graph needs, so that functions that XLA
+compiles are watched as others are.
 """
 
 import dataclasses
@@ -14,13 +16,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics import origins
-from keras_mp.numerics.origins import Origin
+from keras_mp.numerics import origins, own_thread
+from keras_mp.numerics.origins import GraphOrigins, Origin
 from keras_mp.numerics.results import begun
-from keras_mp.support import op_table
+from keras_mp.support import function_graphs, kept_casts, op_table
 
 # How many operations run in eager before the rows are read.
 _EAGER_ROWS = 2**12
+
+# Rows of a variable. Operations of graphs that come later are not watched.
+CAPACITY = 2**14
 
 # Operations that test numbers, and do not compute with them.
 _ONLY_LOOKS = op_table.ops("comparisons", "tests", "shapes")
@@ -34,6 +39,9 @@ READS = op_table.ops("reads of variables")
 # and what has no value yet.
 _NOT_CHECKED = op_table.ops("empty tensors", "variables")
 _FIRST_OUTPUT_ONLY = ("FusedBatchNorm",)
+
+# Classes of graphs. The gradient of a loop takes no variables but those of its forward pass.
+_LOOP, _GRADIENT_OF_LOOP = "WhileBodyFuncGraph", "_WhileBodyGradFuncGraph"
 
 
 @dataclasses.dataclass
@@ -50,6 +58,11 @@ class Range:
         low: float. The smallest finite number; Inf if there is none.
         high: float. The largest finite number; -Inf if there is none.
         bad: int. How many numbers are Inf or NaN.
+        inputs: the rows of the operations whose results it takes.
+        is_given: whether its result was there before: an argument, a weight, a constant.
+        is_used: whether an operation with a row uses its result, or it is given to a function,
+            which has rows of its own.
+        is_used_elsewhere: whether an operation without a row uses its result.
     """
 
     operation: str
@@ -60,6 +73,10 @@ class Range:
     low: float = math.inf
     high: float = -math.inf
     bad: int = 0
+    inputs: list[int] = dataclasses.field(default_factory=list)
+    is_given: bool = False
+    is_used: bool = False
+    is_used_elsewhere: bool = False
 
     @property
     def size(self) -> float:
@@ -120,70 +137,38 @@ class NotFiniteError(ArithmeticError):
         super().__init__("\n".join([*lines, advice] if advice else lines))
 
 
-@dataclasses.dataclass
-class OperationRow(Range):
-    """An operation, and what uses its result.
-
-    Attributes:
-        inputs: the rows of the operations whose results it takes.
-        is_given: whether its result was there before: an argument, a weight, a constant.
-        is_used: whether an operation with a row uses its result.
-        is_used_elsewhere: whether an operation without a row uses its result.
-        is_passed_on: whether its result is given to a function, which has rows of its own.
-    """
-
-    inputs: list[int] = dataclasses.field(default_factory=list)
-    is_given: bool = False
-    is_used: bool = False
-    is_used_elsewhere: bool = False
-    is_passed_on: bool = False
-
-    def range(self, measured: np.ndarray) -> Range:
-        """Returns the operation with the range of what it returned.
-
-        Args:
-            measured: array of the number of values that were not finite, the smallest and the
-                largest finite one, and whether something began to be not finite here.
-        """
-        bad, low, high, _ = map(float, measured)
-        return dataclasses.replace(self, low=low, high=high, bad=int(bad))
-
-
-# A device, its operations, and an array of what was measured of each, as `range` takes it.
-Read = tuple[str, list[OperationRow], np.ndarray]
+# A device, its operations, and an array of what was measured of each: how many values were not
+# finite, the smallest and the largest finite one, and whether something began to be so here.
+Read = tuple[str, list[Range], np.ndarray]
 
 
 class ByTensor:
     """What is known of tensors, for as long as each of them is there."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, weakref.ref[tf.Tensor]]] = {}
+        self._tensors: weakref.WeakValueDictionary[int, tf.Tensor] = weakref.WeakValueDictionary()
+        self._known: dict[int, Any] = {}
 
     def note(self, tensors: Iterable[tf.Tensor], what: object) -> None:
         """Notes something about tensors."""
         for each in tensors:
-            # When it is no more, another one may get its id.
-            forget = functools.partial(self._forget, id(each))
-            self._known[id(each)] = what, weakref.ref(each, forget)
+            self._tensors[id(each)], self._known[id(each)] = each, what
 
     def of(self, tensors: Iterable[tf.Tensor]) -> list[Any]:
         """Returns what was noted about those of which something was."""
-        return [self._known[id(each)][0] for each in tensors if id(each) in self._known]
-
-    def _forget(self, key: int, _: object) -> None:
-        self._known.pop(key, None)
+        return [self._known[id(each)] for each in tensors if id(each) in self._tensors]
 
 
 class OperationTable:
     """Operations, in the order in which they ran or became part of a graph.
 
     Attributes:
-        rows: list of OperationRow.
+        rows: list of Range, without the numbers.
         row_of: ByTensor, the number of the row that a tensor is the result of.
     """
 
     def __init__(self) -> None:
-        self.rows: list[OperationRow] = []
+        self.rows: list[Range] = []
         self.row_of = ByTensor()
 
     def outputs_to_check(
@@ -212,6 +197,11 @@ class OperationTable:
                 self.rows[i].is_used_elsewhere = True
         return checked
 
+    def use(self, rows: Iterable[int]) -> None:
+        """Notes that the results of operations are used."""
+        for i in rows:
+            self.rows[i].is_used = True
+
     def add(
         self,
         kind: str,
@@ -227,7 +217,7 @@ class OperationTable:
             origin: where it comes from.
             values: tensors that it returned.
             inputs: the rows of what went in.
-            is_given: as in `OperationRow`.
+            is_given: as in `Range`.
 
         Returns:
             The number of the row.
@@ -236,11 +226,9 @@ class OperationTable:
         # What is made of gradients, such as their sum over replicas, overflows as they do.
         is_gradient = origin.is_gradient or any(self.rows[i].is_gradient for i in inputs)
         dtype, line = values[0].dtype.name, origin.line and origin.line.short
-        row = OperationRow(kind, origin.layer, line, dtype, is_gradient)
-        row.inputs, row.is_given = inputs, is_given
+        row = Range(kind, origin.layer, line, dtype, is_gradient, inputs=inputs, is_given=is_given)
         self.rows.append(row)
-        for i in inputs:
-            self.rows[i].is_used = True
+        self.use(inputs)
         self.row_of.note(values, index)
         return index
 
@@ -249,7 +237,7 @@ class EagerRecorder(OperationTable):
     """Watches the operations that run in eager.
 
     Attributes:
-        measured: list of what each row's operation returned, as `OperationRow.range` takes it.
+        measured: list of what each row's operation returned, as `Read` has it.
     """
 
     def __init__(self) -> None:
@@ -284,20 +272,178 @@ class EagerRecorder(OperationTable):
         """Whether to read the rows, but not before what is not finite may have been used."""
         return len(self.rows) >= _EAGER_ROWS and not self.measured[-1][0]
 
-    def pass_on(self, inputs: Sequence[tf.Tensor]) -> None:
-        """Records what was given to a function, which has rows of its own."""
-        for i in self.row_of.of(inputs):
-            self.rows[i].is_passed_on = True
+
+class GraphRecorder(OperationTable):
+    """Watches the operations of graphs. Its table grows for as long as it is used.
+
+    Attributes:
+        not_watched: int. How many operations found no row.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.not_watched = 0
+        # How many numbers that are not finite a row's operation returned, as a tensor of its graph.
+        self._bad: dict[int, tf.Tensor] = {}
+        self._origins = GraphOrigins()
+        # By device: each replica has one.
+        self._states: dict[str, tf.Tensor] = {}
+
+    def read(self) -> Iterator[Read]:
+        """Yields what the graphs have measured on each device since the last time."""
+        for device, handle in self._states.items():
+            state = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).numpy()
+            _clear(handle)
+            yield device, self.rows, state[: len(self.rows)]
+
+    def record(
+        self,
+        graph: tf.Graph,
+        kind: str,
+        inputs: Sequence[tf.Tensor],
+        outputs: Sequence[tf.Tensor],
+        name: str | None,
+    ) -> None:
+        """Records an operation that becomes a part of a graph.
+
+        Args:
+            graph: that of a `tf.function`.
+            kind: the type of the operation.
+            inputs: what it takes, as tensors of that graph.
+            outputs: what it returns.
+            name: its name in the graph, if it has one.
+        """
+        if _is_inside(graph, _GRADIENT_OF_LOOP):
+            return
+        checked = self.outputs_to_check(kind, inputs, outputs)
+        if not checked:
+            return
+        if len(self.rows) + len(inputs) >= CAPACITY:
+            self.not_watched += 1
+            return
+        origin = self._origins.of(outputs[0].op, name or "")
+        if origin.is_data or origin.is_of_a_tool:
+            return
+        for value in inputs:
+            self._give(graph, origin, value)
+        self._measure(graph, kind, origin, checked, self.row_of.of(inputs))
+
+    def _give(self, graph: tf.Graph, origin: Origin, value: tf.Tensor) -> list[int]:
+        """Returns the row of what an operation takes; what was there before has one from now on."""
+        if not value.dtype.is_floating:
+            return []
+        if known := self.row_of.of([value]):
+            return known
+        kind, before = value.op.type, []
+        if kind in ("Cast", "Identity"):
+            source = value.op.inputs[0]
+            before = self._give(graph, origin, source)
+            if before and value.dtype.size >= source.dtype.size:
+                self.row_of.note([value], before[0])
+                return before
+        # A cast to fewer bits may overflow, where what it takes was finite.
+        return [self._measure(graph, kind, origin, [value], before, is_given=True)]
+
+    def _measure(
+        self,
+        graph: tf.Graph,
+        kind: str,
+        origin: Origin,
+        values: Sequence[tf.Tensor],
+        inputs: list[int],
+        is_given: bool = False,
+    ) -> int:
+        """Gives an operation a row, which is measured when the graph runs; returns its number."""
+        index = self.add(kind, origin, values, inputs, is_given)
+        # Tensors of another graph cannot be used.
+        found = [self._bad[i] for i in set(inputs) if i in self._bad]
+        before = [bad for bad in found if bad.graph is graph]
+        dtypes = tuple(value.dtype for value in values)
+        measured = _measuring(dtypes, len(before), _is_inside(graph, _LOOP))
+        self._bad[index] = measured(self._state(values[0].device), index, *values, *before)
+        return index
+
+    def _state(self, device: str) -> tf.Tensor:
+        """Returns the handle of the variable with the rows of a device."""
+        if device not in self._states:
+            with tf.init_scope(), tf.device(device or None):
+                handle = own_thread.variable(tf.float32, [CAPACITY, 4])
+                _clear(handle)
+            self._states[device] = handle
+        return self._states[device]
+
+
+@functools.cache
+def _measuring(dtypes: tuple[tf.DType, ...], inputs: int, is_in_loop: bool) -> Callable[..., Any]:
+    """Returns a function that writes what an operation returned into its row of the variable.
+
+    It is traced once: to call it adds one operation to a graph, and not twenty.
+
+    Args:
+        dtypes: of the tensors that the operation returned.
+        inputs: of how many tensors that go in it is known how many numbers are not finite.
+        is_in_loop: whether the operation may run several times before the row is read.
+
+    Returns:
+        A function of the handle of the variable, the number of the row, the tensors, and for each
+        input that number. It returns how many numbers are not finite.
+    """
+    any_shape: Any = None
+    values = [tf.TensorSpec(any_shape, dtype) for dtype in dtypes]
+    counts = [tf.TensorSpec([], tf.float32)] * inputs
+    signature = [tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int32), *values, *counts]
+
+    @tf.function(input_signature=signature, autograph=False)
+    def measured(state: tf.Tensor, index: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:
+        values, before = tensors[: len(dtypes)], tensors[len(dtypes) :]
+        finite = _joined(map(kept_casts.is_finite, values))
+        numbers = _joined(map(kept_casts.as_float32, values))
+        count = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float32))
+        begins_here = count > 0
+        if before:
+            begins_here = tf.logical_and(begins_here, tf.equal(tf.add_n(before), 0))
+        low = tf.reduce_min(tf.where(finite, numbers, math.inf))
+        high = tf.reduce_max(tf.where(finite, numbers, -math.inf))
+        row = tf.stack([count, low, high, tf.cast(begins_here, tf.float32)])
+        if is_in_loop:
+            # In later iterations, what an iteration has computed is not finite from the start: the
+            # row keeps where it began. And if several steps are made in a loop, a later one may be
+            # finite.
+            old = tf.raw_ops.ResourceGather(resource=state, indices=index, dtype=tf.float32)
+            row = tf.where(tf.logical_and(old[0] > 0, old[3] >= row[3]), old, row)
+        tf.raw_ops.ResourceScatterUpdate(resource=state, indices=index, updates=row)
+        return count
+
+    with tf.init_scope():
+        return measured.get_concrete_function()
+
+
+def _joined(values: Iterable[tf.Tensor]) -> tf.Tensor:
+    """Returns one vector. Where the rank is known, to reduce it takes fewer operations."""
+    return tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+
+
+def _is_inside(graph: tf.Graph, kind: str) -> bool:
+    """Whether a graph is of that class, or inside of one that is."""
+    while function_graphs.is_of_function(graph):
+        if any(cls.__name__ == kind for cls in type(graph).__mro__):
+            return True
+        graph = graph.outer_graph
+    return False
+
+
+def _clear(handle: tf.Tensor) -> None:
+    tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros([CAPACITY, 4]))
 
 
 def first_bad(
-    rows: list[OperationRow], measured: np.ndarray, is_checked: Callable[[OperationRow], bool]
+    rows: list[Range], measured: np.ndarray, is_checked: Callable[[Range], bool]
 ) -> int | None:
     """Returns the first row where something begins to be not finite and reaches what matters.
 
     Args:
-        rows: list of OperationRow.
-        measured: array with a row for each, as `OperationRow.range` takes it.
+        rows: list of Range.
+        measured: array with a row for each, as `Read` has it.
         is_checked: whether a row may be the first. What comes of one that may not can be.
     """
     bad, begins_here = measured[:, 0] > 0, measured[:, 3] > 0
@@ -305,7 +451,7 @@ def first_bad(
         sources = [j for j in rows[i].inputs if bad[j]]
         came_unchecked = bool(sources) and not any(is_checked(rows[j]) for j in sources)
         begins_here[i] = is_checked(rows[i]) and (begins_here[i] or came_unchecked)
-    ends = [row.is_used_elsewhere or not (row.is_used or row.is_passed_on) for row in rows]
+    ends = [row.is_used_elsewhere or not row.is_used for row in rows]
     culprits = begun([row.inputs for row in rows], bad, np.array(ends), begins_here)
     # What is given to a graph inside of another one, to a loop's body, has been computed outside.
     results = [i for i in culprits if not rows[i].is_given]
