@@ -427,203 +427,187 @@ def advise(
     """
     format_of(dtype)
     validation.number("tolerance", tolerance, at_least=0, at_most=1)
-    adviser = _Adviser(report, dtype, tolerance, owner)
-    adviser.judge(culprits)
-    return Advice(adviser.sentences, adviser.policies, adviser.loss_scale)
+    noise = report.noise
+    rows = [row for row in report.rows_in_16_bits if row.key not in noise]
+    lost, then, loss_scale = [*_overflowing(rows, dtype, report.where), *culprits.items()], [], None
+    if not culprits and not any(owner(path) for path, _ in lost):
+        scaled = [row for row in rows if row.is_scaled]
+        lost, then, loss_scale = _of_gradients(report, scaled, dtype, tolerance)
+    whys: dict[str, str] = {}
+    for path, why in lost:
+        if layer := owner(path):
+            whys.setdefault(layer, why)
+    policies = dict.fromkeys(whys, "float32")
+    sentences = [f"Run `{layer}` in float32: {why}." for layer, why in whys.items()] + then
+    if report.step:
+        sentences += _may_be_noise(report, dtype, tolerance)
+    if dtype == "float16" and not culprits and (policies or loss_scale):
+        sentences += _bfloat16([row.histogram for row in rows], report.where)
+    return Advice(sentences, policies, loss_scale)
 
 
-class _Adviser:
-    """The advice that follows from a report, with words for it.
+# Paths of layers that need float32, and why.
+_Lost = Sequence[tuple[str, str]]
 
-    Args:
-        report: `Report`.
-        dtype: str.
-        tolerance: float. Which share of a gradient may become zero.
-        owner: as for `advise`.
-    """
 
-    def __init__(
-        self, report: Report, dtype: str, tolerance: float, owner: Callable[[str], str | None]
-    ) -> None:
-        self.report, self.dtype, self.tolerance, self.owner = report, dtype, tolerance, owner
-        # The loss scale in force, or that which training would begin with.
-        self.now, self.where = round_down(report.loss_scale), report.where
-        noise, rows = report.noise, report.rows_in_16_bits
-        self.rows = [row for row in rows if row.key not in noise]
-        self.of_noise = [row for row in rows if row.key in noise and row.lost is None]
-        self.gradients = [row for row in self.rows if row.is_scaled]
-        # Other batches may have larger gradients, so what suits one is no scale to keep.
-        self.set_scale = "fix the loss scale at" if report.step else "start the loss scale at"
-        self.sentences: list[str] = []
-        self.policies: dict[str, str] = {}
-        self.loss_scale: float | None = None
+def _overflowing(rows: Sequence[Row], dtype: str, where: str) -> Iterator[tuple[str, str]]:
+    """Yields the layers whose outputs a dtype does not hold."""
+    is_first = True
+    for row in rows:
+        if row.kind != "output":
+            continue
+        fate, histogram = row.fate(dtype), row.histogram
+        bad, total = fate.infinite, fate.values
+        if not bad and row.dtype == dtype and is_first:
+            # What came out infinite may have been of any size. Layers after it suffer from it.
+            bad, total = histogram.infinities + histogram.nans, histogram.total
+        if bad:
+            is_first = False
+            yield row.path, f"{_share(bad, total)} of its output is beyond {dtype}, {where}"
 
-    def judge(self, culprits: Mapping[str, str]) -> None:
-        """Looks at outputs, and then, if there is nothing about them, at gradients."""
-        for row in self.rows:
-            fate, histogram = row.fate(self.dtype), row.histogram
-            bad, total = fate.infinite, fate.values
-            if row.kind == "output" and not bad and row.dtype == self.dtype and not self.policies:
-                # What came out infinite may have been of any size. Layers after it suffer from it.
-                bad, total = histogram.infinities + histogram.nans, histogram.total
-            if row.kind == "output" and bad:
-                lost = f"{_share(bad, total)} of its output is beyond {self.dtype}, {self.where}"
-                self._in_float32(row.path, lost)
-        for path, why in culprits.items():
-            self._in_float32(path, why)
-        if not self.policies and not culprits:
-            self._gradients()
-        if self.report.step:
-            self.sentences += self._may_be_noise()
-        if self.dtype == "float16" and not culprits and (self.policies or self.loss_scale):
-            self.sentences += self._bfloat16()
 
-    def _in_float32(self, path: str, why: str) -> None:
-        layer = self.owner(path)
-        if layer and layer not in self.policies:
-            self.policies[layer] = "float32"
-            self.sentences.append(f"Run `{layer}` in float32: {why}.")
-
-    def _gradients(self) -> None:
-        """Advises about gradients, unless their zeros may have been too small for the dtype."""
-        now, dtype = self.now, self.dtype
-        is_too_large = any(
-            row.overflowed_at <= now or row.histogram.fate(dtype, now).infinite
-            for row in self.gradients
+def _of_gradients(
+    report: Report, rows: Sequence[Row], dtype: str, tolerance: float
+) -> tuple[_Lost, list[str], float | None]:
+    """Advises about gradients, unless their zeros may have been too small for the dtype."""
+    now = round_down(report.loss_scale)
+    is_too_large = any(
+        row.overflowed_at <= now or row.histogram.fate(dtype, now).infinite for row in rows
+    )
+    unknown = [
+        row
+        for row in rows
+        if row.dtype == dtype and row.has_unknown_zeros(report.loss_scale, tolerance)
+    ]
+    lost, sentences, scale = [], [], None
+    if not unknown or is_too_large:
+        lost, sentences, scale = _of_windows(report, rows, dtype, tolerance)
+    if unknown and (lost or sentences or not is_too_large):
+        worst = max(unknown, key=lambda row: row.histogram.zeros / row.histogram.total)
+        sentences.append(
+            f"{_share(worst.histogram.zeros, worst.histogram.total)} of `{worst.path}`"
+            f"{_others(unknown)} is zero in {dtype} at a loss scale of {report.loss_scale:g}. "
+            "Whether it is zero in float32, too, is unknown: `keras_mp.numerics.check` tells."
         )
-        unknown = [
-            row
-            for row in self.gradients
-            if row.dtype == dtype and row.has_unknown_zeros(self.report.loss_scale, self.tolerance)
-        ]
-        if not unknown or is_too_large:
-            self._scale()
-        if unknown and (self.sentences or not is_too_large):
-            worst = max(unknown, key=lambda row: row.histogram.zeros / row.histogram.total)
-            self.sentences.append(
-                f"{_share(worst.histogram.zeros, worst.histogram.total)} of `{worst.path}`"
-                f"{_others(unknown)} is zero in {dtype} at a loss scale of "
-                f"{self.report.loss_scale:g}. Whether it is zero in float32, too, is unknown: "
-                "`keras_mp.numerics.check` tells."
-            )
+    return lost, sentences, scale
 
-    def _scale(self) -> None:
-        """Advises a loss scale, and layers for float32, unless the current scale is good."""
-        dtype, rows = self.dtype, self.gradients
-        overflowed = [r for r in rows if r.dtype == dtype and math.isfinite(r.overflowed_at)]
-        infinite = [row for row in overflowed if not row.histogram.exponents]
-        if infinite:
-            scale = _power(min(row.overflowed_at for row in infinite))
-            self.sentences.append(
-                f"Use a dynamic loss scale, which finds one: at {scale} all of "
-                f"`{infinite[0].path}`{_others(infinite)} is infinite or NaN, {self.where}, so its "
-                "size is unknown."
-            )
-            return
-        lost = [self.tolerance + 1 if row.lost is None else row.lost for row in rows]
-        if not overflowed and max(lost, default=0.0) <= self.tolerance:
-            return  # A run has lost nothing.
-        if not self.report.step and any(row.overflowed_at <= 1 for row in rows):
-            return  # No scale helps: it is a layer that has to change.
-        allowed = Window(0, EVERYWHERE.high)  # A loss scale is at least 1.
-        windows = {row.key: row.window(dtype, self.tolerance) & allowed for row in rows}
-        for row in rows:
-            # What is lost inside of layers, histograms of what they return do not have. (A ReLU
-            # that rounding turns off makes zeros as well, but few.)
-            run_at = exponent_of(min(self.now, round_down(min(row.overflowed_at, 2.0**99)) / 2))
-            is_inside = windows[row.key].low <= run_at <= windows[row.key].high
-            if (row.lost or 0.0) > max(self.tolerance, MANY_ZEROS) and is_inside:
-                windows[row.key] &= Window(run_at + 1, EVERYWHERE.high)
-        common = functools.reduce(Window.__and__, windows.values(), allowed)
-        needs_none = dtype == "bfloat16" and common.low == 0 <= common.high
-        if min(common.margins(self.now)) >= 0 or needs_none or not rows:
-            return
-        if common.is_empty:
-            self._conflict(windows)
-            return
-        # In the middle of the window, and rather lower, since gradients grow at times.
-        exponent = (common.low + common.high) // 2
-        self.loss_scale = 2.0**exponent
+
+def _of_windows(
+    report: Report, rows: Sequence[Row], dtype: str, tolerance: float
+) -> tuple[_Lost, list[str], float | None]:
+    """Advises a loss scale, and layers for float32, unless the current scale is good."""
+    now, where = round_down(report.loss_scale), report.where
+    overflowed = [r for r in rows if r.dtype == dtype and math.isfinite(r.overflowed_at)]
+    infinite = [row for row in overflowed if not row.histogram.exponents]
+    if infinite:
+        at = _power(min(row.overflowed_at for row in infinite))
         sentence = (
-            f"{self.set_scale.capitalize()} 2^{exponent}: between 2^{common.low} and "
-            f"2^{common.high} no gradient loses more than {100 * self.tolerance:g} %, {self.where}."
+            f"Use a dynamic loss scale, which finds one: at {at} all of `{infinite[0].path}`"
+            f"{_others(infinite)} is infinite or NaN, {where}, so its size is unknown."
         )
-        fates = [(row, row.histogram.fate(dtype, self.now)) for row in rows]
-        worst, fate = max(fates, key=lambda each: each[1].share("zero") + each[1].share("infinite"))
-        if overflowed and self.report.step:
-            sentence += (
-                " That only covers finite gradients. How much smaller the scale has to be for the "
-                "steps that overflowed is unknown; a dynamic loss scale finds it."
-            )
-        elif fate.infinite or fate.zero:
-            beyond = "beyond" if fate.infinite else "below"
-            sentence += (
-                f" At {_power(self.now)}, {_share(fate.infinite or fate.zero, fate.values)} of "
-                f"{_named(*worst.key)} is {beyond} {dtype}."
-            )
-        self.sentences.append(sentence)
+        return [], [sentence], None
+    has_lost = overflowed or any(row.lost is None or row.lost > tolerance for row in rows)
+    # If no scale is small enough, it is a layer that has to change.
+    if not has_lost or (not report.step and any(row.overflowed_at <= 1 for row in rows)):
+        return [], [], None
+    allowed = Window(0, EVERYWHERE.high)  # A loss scale is at least 1.
+    windows = {row.key: row.window(dtype, tolerance) & allowed for row in rows}
 
-    def _conflict(self, windows: Mapping[RowKey, Window]) -> None:
-        """Advises the scale that suits most gradients, and float32 for the layers of the others."""
-        ends = sorted({end for window in windows.values() for end in window})
-        best = max(ends, key=lambda end: sum(low <= end <= high for low, high in windows.values()))
-        suited = {key: each for key, each in windows.items() if each.low <= best <= each.high}
-        low, high = functools.reduce(Window.__and__, suited.values(), EVERYWHERE)
-        for row in self.gradients:
-            (kind, path), window = row.key, windows[row.key]
-            if row.key in suited:
-                continue
-            # At the nearest scale that suits the others; at its own, if nothing suits it.
-            end, is_small, others = max(window.high, 0), window.high >= 0, "it"
-            if not window.is_empty:
-                is_small, others = window.low > best, "others"
-                end = high if is_small else low
-            fate = row.histogram.fate(self.dtype, 2.0**end)
-            where = f"below {self.dtype} at any scale that does not overflow {others}"
-            if not is_small:
-                where = f"beyond {self.dtype} at any scale at which nothing is lost of {others}"
-            lost = _share(fate.zero if is_small else fate.infinite, fate.values)
-            why = f"{lost} of {_named(kind, path)} is {where}, {self.where}"
-            self._in_float32(path.rpartition("/")[0] if kind == "gradient" else path, why)
-            for taker in sorted(self.report.takers.get(path, ())):
-                self._in_float32(taker, f"it computes the gradient of `{path}`'s output")
-        if suited:
-            self.loss_scale = 2.0 ** ((low + high) // 2)
-            self.sentences.append(
-                f"Then {self.set_scale} {_power(self.loss_scale)}: between 2^{low} and 2^{high} "
-                f"the other gradients lose no more than {100 * self.tolerance:g} %, {self.where}."
-            )
+    def suits(row: Row, exponent: int) -> bool:
+        return windows[row.key].low <= exponent <= windows[row.key].high
 
-    def _may_be_noise(self) -> Iterator[str]:
-        """Yields a sentence about gradients that are lost, and may be rounding noise or not."""
-        of_noise = [(row.histogram.fate(self.dtype, self.now), row.path) for row in self.of_noise]
-        lost = [each for each in of_noise if each[0].share("zero") > self.tolerance]
-        if lost:
-            fate, path = max(lost, key=lambda each: each[0].share("zero"))
-            yield (
-                f"{_share(fate.zero, fate.values)} of `{path}`{_others(lost)} is below "
-                f"{self.dtype} at {_power(self.now)}. It is so small compared with the other "
-                "gradients of its layer that it may be rounding noise: `keras_mp.numerics.check` "
-                "tells."
-            )
+    for row in rows:
+        # What is lost inside of layers, histograms of what they return do not have. (A ReLU
+        # that rounding turns off makes zeros as well, but few.)
+        run_at = exponent_of(min(now, round_down(min(row.overflowed_at, 2.0**99)) / 2))
+        if (row.lost or 0.0) > max(tolerance, MANY_ZEROS) and suits(row, run_at):
+            windows[row.key] &= Window(run_at + 1, EVERYWHERE.high)
+    common = functools.reduce(Window.__and__, windows.values(), allowed)
+    needs_none = dtype == "bfloat16" and common.low == 0 <= common.high
+    if min(common.margins(now)) >= 0 or needs_none:
+        return [], [], None
+    # If nothing suits all, it is what suits most.
+    ends = sorted({end for window in windows.values() for end in window})
+    best = max(ends, key=lambda end: sum(suits(row, end) for row in rows))
+    suited = [row for row in rows if suits(row, best)]
+    low, high = functools.reduce(Window.__and__, (windows[row.key] for row in suited), allowed)
+    lost = []
+    for row in rows:
+        if suits(row, best):
+            continue
+        # At the nearest scale that suits the others; at its own, if nothing suits it.
+        window = windows[row.key]
+        end, is_small, others = max(window.high, 0), window.high >= 0, "it"
+        if not window.is_empty:
+            is_small, others = window.low > best, "others"
+            end = high if is_small else low
+        fate = row.histogram.fate(dtype, 2.0**end)
+        at = f"below {dtype} at any scale that does not overflow {others}"
+        if not is_small:
+            at = f"beyond {dtype} at any scale at which nothing is lost of {others}"
+        share = _share(fate.zero if is_small else fate.infinite, fate.values)
+        layer = row.path.rpartition("/")[0] if row.kind == "gradient" else row.path
+        lost.append((layer, f"{share} of {_named(row)} is {at}, {where}"))
+        takers = sorted(report.takers.get(row.path, ()))
+        lost += [(each, f"it computes the gradient of `{row.path}`'s output") for each in takers]
+    if not suited:
+        return lost, [], None
+    # In the middle of the window, and rather lower, since gradients grow at times. Other batches
+    # may have larger ones, so what suits a batch is no scale to keep.
+    scale = 2.0 ** ((low + high) // 2)
+    sentence = "fix" if report.step else "start"
+    sentence += f" the loss scale at {_power(scale)}: between 2^{low} and 2^{high} "
+    if lost:
+        lose = f"the other gradients lose no more than {100 * tolerance:g} %, {where}."
+        return lost, [f"Then {sentence}{lose}"], scale
+    sentence = (
+        sentence.capitalize() + f"no gradient loses more than {100 * tolerance:g} %, {where}."
+    )
+    fates = [(row, row.histogram.fate(dtype, now)) for row in rows]
+    worst, fate = max(fates, key=lambda each: each[1].share("zero") + each[1].share("infinite"))
+    if overflowed and report.step:
+        sentence += (
+            " That only covers finite gradients. How much smaller the scale has to be for the "
+            "steps that overflowed is unknown; a dynamic loss scale finds it."
+        )
+    elif fate.infinite or fate.zero:
+        share = _share(fate.infinite or fate.zero, fate.values)
+        beyond = "beyond" if fate.infinite else "below"
+        sentence += f" At {_power(now)}, {share} of {_named(worst)} is {beyond} {dtype}."
+    return [], [sentence], scale
 
-    def _bfloat16(self) -> Iterator[str]:
-        """Yields a sentence if bfloat16 keeps what float16 loses."""
-        of_rows = [row.histogram for row in self.rows]
-        # Nothing is known about what was not finite.
-        is_unknown = any(each.infinities + each.nans for each in of_rows)
-        fates = [each.fate("bfloat16") for each in of_rows]
-        if not is_unknown and not any(fate.zero or fate.infinite for fate in fates):
-            yield (
-                "bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of "
-                f"{sum(fate.values for fate in fates):,} values none becomes zero or infinite, "
-                f"{self.where}. (It keeps 8 bits of each value, float16 11.)"
-            )
+
+def _may_be_noise(report: Report, dtype: str, tolerance: float) -> Iterator[str]:
+    """Yields a sentence about gradients that are lost, and may be rounding noise or not."""
+    now, noise = round_down(report.loss_scale), report.noise
+    rows = [row for row in report.rows_in_16_bits if row.key in noise and row.lost is None]
+    fates = [(row.histogram.fate(dtype, now), row.path) for row in rows]
+    lost = [each for each in fates if each[0].share("zero") > tolerance]
+    if lost:
+        fate, path = max(lost, key=lambda each: each[0].share("zero"))
+        yield (
+            f"{_share(fate.zero, fate.values)} of `{path}`{_others(lost)} is below {dtype} at "
+            f"{_power(now)}. It is so small compared with the other gradients of its layer that it "
+            "may be rounding noise: `keras_mp.numerics.check` tells."
+        )
 
 
-def _named(kind: str, path: str) -> str:
+def _bfloat16(histograms: Sequence[Histogram], where: str) -> Iterator[str]:
+    """Yields a sentence if bfloat16 keeps what float16 loses."""
+    # Nothing is known about what was not finite.
+    is_unknown = any(each.infinities + each.nans for each in histograms)
+    fates = [each.fate("bfloat16") for each in histograms]
+    if not is_unknown and not any(fate.zero or fate.infinite for fate in fates):
+        yield (
+            "bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of "
+            f"{sum(fate.values for fate in fates):,} values none becomes zero or infinite, "
+            f"{where}. (It keeps 8 bits of each value, float16 11.)"
+        )
+
+
+def _named(row: Row) -> str:
     """Returns what a sentence calls a gradient."""
-    return f"`{path}`" if kind == "gradient" else f"the gradient of `{path}`'s output"
+    return f"`{row.path}`" if row.kind == "gradient" else f"the gradient of `{row.path}`'s output"
 
 
 def _others(rows: Sequence[object]) -> str:
