@@ -116,13 +116,12 @@ class ExponentHistograms:
         ]
         self.chosen: dict[str, list[str]] = {}
         for kind in KINDS:
-            name = f"{kind}s".replace(" ", "_")
-            choice, paths = choices.get(name, kind in ("gradient", "output")), list(variables)
-            if kind in _OF_LAYERS:
-                paths = shown if choice is True else list(layers)
-            if not isinstance(choice, bool):
-                paths = chosen(name, choice, paths)
-            self.chosen[kind] = paths if choice is not False else []
+            name, is_of_layers = f"{kind}s".replace(" ", "_"), kind in _OF_LAYERS
+            choice = choices.get(name, kind in ("gradient", "output"))
+            if isinstance(choice, bool):
+                self.chosen[kind] = (shown if is_of_layers else [*variables]) if choice else []
+            else:
+                self.chosen[kind] = chosen(name, choice, layers if is_of_layers else variables)
         of_layers = {path for kind in _OF_LAYERS for path in self.chosen[kind]}
         self._layers = {path: layer for path, layer in layers.items() if path in of_layers}
         self._variables = {path: variable for path, (variable, _) in variables.items()}
@@ -139,7 +138,8 @@ class ExponentHistograms:
         with self._strategy.scope():
             self._steps = host.local_variable("steps", 0)
             self._counted = host.local_variable("counted", 0)
-            self._bins = host.local_variable("bins", np.zeros([len(rows), ROWS * COLUMNS], int))
+            no_bins = np.zeros([len(rows), ROWS, COLUMNS], int)
+            self._bins = host.local_variable("bins", no_bins)
             # The smallest loss scale at which a value of each row was not finite.
             nowhere = np.full(len(rows), np.inf)
             self._overflowed_at = host.local_variable("overflowed_at", nowhere, tf.float32)
@@ -212,15 +212,11 @@ class ExponentHistograms:
         for variable, value in ((self._bins, 0), (self._counted, 0), (self._overflowed_at, np.inf)):
             for each in local(variable):
                 each.assign(tf.fill(each.shape, tf.constant(value, each.dtype)))
-        overflowed_at = np.min(scales, axis=0).astype(float)
-        found = {
-            row: Histogram(bins[place].reshape(ROWS, COLUMNS))
-            for row, place in self.places.items()
-            if bins[place].any()
-        }
+        overflowed_at = np.min(scales, axis=0).astype(float).tolist()
         rows = [
-            Row(*row, self.dtypes.get(row, ""), histogram, overflowed_at[self.places[row]].item())
-            for row, histogram in found.items()
+            Row(*row, self.dtypes.get(row, ""), Histogram(bins[i]), overflowed_at[i])
+            for row, i in self.places.items()
+            if bins[i].any()
         ]
         for path in self.chosen["weight"] if counted else ():
             [weight] = low_precision_weights.as_seen(self.optimizer, [self._variables[path]])
@@ -232,7 +228,7 @@ class ExponentHistograms:
         """Counts the values of tensors, on this replica."""
         if not self.places:
             return
-        bins = [tf.zeros([ROWS * COLUMNS], tf.int64)] * len(self.places)
+        bins = [tf.zeros([ROWS, COLUMNS], tf.int64)] * len(self.places)
         overflowed_at = [tf.constant(np.inf)] * len(self.places)
         for row, tensor, divisor, scale in seen:
             if row[0] != "gradient":
@@ -240,18 +236,20 @@ class ExponentHistograms:
             place, of_tensor = self.places[row], count_exponents(tensor, divisor)
             bins[place] = bins[place] + of_tensor
             if scale is not None:
-                is_bad = tf.reduce_any(of_tensor[-COLUMNS:] > 0)
+                is_bad = tf.reduce_any(of_tensor[-1] > 0)
                 at = tf.where(is_bad, tf.cast(scale, tf.float32), np.inf)
                 overflowed_at[place] = tf.minimum(overflowed_at[place], at)
         self._bins.assign_add(tf.stack(bins))
         self._overflowed_at.assign(tf.minimum(self._overflowed_at, tf.stack(overflowed_at)))
 
-    def end_step(self, scale: tf.Tensor | None) -> None:
+    def end_step(self, seen: Sequence[_Seen], scale: tf.Tensor | None) -> None:
         """Counts a step.
 
         Args:
+            seen: what it has shown.
             scale: float32 scalar tensor, what the loss was multiplied by; None if by nothing.
         """
+        self.add(seen)
         self._counted.assign_add(1)
         if scale is not None:
             self._loss_scale.assign(scale)
@@ -269,26 +267,24 @@ class _Step(observers.Observer):
         self._owner, self._due = owner, due
         self._graph = host.current_graph()
         self._observations: list[_Seen] = []
-        # Gradients of outputs come before it is known what the loss was multiplied by.
-        self._still_scaled: list[tuple[RowKey, tf.Tensor]] = []
         self._scale: tf.Tensor | None = None
         # What was shown before an optimizer got it, which may be one that is watched as well.
         self._shown_early: set[str] = set()
 
     def observe_output(self, path: str, tensor: tf.Tensor, arguments: list[Any]) -> tf.Tensor:
         """Notes a call of a layer, and has the gradient of its output noted."""
-        rows = self._owner.places
+        row = "output gradient", path
         self._note(_Seen(("output", path), tensor))
         # TensorFlow cannot differentiate a loop whose backward pass assigns to variables.
         is_outside = host.current_graph() is self._graph
-        if ("output gradient", path) not in rows or not is_outside:
+        if row not in self._owner.places or not is_outside:
             return tensor
 
         @tf.custom_gradient
         def tapped(x: tf.Tensor) -> Any:
             @do_not_convert
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                self._still_scaled.append((("output gradient", path), upstream))
+                self._observations.append(_Seen(row, upstream))
                 return upstream
 
             return tf.identity(x), gradient
@@ -334,14 +330,13 @@ class _Step(observers.Observer):
                 "counted. Pass `optimizer`, whose `apply_gradients` is to be called in the step, "
                 f"or `gradients=False`. Received: optimizer={self._owner.optimizer!r}"
             )
-        scale = self._scale
-        of_outputs = [_Seen(*each, scale, scale) for each in self._still_scaled]
-
-        def count() -> None:
-            self._owner.add([*self._observations, *of_outputs])
-            self._owner.end_step(scale)
-
-        self._if_due(count)
+        # Gradients of outputs came before it was known what the loss was multiplied by.
+        scaled = {"divisor": self._scale, "scale": self._scale}
+        seen = [
+            each._replace(**scaled) if each.row[0] == "output gradient" else each
+            for each in self._observations
+        ]
+        self._if_due(lambda: self._owner.end_step(seen, self._scale))
 
     def _if_due(self, count: Callable[[], None]) -> None:
         if tf.executing_eagerly():

@@ -185,7 +185,7 @@ class Histogram:
     @classmethod
     def count(cls, tensor: tf.Tensor) -> "Histogram":
         """Counts the values of an eager tensor, where it is."""
-        return cls(count_exponents(tensor).numpy().reshape(ROWS, COLUMNS))
+        return cls(count_exponents(tensor).numpy())
 
     @property
     def bins(self) -> np.ndarray:
@@ -285,8 +285,6 @@ class Histogram:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Histogram) and np.array_equal(self.bins, other.bins)
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
     def __repr__(self) -> str:
         exponents = self.exponents
         ends = f", 2^{min(exponents)}..2^{max(exponents)}" if exponents else ""
@@ -334,15 +332,16 @@ def count_exponents(tensor: tf.Tensor, scale: tf.Tensor | None = None) -> tf.Ten
             nothing.
 
     Returns:
-        int64 tensor, the bins of a `Histogram` one after the other.
+        int64 tensor, the bins of a `Histogram`.
     """
-    values = tf.reshape(tensor, [-1])
-    if tensor.dtype.size != 2 or (values.shape[0] or _PATTERNS) < _PATTERNS:
-        return tf.cast(_bincount(_bins_of(values, scale), ROWS * COLUMNS), tf.int64)
-    # There are so few different values that it is quicker to count each, and then to find its bin.
-    counts = _bincount(tf.cast(tf.bitcast(values, tf.uint16), tf.int32), _PATTERNS)
-    every = tf.bitcast(tf.cast(tf.range(_PATTERNS), tf.uint16), tensor.dtype)
-    return tf.cast(_bincount(_bins_of(every, scale), ROWS * COLUMNS, counts), tf.int64)
+    values, counts = tf.reshape(tensor, [-1]), None
+    if tensor.dtype.size == 2 and (values.shape[0] or _PATTERNS) >= _PATTERNS:
+        # There are so few different values that it is quicker to count each, and then to find its
+        # bin.
+        counts = _bincount(tf.cast(tf.bitcast(values, tf.uint16), tf.int32), _PATTERNS)
+        values = tf.bitcast(tf.cast(tf.range(_PATTERNS), tf.uint16), tensor.dtype)
+    bins = _bincount(_bins_of(values, scale), ROWS * COLUMNS, counts)
+    return tf.cast(tf.reshape(bins, [ROWS, COLUMNS]), tf.int64)
 
 
 def _bins_of(values: tf.Tensor, scale: tf.Tensor | None) -> tf.Tensor:

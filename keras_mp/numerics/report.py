@@ -305,13 +305,8 @@ class Report(Result):
         rows = {row.key: row for row in first.rows}
         for row in last.rows:
             rows[row.key] = rows[row.key] + row if row.key in rows else row
-        takers = {
-            path: {*self.takers.get(path, ()), *other.takers.get(path, ())}
-            for path in {*self.takers, *other.takers}
-        }
-        counted = first.counted + last.counted
-        how: dict[str, Any] = {"step": last.step, "counted": counted, "takers": takers}
-        return Report(list(rows.values()), loss_scale=last.loss_scale, **how)
+        both = {"counted": first.counted + last.counted, "takers": {**self.takers, **other.takers}}
+        return dataclasses.replace(last, rows=list(rows.values()), **both)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as JSON has it: of each row how many values have which exponent."""

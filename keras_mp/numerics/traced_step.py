@@ -2,7 +2,8 @@
 
 import functools
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -240,11 +241,12 @@ def widened(tensor: tf.Tensor) -> tf.Tensor:
     return kept_casts.as_float32(tensor)
 
 
-def in_float32(operation: tf.Operation) -> tf.Tensor | None:
+def in_float32(operation: tf.Operation, widen: Callable[[tf.Tensor], tf.Tensor] = widened) -> Any:
     """Computes an operation again, in float32 on the same inputs.
 
     Args:
         operation: of the graph.
+        widen: called with each input in 16 bits; returns what is taken in its place.
 
     Returns:
         What it returns first; None if it has a state, or has no kernel for float32.
@@ -256,7 +258,7 @@ def in_float32(operation: tf.Operation) -> tf.Tensor | None:
         if not name.startswith("_"):
             is_low = value.WhichOneof("value") == "type" and is_narrow(tf.as_dtype(value.type))
             attrs[name] = type(value)(type=tf.float32.as_datatype_enum) if is_low else value
-    inputs = [widened(each) if is_narrow(each.dtype) else each for each in operation.inputs]
+    inputs = [widen(each) if is_narrow(each.dtype) else each for each in operation.inputs]
     try:
         return operation.graph.create_op(operation.type, inputs, attrs=attrs).outputs[0]
     except (TypeError, ValueError, tf.errors.OpError):

@@ -18,6 +18,7 @@ from keras_mp.numerics.traced_step import (
     TracedStep,
     before,
     count,
+    in_float32,
     not_finite_of,
     share_of_variance,
     static_value,
@@ -40,11 +41,6 @@ _TOO_FAR = 0.05
 
 # As Keras clips probabilities before it takes logarithms.
 _SMALLEST = 1e-7
-
-_CROSS_ENTROPIES = {
-    "SparseSoftmaxCrossEntropyWithLogits": tf.nn.sparse_softmax_cross_entropy_with_logits,
-    "SoftmaxCrossEntropyWithLogits": tf.nn.softmax_cross_entropy_with_logits,
-}
 
 
 def batches(step: TracedStep) -> Iterator[Observed]:
@@ -103,31 +99,22 @@ def judge_epsilon(
 
 def _division(step: TracedStep, tensor: tf.Tensor) -> tf.Operation | None:
     """Returns the operation that divides by a tensor or its root, or takes its logarithm."""
-    found = step.leads_to(tensor, _DIVIDE, ("Sqrt", "Identity", "Cast"), steps=3)
+    between = ("Sqrt", "Identity", "Cast")
+    found = step.leads_to(tensor, _DIVIDE, between, steps=3)
     if found is None or not found.type.endswith("Div"):
         return found
-    below = found.inputs[1]
-    while below.op.type in ("Sqrt", "Identity", "Cast") and below is not tensor:
-        below = below.op.inputs[0]
-    return found if below is tensor else None
+    return found if before(found.inputs[1], between) is tensor else None
 
 
 def sums(step: TracedStep) -> Iterator[Observed]:
     """A sum in 16 bits is further from that of float32 than its result's rounding explains."""
     for operation in step.in_16_bits(("Sum", "Mean", "BiasAddGrad"), forward=False):
         source, result = operation.inputs[0], operation.outputs[0]
-        sizes, rank = (source.shape.num_elements(), result.shape.num_elements()), source.shape.rank
+        sizes = source.shape.num_elements(), result.shape.num_elements()
         if None in sizes or 0 in sizes or sizes[0] < 2 * sizes[1]:
             continue
-        if operation.type == "BiasAddGrad":
-            is_first = operation.get_attr("data_format") == b"NCHW" and rank > 2
-            axes = [axis for axis in range(rank) if axis != (1 if is_first else rank - 1)]
-            keep = False
-        else:
-            axes, keep = operation.inputs[1], operation.get_attr("keep_dims")
-        reduce = tf.reduce_mean if operation.type == "Mean" else tf.reduce_sum
-        wide = widened(source)
-        exact, magnitude = (reduce(each, axes, keep) for each in (wide, tf.abs(wide)))
+        exact = in_float32(operation)
+        magnitude = in_float32(operation, lambda each: tf.abs(widened(each)))
         # `not_finite` reports infinities; the loss scale takes care of those in backward passes.
         smallest = 2.0**-24 if result.dtype == tf.float16 else 0.0
         beyond = tf.maximum(tf.abs(widened(result) - exact) - smallest, 0.0)
@@ -325,11 +312,9 @@ def _are_alike(labels: tf.TensorShape, probabilities: tf.TensorShape) -> bool:
 
 def cross_entropies(step: TracedStep) -> Iterator[Observed]:
     """A cross entropy is computed in 16 bits."""
-    for operation in step.in_16_bits(_CROSS_ENTROPIES):
-        (logits, labels), output = operation.inputs, operation.outputs[0]
-        labels = widened(labels) if labels.dtype in LOW_PRECISION else labels
-        right = _CROSS_ENTROPIES[operation.type](labels=labels, logits=widened(logits))
-        loss, exact = tf.reduce_mean(widened(output)), tf.reduce_mean(right)
+    for operation in step.in_16_bits(op_table.ops("cross entropies")):
+        output = operation.outputs[0]
+        loss, exact = tf.reduce_mean(widened(output)), tf.reduce_mean(in_float32(operation))
         yield Observed(operation, dtype=output.dtype.name, loss=loss, exact=exact)
 
 
