@@ -5,7 +5,7 @@ which policy for each layer, and which loss scale? `profile`: why is it not fast
 """
 
 from keras_mp.numerics.check import Check, check
-from keras_mp.numerics.operation_rows import NotFiniteError
+from keras_mp.numerics.first_bad import NotFiniteError
 from keras_mp.numerics.profile import Profile, profile
 from keras_mp.numerics.report import Report
 from keras_mp.numerics.results import Finding

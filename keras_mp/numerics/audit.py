@@ -20,11 +20,10 @@ from keras_mp.kernels import slow
 from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.numerics import (
     batches,
+    hazards,
     not_finite,
     origins,
     own_thread,
-    step_hazards,
-    value_hazards,
 )
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.results import CURES, Finding, Hazard, Observed
@@ -36,20 +35,20 @@ from keras_mp.support.progress import Progress
 from keras_mp.variables import type_errors
 
 HAZARDS = (
-    Hazard(value_hazards.batches, value_hazards.judge_batch),
-    Hazard(value_hazards.epsilons, value_hazards.judge_epsilon),
-    Hazard(value_hazards.inputs, value_hazards.judge_input),
+    Hazard(hazards.batches, hazards.judge_batch),
+    Hazard(hazards.epsilons, hazards.judge_epsilon),
+    Hazard(hazards.inputs, hazards.judge_input),
     Hazard(not_finite.numbers, not_finite.judge),
-    Hazard(value_hazards.sums, value_hazards.judge_sum),
-    Hazard(value_hazards.labels, value_hazards.judge_labels),
-    Hazard(value_hazards.before_a_logarithm, value_hazards.judge_before_a_logarithm),
-    Hazard(value_hazards.cross_entropies, value_hazards.judge_cross_entropy),
-    Hazard(step_hazards.layers_in_float32, step_hazards.judge_layer_in_float32),
-    Hazard(step_hazards.small_gradients, step_hazards.judge_small_gradients),
-    Hazard(step_hazards.factors, step_hazards.judge_factor),
-    Hazard(step_hazards.clipping, step_hazards.judge_clipping),
-    Hazard(step_hazards.epsilon, step_hazards.judge_epsilon),
-    Hazard(step_hazards.weights, step_hazards.judge_weights),
+    Hazard(hazards.sums, hazards.judge_sum),
+    Hazard(hazards.labels, hazards.judge_labels),
+    Hazard(hazards.before_a_logarithm, hazards.judge_before_a_logarithm),
+    Hazard(hazards.cross_entropies, hazards.judge_cross_entropy),
+    Hazard(hazards.layers_in_float32, hazards.judge_layer_in_float32),
+    Hazard(hazards.small_gradients, hazards.judge_small_gradients),
+    Hazard(hazards.factors, hazards.judge_factor),
+    Hazard(hazards.clipping, hazards.judge_clipping),
+    Hazard(hazards.optimizers_epsilon, hazards.judge_optimizers_epsilon),
+    Hazard(hazards.weights, hazards.judge_weights),
 )
 
 # Nothing else can be looked at.
@@ -58,7 +57,7 @@ UNTRACEABLE = ("a custom gradient without dtypes", "dtypes that do not fit")
 _DTYPES = (*LOW_PRECISION_NAMES, "half")
 _AS_IT_IS = tf.compat.v1.ConfigProto()
 _AS_IT_IS.graph_options.rewrite_options.disable_meta_optimizer = True
-_OURS = tuple(str(each.__file__) for each in (value_hazards, step_hazards, not_finite))
+_OURS = tuple(str(each.__file__) for each in (hazards, not_finite))
 
 
 class _Traced(NamedTuple):

@@ -19,12 +19,12 @@ from keras_mp.numerics import audit, not_finite, own_thread
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch, Batches, Structure
 from keras_mp.numerics.compare import FAR, compare, policy_path
+from keras_mp.numerics.hazards import EPSILON
 from keras_mp.numerics.histogram import exponent_of
 from keras_mp.numerics.records import Comparison
 from keras_mp.numerics.report import MANY_ZEROS, TOLERANCE, Advice, Report, advise
 from keras_mp.numerics.results import Finding, Hazard, Observed, Result, Said
 from keras_mp.numerics.run import LOSS, GivenLoss, compiled, runners
-from keras_mp.numerics.value_hazards import EPSILON
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 

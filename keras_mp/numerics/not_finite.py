@@ -22,10 +22,10 @@ from keras_mp.numerics.traced_step import (
     is_narrow,
     not_finite_of,
     static_value,
-    widened,
 )
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.support.kept_casts import as_float32
 
 OVERFLOW, UNDERFLOW, IN_ANY_DTYPE = HAZARDS = (
     "an overflow in the forward pass",
@@ -187,7 +187,7 @@ def _results(step: TracedStep, operations: Sequence[tf.Operation]) -> Iterator[R
 
 def _largest(values: Iterable[Any]) -> tf.Tensor:
     """Returns the largest magnitude of each tensor, with a 0 before them."""
-    return tf.stack([0.0, *(tf.reduce_max(tf.abs(widened(each))) for each in values)])
+    return tf.stack([0.0, *(tf.reduce_max(tf.abs(as_float32(each))) for each in values)])
 
 
 def _exactly(step: TracedStep, operation: tf.Operation, unknown: tf.Tensor) -> tf.Tensor:

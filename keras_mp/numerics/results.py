@@ -123,6 +123,8 @@ _RESTART = "lower the learning rate, and restart from earlier weights"
 SAID = {
     "an input": "This input is too large for {dtype}: normalize it first, in float32.",
     "passed in": "It was already not finite when it was passed in.",
+    "weights": "Weights {are}: if training has made them so, it has diverged. "
+    f"{_RESTART.capitalize()}.",
     "a constant": "This constant is too large for {dtype}. For a mask, use the lowest number of "
     "the dtype, or tf.where on the result.",
     "unscaled": "If a dynamic loss scale skips such steps, pass the model or the optimizer to "
@@ -210,13 +212,6 @@ class Hazard(NamedTuple):
             said = self.judge(**found.numbers)
             if said is not None:
                 yield said.finding(found.at, found.line)
-
-
-def of_weights(largest: float) -> str:
-    """Returns a sentence about weights that are too large, or not finite."""
-    reached = f"reach {largest:.3g}" if math.isfinite(largest) else "are not finite"
-    restart = _RESTART[0].upper() + _RESTART[1:]
-    return f"Weights {reached}: if training has made them so, it has diverged. {restart}."
 
 
 def begun(

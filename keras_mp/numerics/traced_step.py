@@ -14,8 +14,8 @@ from keras_mp.models import layer_paths
 from keras_mp.numerics import graph as work
 from keras_mp.numerics import origins
 from keras_mp.numerics.batches import Batch
-from keras_mp.support import kept_casts
 from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.support.kept_casts import as_float32
 from keras_mp.support.messages import Line
 
 # Numbers of a batch are lost if rounding them to 16 bits takes a larger share of their variance.
@@ -155,7 +155,7 @@ class TracedStep:
     def scale(self) -> tf.Tensor:
         """The loss scale, where there is one, as float32."""
         assert self.scaling is not None
-        return widened(self.scaling.inputs[1])
+        return as_float32(self.scaling.inputs[1])
 
     @functools.cached_property
     def scaled(self) -> dict[tf.Operation, None]:
@@ -236,12 +236,7 @@ def is_narrow(dtype: tf.DType) -> bool:
     return dtype.is_floating and dtype.size < 4
 
 
-def widened(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor in float32, to measure something of it."""
-    return kept_casts.as_float32(tensor)
-
-
-def in_float32(operation: tf.Operation, widen: Callable[[tf.Tensor], tf.Tensor] = widened) -> Any:
+def in_float32(operation: tf.Operation, widen: Callable[..., tf.Tensor] = as_float32) -> Any:
     """Computes an operation again, in float32 on the same inputs.
 
     Args:
@@ -282,11 +277,6 @@ def share_of_variance(
     return tf.where(varies, tf.math.divide_no_nan(error, variance), 0.0)
 
 
-def count(condition: tf.Tensor) -> tf.Tensor:
-    """Returns the number of values that are true."""
-    return tf.math.count_nonzero(condition)
-
-
 def not_finite_of(values: Iterable[tf.Tensor | tf.Variable]) -> tf.Tensor:
     """Counts the values of tensors and variables that are infinite or NaN."""
     counts = [health(tf.convert_to_tensor(each)) for each in values]
@@ -297,7 +287,7 @@ def health(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a float64 vector with counts of values, `BAD` and `ZEROS` among them."""
     # The operation of `tf.debugging.experimental.enable_dump_debug_info`, mode FULL_HEALTH.
     # It has no kernel for 8 bits.
-    tensor = widened(tensor) if tensor.dtype.size == 1 else tensor
+    tensor = as_float32(tensor) if tensor.dtype.size == 1 else tensor
     return tf.raw_ops.DebugNumericSummaryV2(
         input=tensor, output_dtype=tf.float64, tensor_debug_mode=4
     )

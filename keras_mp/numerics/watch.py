@@ -10,9 +10,8 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.numerics.counting import ExponentHistograms
-from keras_mp.numerics.first_bad import FirstBadOperation
+from keras_mp.numerics.first_bad import FirstBadOperation, NotFiniteError
 from keras_mp.numerics.histogram import EVERYWHERE
-from keras_mp.numerics.operation_rows import NotFiniteError
 from keras_mp.numerics.report import Advice, Report, advise
 from keras_mp.numerics.results import Result
 from keras_mp.support import attributes, text_tables, validation

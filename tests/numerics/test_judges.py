@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_mp.numerics import not_finite
-from keras_mp.numerics import step_hazards as step
-from keras_mp.numerics import value_hazards as values
+from keras_mp.numerics import hazards, not_finite
 from keras_mp.numerics.check import FINDINGS, judge_lost
 from keras_mp.numerics.compare import judge_far
 from keras_mp.numerics.not_finite import Result
@@ -15,64 +13,64 @@ SUM = {"op": "Sum", "dtype": "bfloat16", "length": 4096, "is_loss": False}
 LOST = {"dtype": "float16", "sentences": ["Of `dense/kernel` 20.0 % become zero."], "cure": "..."}
 # By judge: numbers that are no finding, and those that are one; the hazard, and what is said of it.
 JUDGED = {
-    values.judge_epsilon: (
+    hazards.judge_epsilon: (
         {**EPSILON, "zeros": 0},
         {**EPSILON, "zeros": 3},
         *("an epsilon that is 0 in 16 bits", "Of 8 values of this batch 3 are 0"),
     ),
-    values.judge_batch: (
+    hazards.judge_batch: (
         {"bad": 0},
         {"bad": 3},
         *("a batch that is not finite", "3 of its numbers are NaN or infinite"),
     ),
-    values.judge_sum: (
+    hazards.judge_sum: (
         {**SUM, "error": 0.01},
         {**SUM, "error": 0.02},
         *("a long sum in 16 bits", "adds up 4,096 numbers in bfloat16, and is up to 2.0%"),
     ),
-    values.judge_labels: (
+    hazards.judge_labels: (
         {"dtype": "float16", "lost": 0.009, "infinite": 0, "largest": 5.0},
         {"dtype": "float16", "lost": 0.009, "infinite": 3, "largest": 1e5},
         *("outputs in 16 bits", "up to 100000, 3 are infinite"),
     ),
-    values.judge_input: (
+    hazards.judge_input: (
         {"dtype": "bfloat16", "is_of_ids": True, "lost": 0.5, "infinite": 0, "others": 0}
         | {"largest": 300.0},
         {"dtype": "bfloat16", "is_of_ids": True, "lost": 0.0, "infinite": 0, "others": 7}
         | {"largest": 300.0},
         *("inputs that are rounded", "go up to 300, 7 become other integers"),
     ),
-    values.judge_before_a_logarithm: (
+    hazards.judge_before_a_logarithm: (
         {"kind": "sigmoid", "dtype": "float16", "worst": 0.04},
         {"kind": "sigmoid", "dtype": "float16", "worst": 0.06},
         *("a sigmoid in 16 bits", "it is 0.06 away from that of float32"),
     ),
-    values.judge_cross_entropy: (
+    hazards.judge_cross_entropy: (
         {"dtype": "bfloat16", "loss": 1.01, "exact": 1.0},
         {"dtype": "bfloat16", "loss": 1.02, "exact": 1.0},
         *("a loss in 16 bits", "its mean is 1.02; in float32 it is 1"),
     ),
-    step.judge_layer_in_float32: (
+    hazards.judge_layer_in_float32: (
         {"hazard": "a layer that ignores its policy", "share": 0.009, "policy": "mixed_float16"},
         {"hazard": "a layer that ignores its policy", "share": 0.02, "policy": "mixed_float16"},
         *("a layer that ignores its policy", "2% of the multiplications"),
     ),
-    step.judge_small_gradients: (
+    hazards.judge_small_gradients: (
         {"small": 9, "others": 100},
         {"small": 10, "others": 100},
         *("float16 without loss scaling", "10% of the numbers in gradients"),
     ),
-    step.judge_factor: (
+    hazards.judge_factor: (
         {"factor": 100.0, "loss": 1.0, "scale": 8.0},
         {"factor": 64.0, "loss": 1.0, "scale": 8.0},
         *("a loss multiplied by a number", "is multiplied by 64, and then by the loss scale, 8"),
     ),
-    step.judge_epsilon: (
+    hazards.judge_optimizers_epsilon: (
         {"epsilon": 0.0, "dtypes": ["float32"], "variables": 1, "size": 8, "bad": 0},
         {"epsilon": 0.0, "dtypes": ["float32"], "variables": 1, "size": 8, "bad": 2},
         *("an epsilon that is 0", "2 of their 8 numbers are not finite"),
     ),
-    step.judge_weights: (
+    hazards.judge_weights: (
         {"bad": 4, "scale": 8.0, "loss_is_finite": True, "bad_in_gradients": 0.0},
         {"bad": 4, "scale": 8.0, "loss_is_finite": True, "bad_in_gradients": 1.0},
         *("a step that cannot be skipped", "makes 4 numbers of the weights infinite"),
@@ -90,7 +88,7 @@ SAID = {
         {"side": "forward", "what": "overflow: Square", "units": 20.0, "in_float32": "cast"},
         *("a difference in the forward pass", "Overflow: Square: 20 times as far off as rounding"),
     ),
-    step.judge_clipping: (
+    hazards.judge_clipping: (
         {"largest": 64.0, "scale": 32.0},
         *("clipping before unscaling", "is 64 there, and 2 without it"),
     ),
