@@ -123,21 +123,12 @@ def as_fit_takes_it(
             f"{len(inputs)}. Received a list of {len(x)}. For x and y, pass a tuple (x, y)."
         )
     made = Batch(*(tf.nest.map_structure(_as_tensor, part) for part in parts))
-    check_values(made.x)
-    return made
-
-
-def check_values(x: Structure) -> None:
-    """Raises a ValueError if an input has no values in it.
-
-    Args:
-        x: tensor, or a structure of tensors, or of None.
-    """
-    for each in tf.nest.flatten(x):
+    for each in tf.nest.flatten(made.x):
         if each is not None and each.shape.rank and 0 in each.shape.as_list():
             raise ValueError(
                 f"Expected a batch with values in it. Received: x of the shape {each.shape}"
             )
+    return made
 
 
 def is_misfit(batch: Batch, error: Exception) -> bool:

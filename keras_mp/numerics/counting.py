@@ -114,34 +114,33 @@ class ExponentHistograms:
             for path, layer in layers.items()
             if not isinstance(layer, tf.keras.Model) and not hasattr(layer, "state_size")
         ]
-        self.chosen: dict[str, list[str]] = {}
+        rows: list[RowKey] = []
         for kind in KINDS:
             name, is_of_layers = f"{kind}s".replace(" ", "_"), kind in _OF_LAYERS
             choice = choices.get(name, kind in ("gradient", "output"))
             if isinstance(choice, bool):
-                self.chosen[kind] = (shown if is_of_layers else [*variables]) if choice else []
+                paths = (shown if is_of_layers else variables) if choice else ()
             else:
-                self.chosen[kind] = chosen(name, choice, layers if is_of_layers else variables)
-        of_layers = {path for kind in _OF_LAYERS for path in self.chosen[kind]}
-        self._layers = {path: layer for path, layer in layers.items() if path in of_layers}
-        self._variables = {path: variable for path, (variable, _) in variables.items()}
+                paths = chosen(name, choice, layers if is_of_layers else variables)
+            rows += [(kind, path) for path in paths]
+        self._layers = {path: layers[path] for kind, path in rows if kind in _OF_LAYERS}
+        # Weights are looked at when it is read.
+        self._weights = {path: variables[path][0] for kind, path in rows if kind == "weight"}
+        self.places = {row: i for i, row in enumerate(row for row in rows if row[0] != "weight")}
         self.paths = paths_of_weights(model)
         # What each row was computed in.
         self.dtypes = {
             ("gradient", path): layer.compute_dtype for path, (_, layer) in variables.items()
         }
-        self.misses_gradients = bool(self.chosen["gradient"])
-        # Weights are looked at when it is read.
-        rows = [(kind, path) for kind in KINDS if kind != "weight" for path in self.chosen[kind]]
-        self.places = {row: place for place, row in enumerate(rows)}
+        self.misses_gradients = any(kind == "gradient" for kind, _ in rows)
         self._strategy = model.distribute_strategy
         with self._strategy.scope():
             self._steps = host.local_variable("steps", 0)
             self._counted = host.local_variable("counted", 0)
-            no_bins = np.zeros([len(rows), ROWS, COLUMNS], int)
+            no_bins = np.zeros([len(self.places), ROWS, COLUMNS], int)
             self._bins = host.local_variable("bins", no_bins)
             # The smallest loss scale at which a value of each row was not finite.
-            nowhere = np.full(len(rows), np.inf)
+            nowhere = np.full(len(self.places), np.inf)
             self._overflowed_at = host.local_variable("overflowed_at", nowhere, tf.float32)
             self._loss_scale = host.local_variable("loss_scale", 1.0, tf.float32)
 
@@ -218,8 +217,8 @@ class ExponentHistograms:
             for row, i in self.places.items()
             if bins[i].any()
         ]
-        for path in self.chosen["weight"] if counted else ():
-            [weight] = low_precision_weights.as_seen(self.optimizer, [self._variables[path]])
+        for path, variable in self._weights.items() if counted else ():
+            [weight] = low_precision_weights.as_seen(self.optimizer, [variable])
             value = tf.convert_to_tensor(weight)
             rows.append(Row("weight", path, value.dtype.name, Histogram.count(value)))
         return Report(rows, step=step, counted=counted, loss_scale=loss_scale)

@@ -57,7 +57,6 @@ _LIKE_A_LOSS_SCALE = 64
 _SMALLEST_NORMAL = 2.0**-14
 _MOST_SMALL = 0.1
 
-
 # Layers with a smaller share of the model's work are not reported.
 _LARGE_SHARE = 0.01
 

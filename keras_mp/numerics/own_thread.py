@@ -71,7 +71,7 @@ def random_numbers(seed: int = 0) -> Iterator[None]:
     seeds = itertools.count(1)
     # TensorFlow takes 31 bits.
     first = (seed + 0x5EED) % 2**31
-    generators: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+    copy_of = functools.cache(lambda reference: _copy(reference.deref()))
 
     def get_seed(original: Callable[..., Any]) -> Callable[..., Any]:
         def get(op_seed: int | None) -> tuple[int | None, int | None]:
@@ -81,12 +81,9 @@ def random_numbers(seed: int = 0) -> Iterator[None]:
 
     def with_copy(original: Draw) -> Draw:
         def draw(resource: Any, *args: Any, **kwargs: Any) -> Any:
-            if not hasattr(resource, "numpy"):
-                return original(resource, *args, **kwargs)
-            if id(resource) not in generators:
-                # The handle is held, so that no other one gets its id.
-                generators[id(resource)] = resource, _copy(resource)
-            return original(generators[id(resource)][1], *args, **kwargs)
+            if hasattr(resource, "numpy"):
+                resource = copy_of(resource.ref())
+            return original(resource, *args, **kwargs)
 
         return draw
 

@@ -11,10 +11,12 @@ from tests.common import Times, once
 
 @once
 def test_inputs_without_values():
-    batches.check_values({"a": tf.ones([2, 1]), "scalar": tf.constant(1.0), "none": None})
+    model = tf.keras.Model()
+    inputs = {"a": tf.ones([2, 1]), "scalar": tf.constant(1.0), "none": None}
+    assert batches.as_fit_takes_it(model, inputs).x.keys() == inputs.keys()
     for empty in (tf.ones([0, 3]), tf.ones([3, 0]), tf.RaggedTensor.from_row_lengths([], [])):
         with pytest.raises(ValueError, match="values in it. Received: x of the shape"):
-            batches.check_values([tf.ones([2]), empty])
+            batches.as_fit_takes_it(model, [tf.ones([2]), empty])
 
 
 @once
