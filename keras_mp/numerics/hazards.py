@@ -18,12 +18,10 @@ from keras_mp.numerics import origins
 from keras_mp.numerics.records import SMALLEST, UNIT_ROUNDOFF
 from keras_mp.numerics.results import CURES, Observed, Said
 from keras_mp.numerics.traced_step import (
-    MOST_VARIANCE,
     TracedStep,
     before,
     in_float32,
     not_finite_of,
-    share_of_variance,
     static_number,
     static_value,
 )
@@ -39,6 +37,9 @@ _TO_A_LOGARITHM = op_table.ops(
     *("casts", "identities", "reshapes", "maxima of two", "additions"),
     *("divisions", "divisions without NaN", "moves", "views"),
 )
+
+# Numbers of a batch are lost if rounding them to 16 bits takes a larger share of their variance.
+_MOST_VARIANCE = 0.01
 
 # In nats. A probability that is 5 % off.
 _TOO_FAR = 0.05
@@ -197,7 +198,7 @@ def labels(step: TracedStep) -> Iterator[Observed]:
             yield Observed(
                 "the model's outputs",
                 dtype=output.dtype.name,
-                lost=share_of_variance(wide, near),
+                lost=_share_of_variance(wide, near),
                 infinite=tf.math.count_nonzero(tf.math.is_inf(near)),
                 largest=tf.reduce_max(tf.abs(wide)),
             )
@@ -205,7 +206,7 @@ def labels(step: TracedStep) -> Iterator[Observed]:
 
 def judge_labels(dtype: str, lost: float, infinite: int, largest: float) -> Said | None:
     """What rounding loses of the labels, outputs cannot predict."""
-    if not infinite and not lost > MOST_VARIANCE:
+    if not infinite and not lost > _MOST_VARIANCE:
         return None
     share = f"{infinite:,} are infinite" if infinite else f"{lost:.1%} of the variance is lost"
     return Said(
@@ -239,7 +240,7 @@ def inputs(step: TracedStep) -> Iterator[Observed]:
             operation,
             dtype=rounded.dtype.name,
             is_of_ids=is_of_ids,
-            lost=tf.reduce_max(share_of_variance(wide, near, list(range(rank - 1)))),
+            lost=tf.reduce_max(_share_of_variance(wide, near, list(range(rank - 1)))),
             infinite=tf.math.count_nonzero(tf.math.is_inf(near)),
             others=tf.math.count_nonzero(are_others),
             largest=tf.reduce_max(tf.abs(wide)),
@@ -254,7 +255,7 @@ def judge_input(
         return None  # `not_finite` reports them.
     if is_of_ids and others:
         what = f"{others:,} become other integers"
-    elif not is_of_ids and lost > MOST_VARIANCE:
+    elif not is_of_ids and lost > _MOST_VARIANCE:
         what = f"up to {lost:.1%} of the variance of a column is lost"
     else:
         return None
@@ -265,6 +266,23 @@ def judge_input(
         "Standardize them before the model, start it with a layer that reads raw numbers "
         '(Normalization, Rescaling, Embedding), or give this layer dtype="float32".',
     )
+
+
+def _share_of_variance(
+    values: tf.Tensor, rounded: tf.Tensor, axes: Sequence[int] | None = None
+) -> tf.Tensor:
+    """Returns which share of the variance of values rounding takes; 0 for constants.
+
+    Args:
+        values: float32 tensor.
+        rounded: the same, rounded.
+        axes: over which it is computed. Defaults to all.
+    """
+    error = tf.reduce_mean(tf.square(values - rounded), axes)
+    variance = tf.math.reduce_variance(values, axes)
+    # A constant tells nothing apart.
+    varies = variance > 1e-10 * tf.reduce_mean(tf.square(values), axes)
+    return tf.where(varies, tf.math.divide_no_nan(error, variance), 0.0)
 
 
 def before_a_logarithm(step: TracedStep) -> Iterator[Observed]:

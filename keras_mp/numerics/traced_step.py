@@ -18,9 +18,6 @@ from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.kept_casts import as_float32
 from keras_mp.support.messages import Line
 
-# Numbers of a batch are lost if rounding them to 16 bits takes a larger share of their variance.
-MOST_VARIANCE = 0.01
-
 # In what `health` returns: how many values are -inf, inf and NaN, and how many are zero; its size.
 BAD, ZEROS, COUNTS = slice(5, 8), 9, 11
 _NOTHING = np.zeros(COUNTS)
@@ -258,23 +255,6 @@ def in_float32(operation: tf.Operation, widen: Callable[..., tf.Tensor] = as_flo
         return operation.graph.create_op(operation.type, inputs, attrs=attrs).outputs[0]
     except (TypeError, ValueError, tf.errors.OpError):
         return None
-
-
-def share_of_variance(
-    values: tf.Tensor, rounded: tf.Tensor, axes: Sequence[int] | None = None
-) -> tf.Tensor:
-    """Returns which share of the variance of values rounding takes; 0 for constants.
-
-    Args:
-        values: float32 tensor.
-        rounded: the same, rounded.
-        axes: over which it is computed. Defaults to all.
-    """
-    error = tf.reduce_mean(tf.square(values - rounded), axes)
-    variance = tf.math.reduce_variance(values, axes)
-    # A constant tells nothing apart.
-    varies = variance > 1e-10 * tf.reduce_mean(tf.square(values), axes)
-    return tf.where(varies, tf.math.divide_no_nan(error, variance), 0.0)
 
 
 def not_finite_of(values: Iterable[tf.Tensor | tf.Variable]) -> tf.Tensor:
