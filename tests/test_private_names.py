@@ -96,12 +96,6 @@ def attributes(function):
     return {name for op in graph.get_operations() for name in op.node_def.attr}
 
 
-def graph_with_shapes(function):
-    """The graph of a function of a number, as protos with shapes."""
-    graph = tf.function(function).get_concrete_function(tf.TensorSpec([])).graph
-    return graph.as_graph_def(add_shapes=True)
-
-
 VARIABLE = tf.Variable(1.0)
 
 

@@ -5,7 +5,6 @@ Nothing runs: all of it is read from the graph.
 
 import contextlib
 import dataclasses
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -34,8 +33,7 @@ _RETURNED = "the model returns float32"
 _NO_COMPUTATIONS = op_table.ops(
     *("arguments", "constants", "results", "variables", "reads of variables"),
     *("writes of variables", *op_table.SAME_NUMBERS, "shapes", "fills", "no numbers"),
-    *("calls", "conditions", "loops", "entries of frames", "exits of frames", "frames"),
-    *("empty tensors", "lists of a loop"),
+    *("calls", "conditions", "loops", "empty tensors", "lists of a loop"),
 )
 
 _NO_LAYER = "outside of layers"
@@ -372,7 +370,7 @@ class _Reader:
         self._is_autocast = any(_is_autocast(name) for name in self._made)
 
     def read(self, nodes: Sequence[Node]) -> Graph:
-        by_path = {node.path: node for node in nodes}
+        by_path = {node.path: node for node in nodes if node.made.type != "Placeholder"}
         takers: dict[str, list[str]] = defaultdict(list)
         for node in nodes:
             for source in node.sources:
@@ -380,9 +378,9 @@ class _Reader:
         casts = [
             self._cast(node, by_path.get(node.sources[0]), takers[node.path])
             for node in nodes
-            if node.proto.op == "Cast" and len(node.dtypes) == 2
+            if node.made.type == "Cast" and len(node.dtypes) == 2
         ]
-        computing = (n for n in nodes if n.dtypes and n.proto.op not in _NO_COMPUTATIONS)
+        computing = (n for n in nodes if n.dtypes and n.made.type not in _NO_COMPUTATIONS)
         return Graph(tuple(map(self._operation, computing)), tuple(casts))
 
     def _owner(self, path: str) -> str:
@@ -406,30 +404,29 @@ class _Reader:
         return is_made_again or id(self._layers.layer(path)) in self._last
 
     def _operation(self, node: Node) -> Operation:
+        made, work, turns = node.made, node.work, node.turns
         dtype = node.dtypes.get("T") or next(iter(node.dtypes.values()))
-        why = self._why(node, dtype)
-        what = node.proto.name, node.proto.op, dtype
-        where = self._layers.name(self._owner(node.path)), self._line(node.path), why
-        work, turns = node.work, node.turns
-        is_known = work is not None
-        return Operation(*what, *where, turns, is_known, (work or 0) * turns, node.is_least)
+        layer = self._layers.name(self._owner(node.path))
+        about = layer, origins.line_of(made), self._why(node, dtype)
+        is_known, work = work is not None, (work or 0) * turns
+        return Operation(made.name, made.type, dtype, *about, turns, is_known, work, node.is_least)
 
     def _why(self, node: Node, dtype: str) -> str:
-        if self._is_autocast and node.proto.op in cast_policy.ROWS:
-            row = cast_policy.ROWS[node.proto.op]
+        if self._is_autocast and node.made.type in cast_policy.ROWS:
+            row = cast_policy.ROWS[node.made.type]
             is_decided = row.policy in (cast_policy.DENY, cast_policy.PROMOTE)
             if is_decided or dtype in LOW_PRECISION_NAMES:
                 return f"autocast: {row.why}"
         layer = self._layers.layer(self._owner(node.path))
         if layer is None:
-            is_steps = self._is_model and self._maker(node.path) != "user"
+            is_steps = self._is_model and origins.maker_of(node.made) != "user"
             return "loss, metrics or optimizer" if is_steps else "the program"
         policy = layer.dtype_policy.name
         if dtype == "float32" and self._is_returned(node.path):
             return _RETURNED
         if dtype == layer.compute_dtype:
             return f"policy {policy}"
-        if self._maker(node.path) == "user":
+        if origins.maker_of(node.made) == "user":
             return f"the layer's code, against its policy {policy}"
         return f"{type(layer).__name__} computes so under {policy}"
 
@@ -439,40 +436,31 @@ class _Reader:
         before = next(filter(None, map(self._layers.name, takers)), "")
         dtypes = node.dtypes["SrcT"], node.dtypes["DstT"]
         wide = takers if dtypes[1] == "float32" else ()
-        why = self._why_cast(node.path, source, after, before, wide)
-        about = after or own, before or own, self._line(node.path), why
-        shape = (node.outputs[0] if node.outputs else None) or ()
-        numbers = math.prod(length or 0 for length in shape) * node.turns
+        why = self._why_cast(node, source, after, before, wide)
+        about = after or own, before or own, origins.line_of(node.made), why
+        numbers = (node.made.outputs[0].shape.num_elements() or 0) * node.turns
         moved = numbers * sum(tf.as_dtype(each).size for each in dtypes)
-        return Cast(node.proto.name, *dtypes, *about, moved)
+        return Cast(node.made.name, *dtypes, *about, moved)
 
     def _why_cast(
-        self, name: str, source: Node | None, after: str, before: str, takers: Sequence[str]
+        self, node: Node, source: Node | None, after: str, before: str, wide: Sequence[str]
     ) -> str:
-        if _is_autocast(name):
+        if _is_autocast(node.path):
             return "autocast"
-        if origins.is_of_backward_pass(name):
+        if origins.is_of_backward_pass(node.path):
             return "backward pass of a cast"
-        if source is not None and source.proto.op == "ReadVariableOp":
+        if source is not None and source.made.type == "ReadVariableOp":
             return "a variable, cast to the policy of its layer"
-        maker = self._maker(name)
+        maker = origins.maker_of(node.made)
         if maker == "user":
             return "the program's own cast"
-        if any(map(self._is_returned, takers)):
+        if any(map(self._is_returned, wide)):
             return _RETURNED
         if maker == "keras_mp":
             return "keras_mp: loss, loss scaling or float32 sums"
-        if not self._layers.name(name) and not before:
+        if not self._layers.name(node.path) and not before:
             return "loss, metrics or optimizer" if self._is_model else "the program's own cast"
         return "a layer's input, cast to its policy" if after != before else "inside of a layer"
-
-    def _maker(self, name: str) -> str | None:
-        made = self._made.get(name)
-        return None if made is None else origins.maker_of(made)
-
-    def _line(self, name: str) -> Line | None:
-        made = self._made.get(name)
-        return None if made is None else origins.line_of(made)
 
 
 def _last_layers(model: Any) -> set[int]:

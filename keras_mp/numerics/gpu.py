@@ -6,7 +6,6 @@ on one H200 (docs/speed.md); it tells orders of magnitude apart. Code that XLA c
 XLA, which takes a tenth of the time.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -51,8 +50,8 @@ _LEAST_OPERATIONS = 100
 # They start nothing on a GPU.
 _NOT_SENT = op_table.ops(
     *("arguments", "constants", "results", "variables", "reads of variables", "shapes", "calls"),
-    *("conditions", "loops", "entries of frames", "exits of frames", "frames", "no numbers"),
-    *("identities", "identities of lists", "identities without a gradient", "reshapes"),
+    *("conditions", "loops", "no numbers", "identities", "identities of lists"),
+    *("identities without a gradient", "reshapes"),
 )
 
 
@@ -100,7 +99,7 @@ def on_tensor_cores(nodes: Sequence[Node], device: str | None) -> Iterator[str]:
             "digits as float16 (tf.config.experimental.enable_tensor_float_32_execution(False) "
             "ends that)."
         )
-    sizes = {i: multiplied_sizes(nodes[i].proto, nodes[i].inputs, nodes[i].outputs) for i in taken}
+    sizes = {i: multiplied_sizes(nodes[i].made) for i in taken}
     odd = [i for i in taken if any(each % _MULTIPLE for each in sizes[i])]
     if odd:
         found = dict.fromkeys(" x ".join(map(str, sizes[i])) for i in odd)
@@ -156,14 +155,14 @@ def sending(
     products, moved = next(of for at, of in _GPUS.items() if least >= at)
     sent, seconds = 0, 0.0
     for node in nodes:
-        if not node.dtypes or node.proto.op in _NOT_SENT:
+        if not node.dtypes or node.made.type in _NOT_SENT:
             continue
         sent += 0 if node.is_compiled else node.turns
         dtype = next(iter(node.dtypes.values()))
         speed = products * (1 if take(dtype, device) else _WITHOUT_TENSOR_CORES)
         computing = (node.work or 0) / speed
-        known = (shape for shape in (*node.inputs, *node.outputs) if shape is not None)
-        numbers = sum(map(math.prod, known))
+        tensors = (*node.made.inputs, *node.made.outputs)
+        numbers = sum(tensor.shape.num_elements() or 0 for tensor in tensors)
         seconds += node.turns * max(computing, numbers * tf.as_dtype(dtype).size / moved)
     helps = tuple(_what_helps(nodes, model))
     return Sending(sent, sent * _SECONDS_OF_AN_OPERATION, seconds, helps)
@@ -189,7 +188,7 @@ def sentences(found: Sending) -> Iterator[str]:
 def _what_helps(nodes: Sequence[Node], model: tf.keras.Model | None) -> Iterator[str]:
     """Yields the code with which XLA compiles all of it, or the update of the weights."""
     # XLA has no kernel for the recurrent layers of cuDNN.
-    if not any(node.proto.op.startswith("Cudnn") for node in nodes):
+    if not any(node.made.type.startswith("Cudnn") for node in nodes):
         if model is not None:
             yield "model.compile(..., jit_compile=True)"
         yield "tf.function(step, jit_compile=True)"

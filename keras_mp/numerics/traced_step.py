@@ -110,11 +110,7 @@ class TracedStep:
     @functools.cached_property
     def products(self) -> list[tuple[tf.Operation, int]]:
         """The products and convolutions of the forward pass, and how much each computes."""
-        found = []
-        for each in self.forward:
-            shapes = ([work.known(t.shape) for t in of] for of in (each.inputs, each.outputs))
-            found.append((each, work.of(each.node_def, *shapes)))
-        return [(operation, count) for operation, count in found if count]
+        return [(each, count) for each in self.forward if (count := work.of(each))]
 
     @functools.cached_property
     def backward_products(self) -> list[tf.Tensor]:

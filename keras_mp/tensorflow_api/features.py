@@ -123,11 +123,11 @@ REWRITE_REPORT = Feature(
     (*_KERNELS, grappler.optimize, grappler.Cluster, grappler.Device),
 )
 TOOLS = Feature(
-    "tools that look at each operation: `numerics.check` and `numerics.watch`",
+    "tools that look at each operation: `check`, `watch` and `profile` of `numerics`",
     "They end with an error that names what is missing.",
     (
         *(operations.add_callback, operations.remove_callback, operations.anonymous_name),
-        *(operations.definition, gradients.record_operation),
+        *(graphs.function_of_name, gradients.record_operation),
     ),
 )
 

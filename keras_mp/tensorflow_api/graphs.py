@@ -12,6 +12,8 @@ key_of_trace = Name(
 function_of_graph = Name(
     "tensorflow.python.eager.polymorphic_function.atomic_function.from_func_graph"
 )
+# A function that operations of a graph call, by its name.
+function_of_name = Name("tf.Graph._get_function")
 # Runs a function that was traced, with tensors.
 call_flat = Name(
     "tensorflow.python.eager.polymorphic_function.concrete_function.ConcreteFunction._call_flat"
