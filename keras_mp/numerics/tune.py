@@ -7,8 +7,9 @@ and so on down to the layers that have to stay in float32.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -351,23 +352,19 @@ def _divided(
     if held_out is not None:
         return given, batches_of.listed(model, held_out)
     if len(given) == 1:
-        return _cut(given[0])
+        [batch], parts = given, given[0].parts()
+        sizes = {each.shape[0] if tf.is_tensor(each) and each.shape.rank else 0 for each in parts}
+        size = min(sizes)
+        if len(sizes) > 1 or size < 2:
+            raise ValueError(
+                "Expected at least two batches, of which one is held out, or one with two samples "
+                "or more, which is split; or pass `held_out`. Received: one batch, with "
+                f"{size} samples"
+            )
+        end = size - math.ceil(size / _HELD_OUT)
+        return [batch.rows(0, end)], [batch.rows(end, size)]
     count = math.ceil(len(given) / _HELD_OUT)
     return given[:-count], given[-count:]
-
-
-def _cut(batch: Batch) -> tuple[list[Batch], list[Batch]]:
-    """Cuts one batch into two, the second one to be held out."""
-    parts = batch.parts()
-    sizes = {each.shape[0] if tf.is_tensor(each) and each.shape.rank else 0 for each in parts}
-    size = min(sizes)
-    if len(sizes) > 1 or size < 2:
-        raise ValueError(
-            "Expected at least two batches, of which one is held out, or one with two samples or "
-            f"more, which is split; or pass `held_out`. Received: one batch, with {size} samples"
-        )
-    end = size - math.ceil(size / _HELD_OUT)
-    return [batch.rows(0, end)], [batch.rows(end, size)]
 
 
 def _units(model: tf.keras.Model) -> dict[str, Any]:
@@ -405,26 +402,27 @@ def _multiplications(model: tf.keras.Model, units: Iterable[str], batch: Batch) 
     return found
 
 
+# What is compared: arrays by the attribute of `Errors`, and by the number of an output or the path
+# of a layer.
+_Results = dict[tuple[str, str], np.ndarray]
+
+
 class _Reference(NamedTuple):
     """The results of the model in float32 on a batch.
 
     Attributes:
         batch: Batch.
         numbers: RandomNumbers that were drawn, in the dtypes of a model in 16 bits.
-        outputs: list of arrays.
-        loss: float.
-        gradients: of each layer with trained weights, by its path, one array.
-        noise: set of the layers whose gradients are rounding noise.
+        results: what `_results` returns of its run.
+        noise: set of the keys of gradients that are rounding noise.
         loss_scale: float. The largest at which no gradient of float32 overflows in float16, or that
             with which training begins if that is smaller.
     """
 
     batch: Batch
     numbers: RandomNumbers
-    outputs: list[np.ndarray]
-    loss: float
-    gradients: dict[str, np.ndarray]
-    noise: set[str]
+    results: _Results
+    noise: set[tuple[str, str]]
     loss_scale: float
 
 
@@ -459,8 +457,8 @@ class _Search:
         self.refused: dict[str, str] = {}
         self._references: list[_Reference] = []
         self._errors: dict[tuple[frozenset[str], int], Errors] = {}
-        self._made: tuple[frozenset[str], tf.keras.Model, Loss] | None = None
-        self._models = 0
+        # One model at a time, for all batches.
+        self._model = functools.lru_cache(maxsize=1)(self._new_model)
 
     def prepare(self, candidates: Sequence[str]) -> dict[str, float]:
         """Runs each batch in float32, and returns the errors of the candidates by themselves."""
@@ -479,19 +477,16 @@ class _Search:
                     f"{wide.loss}: keras_mp.numerics.check, with it, says why."
                 )
             check_same_calls(narrow, wide)
-            gradients = self._gradients(wide)
-            moved = self._gradients(runner.run(noise=jitter(i)))
+            results, moved = _results(wide), _results(runner.run(noise=jitter(i)))
             noise = {
-                path
-                for path, value in gradients.items()
-                if is_noise(value, moved[path]) or not value.any()
+                key
+                for key, value in results.items()
+                if key[0] == "gradients" and (is_noise(value, moved[key]) or not value.any())
             }
             scale = max(1.0, _scale_for(wide.all_gradients()))
-            reference = _Reference(
-                batch, numbers, _outputs(wide), wide.loss, gradients, noise, scale
-            )
+            reference = _Reference(batch, numbers, results, noise, scale)
             self._references.append(reference)
-            self._errors[frozenset(candidates), i] = self._apart(narrow, reference)
+            self._errors[frozenset(candidates), i] = _apart(narrow, reference)
             for path, error in self._own_errors(candidates, narrow, wide).items():
                 own[path] = max(own[path], error)
         return own
@@ -514,7 +509,7 @@ class _Search:
         failure = next((str(each) for each in errors if not each.largest <= self.tolerance), None)
         if failure is None:
             return both
-        if len(group) == 1 or self._models >= _MOST_MODELS:
+        if len(group) == 1 or self._model.cache_info().misses >= _MOST_MODELS:
             others = f", with {len(group) - 1} others" if len(group) > 1 else ""
             self.refused |= dict.fromkeys(group, failure + others)
             return chosen
@@ -528,7 +523,7 @@ class _Search:
         if key not in self._errors:
             self.progress.begin(f"{len(chosen)} layers in {self.policy}")
             run = self._run(chosen, reference.batch, reference.numbers, reference.loss_scale)
-            self._errors[key] = self._apart(run, reference)
+            self._errors[key] = _apart(run, reference)
         return self._errors[key]
 
     @property
@@ -536,7 +531,7 @@ class _Search:
         """The largest loss scale at which no gradient of a batch overflows."""
         return min(reference.loss_scale for reference in self._references)
 
-    def policies(self, chosen: Sequence[str]) -> dict[str, str]:
+    def policies(self, chosen: Collection[str]) -> dict[str, str]:
         """Returns the policies of a model with these layers in 16 bits."""
         policies = dict.fromkeys(self.units, "float32") | dict.fromkeys(chosen, self.policy)
         return {"": self.policy if chosen else "float32"} | policies
@@ -548,13 +543,8 @@ class _Search:
         numbers: RandomNumbers,
         loss_scale: float | None = None,
     ) -> Run:
-        key = frozenset(chosen)
         try:
-            if self._made is None or self._made[0] != key:
-                model = compiled(self.model, self.policies(chosen), "sgd")
-                self._models += 1
-                self._made = key, model, self._loss(model)
-            _, model, loss = self._made
+            model, loss = self._model(frozenset(chosen))
             runner = Runner(model, batch, of_model(loss), numbers=numbers)
             return runner.run_as_trained(loss_scale)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
@@ -563,6 +553,10 @@ class _Search:
                 "layers that do not in `leave_out`, or give batches that suit it. The error is: "
                 f"{batches_of.reason(error)}"
             ) from error
+
+    def _new_model(self, chosen: frozenset[str]) -> tuple[tf.keras.Model, Loss]:
+        model = compiled(self.model, self.policies(chosen), "sgd")
+        return model, self._loss(model)
 
     def _loss(self, model: tf.keras.Model) -> Loss:
         batch = self.batches[0]
@@ -573,25 +567,6 @@ class _Search:
                 f"model {self.model.name!r}. Received: loss={self.loss!r}"
             )
         return loss
-
-    def _gradients(self, run: Run) -> dict[str, np.ndarray]:
-        found: dict[str, list[tf.Tensor]] = {}
-        for path, gradient in run.gradients_by_path().items():
-            if gradient is not None:
-                found.setdefault(path.rpartition("/")[0], []).append(gradient)
-        return {path: _joined(values) / run.loss_scale for path, values in found.items()}
-
-    def _apart(self, run: Run, reference: _Reference) -> Errors:
-        outputs = map(relative, _outputs(run), reference.outputs)
-        gradients = []
-        for path, value in self._gradients(run).items():
-            if path in reference.noise:
-                gradients.append((0.0 if np.isfinite(value).all() else math.inf, path))
-            else:
-                gradients.append((relative(value, reference.gradients[path]), path))
-        error, path = max(gradients, default=(0.0, ""))
-        loss = relative(np.array([run.loss]), np.array([reference.loss]))
-        return Errors(max(outputs, default=0.0), loss, error, path)
 
     def _own_errors(self, candidates: Sequence[str], narrow: Run, wide: Run) -> dict[str, float]:
         """Runs each layer in both dtypes, on the inputs that it had in float32."""
@@ -624,9 +599,27 @@ def _scale_for(gradients: Iterable[tf.Tensor | None]) -> float:
     return min(INITIAL_LOSS_SCALE, 2.0 ** math.floor(math.log2(float(tf.float16.max) / largest)))
 
 
-def _outputs(run: Run) -> list[np.ndarray]:
-    """Returns the floating-point outputs of the model, which are the inputs of the loss."""
-    return [array(output) for output in run.calls[-1].inputs]
+def _results(run: Run) -> _Results:
+    """Returns the outputs of a model, its loss, and the gradients of each layer's weights."""
+    # The outputs are the inputs of the loss.
+    found = {("outputs", str(i)): array(each) for i, each in enumerate(run.calls[-1].inputs)}
+    found["loss", ""] = np.array([run.loss])
+    gradients: dict[str, list[tf.Tensor]] = {}
+    for path, gradient in run.gradients_by_path().items():
+        if gradient is not None:
+            gradients.setdefault(path.rpartition("/")[0], []).append(gradient)
+    of_layers = {("gradients", path): _joined(each) for path, each in gradients.items()}
+    return found | {key: value / run.loss_scale for key, value in of_layers.items()}
+
+
+def _apart(run: Run, reference: _Reference) -> Errors:
+    worst: dict[str, tuple[float, str]] = dict.fromkeys(Errors._fields[:3], (0.0, ""))
+    for key, value in _results(run).items():
+        distance = relative(value, reference.results[key])
+        if key in reference.noise:
+            distance = 0.0 if np.isfinite(value).all() else math.inf
+        worst[key[0]] = max(worst[key[0]], (distance, key[1]))
+    return Errors(worst["outputs"][0], worst["loss"][0], *worst["gradients"])
 
 
 def _joined(tensors: Iterable[tf.Tensor]) -> np.ndarray:
