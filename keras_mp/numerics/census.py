@@ -399,7 +399,7 @@ class _Reader:
         is_gradient = origins.is_of_backward_pass(path)
         made = self._made.get(origins.forward_name(path, "", self._made) if is_gradient else path)
         # From outside of the layer's call, which ends what `origins` looks at.
-        frames = [] if made is None else made.traceback
+        frames = () if made is None else made.traceback or ()
         is_made_again = any((_FILE, each.name) == (each.filename, _AGAIN) for each in frames)
         return is_made_again or id(self._layers.layer(path)) in self._last
 

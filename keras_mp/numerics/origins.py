@@ -14,6 +14,7 @@ import itertools
 import os
 import re
 import threading
+import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -80,6 +81,9 @@ _BASE_LAYERS = ("layer.py", "base_layer.py")
 
 Watcher = Callable[[str, tf.Tensor, list[Any]], tf.Tensor]
 
+# A function that was running when an operation was made: its file, the line in it, its name.
+Frame = tuple[str, int, str]
+
 _T = TypeVar("_T")
 
 
@@ -87,17 +91,15 @@ class _ThreadState(threading.local):
     """The layers that a thread is calling.
 
     Attributes:
-        running: tuple of the ids of the layers whose calls are going on, where they are named.
+        running: tuple of the paths of the layers whose calls are going on, where they are named.
         raised_in: the innermost layer whose call has raised an error, or None.
     """
 
-    running: tuple[int, ...] = ()
+    running: tuple[str, ...] = ()
     raised_in: Any = None
 
 
 _thread = _ThreadState()
-# The paths of layers by their ids, of each block in which layers are named, in any thread.
-_namings: dict[int, dict[int, str]] = {}
 
 
 class _Outputs(LayerObserver):
@@ -128,7 +130,7 @@ class _Running(LayerObserver):
     """Notes which layers a thread is calling."""
 
     def inputs(self, call: LayerCall) -> None:
-        _thread.running = (*_thread.running, id(call.layer))
+        _thread.running = (*_thread.running, call.path)
 
     def outputs(self, call: LayerCall, outputs: Any) -> Any:
         self.failed(call)
@@ -137,9 +139,6 @@ class _Running(LayerObserver):
     def failed(self, call: LayerCall) -> None:
         del call
         _thread.running = _thread.running[:-1]
-
-
-_running = _Running()
 
 
 def watching_outputs(
@@ -171,17 +170,13 @@ def naming(models: Iterable[tf.keras.Model]) -> Iterator[None]:
         pair for model in models for pair in {model.name: model, **layers_by_path(model)}.items()
     ]
     # A layer of several models has its path in the first of them.
-    paths = {id(layer): path for path, layer in reversed(named)}
-    _namings[id(paths)] = paths
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(layer_observers.attached(_running, named, to_all_threads=True))
-            hook = gradients.record_operation
-            wrap = _with_layer_in_backward_pass
-            stack.enter_context(wrapped.everywhere(hook.owner, hook.attribute, wrap))
-            yield
-    finally:
-        del _namings[id(paths)]
+    once = {id(layer): (path, layer) for path, layer in reversed(named)}
+    hook = gradients.record_operation
+    with (
+        layer_observers.attached(_Running(), once.values(), to_all_threads=True),
+        wrapped.everywhere(hook.owner, hook.attribute, _with_layer_in_backward_pass),
+    ):
+        yield
 
 
 def running_layer() -> str:
@@ -189,9 +184,7 @@ def running_layer() -> str:
 
     While the backward pass of a `tf.custom_gradient` runs, that is the layer that has called it.
     """
-    namings = list(_namings.values())  # at once, since other threads may add to them
-    running = reversed(_thread.running)
-    return next((paths[each] for each in running for paths in namings if each in paths), "")
+    return _thread.running[-1] if _thread.running else ""
 
 
 def take_layer_that_raised() -> Any:
@@ -320,20 +313,6 @@ def layers_of_scope(scope: str) -> str:
     return re.sub(r"(^|/)(gradient_tape|replica_\d+)(?=/|$)", "", scope).strip("/")
 
 
-class Frame(NamedTuple):
-    """A function that was running when an operation was made.
-
-    Attributes:
-        file: str. The name of its file.
-        number: int. The number of its line.
-        name: str. Its name.
-    """
-
-    file: str
-    number: int
-    name: str = ""
-
-
 def line_of(operation: tf.Operation) -> Line | None:
     """Returns the innermost line, in a program or in a layer that is not Keras's, of an operation.
 
@@ -406,7 +385,9 @@ class Origin(NamedTuple):
 def running() -> Origin:
     """Returns the origin of the operation that is running in eager."""
     layer = running_layer() or layers_of_scope(tf.get_current_name_scope())
-    frames = itertools.dropwhile(lambda each: each.file == __file__, _running_frames())
+    around = traceback.walk_stack(inspect.currentframe())
+    stack = ((frame.f_code.co_filename, number, "") for frame, number in around)
+    frames = itertools.dropwhile(lambda each: each[0] == __file__, stack)
     return of_stack(frames)._replace(layer=layer)
 
 
@@ -451,47 +432,34 @@ class GraphOrigins:
             operation: `tf.Operation`.
             name: str. Its name in the graph, which it may not have yet.
         """
-        origin = of_stack(_frames(operation))
+        origin, running = of_stack(_frames(operation)), running_layer()
         if origin.is_data or origin.is_of_a_tool:
             return origin
-        layer, line = self._layer_and_line(operation.type, layers_of_scope(name), origin)
-        return origin._replace(layer=layer, line=line)
-
-    def _layer_and_line(self, kind: str, name: str, origin: Origin) -> tuple[str, Line | None]:
-        scope, running = name.rpartition("/")[0], running_layer()
+        name = layers_of_scope(name)
+        scope = around = name.rpartition("/")[0]
+        found = running or scope, origin.line
         if not origin.is_gradient:
             if running:
                 self._layer_of_scope[scope] = running
-            self._forward[name] = running or scope, origin.line
-            return self._forward[name]
-        forward = forward_name(name, kind, self._forward, is_custom=bool(running))
-        if forward or running:
-            return self._forward.get(forward, (running, origin.line))
-        around = scope
-        while around:
-            around = around.rpartition("/")[0]
-            if around in self._layer_of_scope:
-                return self._layer_of_scope[around], origin.line
-        return scope, origin.line
+            self._forward[name] = found
+        elif forward := forward_name(name, operation.type, self._forward, is_custom=bool(running)):
+            found = self._forward[forward]
+        elif not running:
+            while around and around not in self._layer_of_scope:
+                around = around.rpartition("/")[0]
+            found = self._layer_of_scope.get(around, scope), origin.line
+        return origin._replace(layer=found[0], line=found[1])
 
 
 def _frames(operation: tf.Operation) -> Iterator[Frame]:
-    for frame in reversed(operation.traceback):
-        yield Frame(frame.filename, frame.lineno or 0, frame.name)
+    for frame in reversed(operation.traceback or ()):  # none of an imported graph
+        yield frame.filename, frame.lineno or 0, frame.name
 
 
 def _inside_of_tools(operation: tf.Operation) -> Iterator[Frame]:
     """Returns the frames of an operation up to those that traced it, without those of the door."""
-    frames = (each for each in _frames(operation) if each.file not in _DOOR)
-    return itertools.takewhile(lambda each: not each.file.startswith(_TOOLS), frames)
-
-
-def _running_frames() -> Iterator[Frame]:
-    here = inspect.currentframe()
-    frame = here and here.f_back
-    while frame is not None:
-        yield Frame(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back
+    frames = (each for each in _frames(operation) if each[0] not in _DOOR)
+    return itertools.takewhile(lambda each: not each[0].startswith(_TOOLS), frames)
 
 
 @functools.cache

@@ -156,6 +156,32 @@ def test_a_loop_over_a_range():
     assert census(loop, tf.TensorSpec([4, 4])).traced.work() == {"float32": 5 * 2 * 4**3}
 
 
+@once
+def test_functions_that_were_loaded(tmp_path):
+    class Module(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec([4, 4])])
+        def loop(self, x):
+            for _ in tf.range(5):
+                x = self.product(x)
+            return tf.cond(x[0, 0] > 0, lambda: self.product(x), lambda: x)
+
+        @tf.function
+        def product(self, x):
+            return x @ x
+
+    module, work = Module(), {"float32": 6 * 2 * 4**3}
+    assert census(module.loop).traced.work() == work
+    tf.saved_model.save(module, str(tmp_path))
+    assert census(tf.saved_model.load(str(tmp_path)).loop).traced.work() == work
+    # The operations of an imported graph know no lines.
+    graph = module.product.get_concrete_function(tf.TensorSpec([4, 4])).graph.as_graph_def()
+    imported = tf.compat.v1.wrap_function(
+        lambda x: tf.graph_util.import_graph_def(graph, {"x": x}, ["Identity:0"]),
+        [tf.TensorSpec([4, 4])],
+    )
+    assert census(imported).traced.work() == {"float32": 2 * 4**3}
+
+
 @needs_bfloat16_rewrite
 @once
 def test_the_graph_rewrite_is_named():

@@ -5,7 +5,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.layer_calls import layer_observers
 from keras_mp.numerics import run
-from keras_mp.numerics.origins import Frame, of_stack
+from keras_mp.numerics.origins import of_stack
 from tests.common import once
 from tests.numerics.tools import audit, of_keras
 
@@ -14,7 +14,7 @@ TAPE, TOOL = "tensorflow/python/eager/backprop.py", run.__file__
 
 
 def origin(*files):
-    return of_stack(Frame(file, i) for i, file in enumerate(files, 1))
+    return of_stack((file, i, "") for i, file in enumerate(files, 1))
 
 
 @once
