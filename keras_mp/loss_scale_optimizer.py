@@ -6,14 +6,14 @@ RFC 293, "LossScaleOptimizer Overview" and "LossScaleOptimizer API".
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.hooks import observers
-from keras_mp.loss_scale import LossScaleArgument
+from keras_mp.loss_scale import DynamicLossScale, LossScaleArgument, serialize
 from keras_mp.models.layer_paths import paths_of_weights
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step import gradients
@@ -22,11 +22,14 @@ from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
 from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.scaled_step import make_step
 from keras_mp.step.scaler import Scaler
-from keras_mp.support import validation
+from keras_mp.support import messages, validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.wrappers import inner_optimizers, older_spellings
-from keras_mp.wrappers.loss_scale_saving import LossScaleSaving
 from keras_mp.wrappers.scaler_properties import ScalerProperties
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
     weakref.WeakKeyDictionary()
@@ -54,13 +57,7 @@ def wrappers_among(optimizers: Any) -> "list[LossScaleOptimizer]":
 
 
 @keras_api.register_serializable
-class LossScaleOptimizer(
-    ScalerProperties,
-    older_spellings.OlderSpellings,
-    LossScaleSaving,
-    OptimizerWrapper,
-    keras_api.KerasLossScaleOptimizer,
-):
+class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLossScaleOptimizer):
     """An optimizer that applies loss scaling, against underflow in float16.
 
     A step consists of these parts: multiply the loss by the loss scale; compute the gradients; sum
@@ -137,7 +134,9 @@ class LossScaleOptimizer(
     """
 
     _takes_scaled_gradients = True
+    _name: str | None
     _scaler: Scaler[OptimizerCalls]
+    policy_in_file: str | None
 
     def __init__(
         self,
@@ -434,6 +433,240 @@ class LossScaleOptimizer(
         with tape if isinstance(tape, tf.GradientTape) else contextlib.nullcontext():
             loss = scale(loss)
         return super().compute_gradients(loss, var_list, tape, grad_loss)
+
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Saves the state of the loss scale and of the inner optimizer.
+
+        Args:
+            store: dict-like, of names and arrays.
+        """
+        self._scaler.report.ask()
+        super().save_own_variables(store)
+        for name, variable in self._state().items():
+            store[name] = variable.numpy()
+
+    def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Loads the variables of this optimizer, or of one that is not wrapped.
+
+        Args:
+            store: dict-like, of names and arrays. Variables that it lacks stay as they are, with a
+                warning.
+
+        Raises:
+            ValueError: the variables are those of another optimizer.
+        """
+        super().load_own_variables(store)
+        saved, state = set(store.keys()), self._state()
+        for name in saved & set(state):
+            state[name].assign(store[name][()])
+        missing = sorted(set(state) - saved)
+        if missing:
+            messages.warn(
+                f"The file holds no {', '.join(missing)} for the optimizer, so they stay as "
+                "they are: it was saved without loss scaling, with another kind of loss scale, or "
+                f"with another LossScaleOptimizer. Expected {sorted(state)}. Received: "
+                f"{sorted(saved)}"
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments from which `from_config` makes an equal optimizer.
+
+        The config of an optimizer has its current learning rate. In the same way, this one has the
+        state of the loss scale, for which an `.h5` file has no other place.
+        """
+        scaler = self._scaler
+        config = {
+            **super().get_config(),
+            "name": self._name,
+            "loss_scale": serialize(scaler.loss_scale) if scaler.calls.scales else None,
+            "aggregate_in_float16": self.aggregate_in_float16,
+            "reduce_dtype": self.reduce_dtype,
+            **self._config_of_skips(),
+            "skip_nonfinite": self._skip_nonfinite,
+        }
+        with tf.init_scope():
+            if tf.executing_eagerly():
+                state = {name: tf.convert_to_tensor(v) for name, v in self._state().items()}
+                config["state"] = {name: value.numpy().item() for name, value in state.items()}
+                config["state"]["policy"] = self._policy_of_model()
+        return config
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> "Self":
+        """Makes an optimizer from a config of this class, or of Keras's own.
+
+        Args:
+            config: dict that `get_config` returned: here, on tf_keras, on Keras 3, or in TensorFlow
+                2.2 and 2.3.
+            custom_objects: dict from names to the classes that they stand for, for the inner
+                optimizer.
+
+        Returns:
+            An optimizer.
+        """
+        config = dict(config)
+        if "optimizer" in config:
+            config["inner_optimizer"] = config.pop("optimizer")
+        saved = config.pop("state", {})
+        optimizer = super().from_config(config, custom_objects)
+        optimizer.policy_in_file = saved.get("policy")
+        for name, variable in optimizer._state().items():
+            if name in saved:
+                variable.assign(saved[name])
+        return optimizer
+
+    def keras_layout(self) -> Any:
+        """Returns an object with the checkpoint layout of Keras's `LossScaleOptimizer`.
+
+        On Keras 2, both classes lay out their checkpoints alike, so this optimizer itself is
+        returned. On Keras 3 they do not, so checkpoints of Keras's class are read, and written for
+        it, by way of this object.
+
+        Returns:
+            An object for `tf.train.Checkpoint`.
+
+        Example:
+
+        >>> import tempfile
+        >>> sgd = tf.keras.optimizers.SGD()
+        >>> other = tf.keras.mixed_precision.LossScaleOptimizer(sgd, initial_scale=64.0)
+        >>> _ = other.apply_gradients([(tf.constant(64.0), tf.Variable(1.0))])
+        >>> optimizer = keras_mp.LossScaleOptimizer("sgd")
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = tf.train.Checkpoint(optimizer=other).save(directory + "/checkpoint")
+        ...     checkpoint = tf.train.Checkpoint(optimizer=optimizer.keras_layout())
+        ...     _ = checkpoint.restore(path).expect_partial()
+        >>> float(optimizer.loss_scale()), int(optimizer.iterations)
+        (64.0, 1)
+        """
+        return keras_api.keras_layout(self)
+
+    def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        # In checkpoints, the children that both layouts share come before those that differ.
+        # Nothing is restored before all children have been looked up.
+        if name == keras_api.KERAS_LAYOUT_CHILD:
+            raise ValueError(
+                "This is a checkpoint of tf.keras's own LossScaleOptimizer, whose layout in Keras "
+                "3 differs from that of other optimizers. Restore it with "
+                "`tf.train.Checkpoint(optimizer=optimizer.keras_layout()).restore(path)`. Nothing "
+                "was restored."
+            )
+        if name == older_spellings.INNER_CHILD:
+            return self.inner_optimizer
+        return super()._lookup_dependency(name, *args, **kwargs)  # pyright: ignore
+
+    def _state(self) -> dict[str, tf.Variable]:
+        state = {"steps_skipped": self._scaler.steps_skipped}
+        if self.dynamic:
+            scale: Any = self._scaler.loss_scale
+            state["loss_scale"] = scale.loss_scale
+            state["num_good_steps"] = scale.num_good_steps
+            state["num_bad_steps"] = scale.num_bad_steps
+        return state
+
+    def _policy_of_model(self) -> str | None:
+        """Returns the policy of the model's 16-bit layers.
+
+        Without a model, it is the policy in the file.
+        """
+        model = self._model()
+        if model is None:
+            return self.policy_in_file
+        layers = [each for each in keras_api.flatten_layers(model) if each is not model]
+        half = (each for each in layers if each.compute_dtype in LOW_PRECISION_NAMES)
+        return next((each.dtype_policy.name for each in half), None)
+
+    @property
+    def loss_scale_factor(self) -> None:
+        """None. That of Keras 3's optimizers would scale the loss again."""
+        return None
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: Any) -> None:
+        raise TypeError(
+            "A LossScaleOptimizer scales the loss itself, so it has no `loss_scale_factor`, and "
+            "another LossScaleOptimizer cannot wrap it. "
+            f"Received: loss_scale_factor={value!r}"
+        )
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale is a dynamic one."""
+        return isinstance(self.loss_scale, DynamicLossScale)
+
+    @property
+    def initial_scale(self) -> float:
+        """Where a dynamic scale started, or the fixed scale."""
+        scale = self.loss_scale
+        return scale.initial_loss_scale if isinstance(scale, DynamicLossScale) else float(scale)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """The dynamic scale's `increment_period`, read and write; None for a fixed scale."""
+        scale = self.loss_scale
+        return scale.increment_period if isinstance(scale, DynamicLossScale) else None
+
+    @dynamic_growth_steps.setter
+    def dynamic_growth_steps(self, value: int) -> None:
+        scale = self.loss_scale
+        if not isinstance(scale, DynamicLossScale):
+            raise ValueError(
+                "A fixed loss scale does not grow. "
+                f"Received: dynamic_growth_steps={value!r} with {scale!r}"
+            )
+        scale.increment_period = older_spellings.whole(value)
+
+    @property
+    def dynamic_counter(self) -> tf.Variable | None:
+        """The dynamic scale's `num_good_steps`; None for a fixed scale."""
+        scale = self.loss_scale
+        return scale.num_good_steps if isinstance(scale, DynamicLossScale) else None
+
+    @property
+    def step_counter(self) -> tf.Variable | None:
+        """`dynamic_counter` under Keras 3's name."""
+        return self.dynamic_counter
+
+    @property
+    def dynamic_scale(self) -> tf.Variable | None:
+        """The dynamic scale's variable; None for a fixed scale."""
+        scale = self.loss_scale
+        return scale.loss_scale if isinstance(scale, DynamicLossScale) else None
+
+    def get_gradients(self, loss: tf.Tensor, params: Any) -> list[Any]:
+        """Returns the unscaled gradients of a loss in a TensorFlow 1 graph.
+
+        Legacy optimizers have this method.
+
+        Args:
+            loss: float tensor. Not scaled.
+            params: list of variables.
+
+        Returns:
+            list of tensors.
+        """
+        if self._scales_on_tape():
+            raise TypeError(
+                "The optimizer overrides how gradients are computed, and would see the scaled "
+                "loss in a graph of TensorFlow 1. Train in mixed_bfloat16, without loss scaling. "
+                f"Received: {self.inner_optimizer!r}"
+            )
+        scaled = self.inner_optimizer.get_gradients(self.get_scaled_loss(loss), params)
+        return self.get_unscaled_gradients(scaled)
+
+    def get_updates(self, loss: tf.Tensor, params: Any) -> list[Any]:
+        """Makes a whole step in a TensorFlow 1 graph (legacy optimizers).
+
+        Args:
+            loss: float tensor. Not scaled.
+            params: list of variables.
+
+        Returns:
+            list of the operations that make the step.
+        """
+        return [self.apply_gradients(zip(self.get_gradients(loss, params), params, strict=True))]
 
 
 # The methods that a subclass may override to change `minimize`.

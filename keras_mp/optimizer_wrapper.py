@@ -1,37 +1,40 @@
 """The base class of optimizers that wrap another one.
 
-RFC 293, "OptimizerWrapper". The attributes of a wrapper are in `wrapper_delegation`.
+RFC 293, "OptimizerWrapper" and "LossScaleOptimizer __getattribute__ and __setattr__ delegation".
 """
 
 import contextlib
+import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.hooks import observers
 from keras_mp.step import gradients, replicas
-from keras_mp.step.optimizer_adapter import Loss, VarList
+from keras_mp.step.optimizer_adapter import Loss, OptimizerAdapter, VarList
 from keras_mp.step.scaled_step import make_step
-from keras_mp.support import trackables
+from keras_mp.support import features, messages, trackables
 from keras_mp.support.autograph import allow_conversion, do_not_convert
+from keras_mp.tensorflow_api import saving
+from keras_mp.tensorflow_api.features import SAVED_MODELS
 from keras_mp.wrappers.inner_optimizers import adapter_of, chain, hint, refuse_second_sum
-from keras_mp.wrappers.wrapper_delegation import WrapperDelegation, delegate_rest, names_of_wrappers
-from keras_mp.wrappers.wrapper_saving import WrapperSaving
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_ALIASES = {"lr": "learning_rate"}
+# The methods that tf.train.Checkpoint calls on an optimizer with slots.
+_CHECKPOINTS = ("_create_or_restore_slot_variable", "_restore_slot_variable")
 _models: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
 
 
 @keras_api.register_serializable
-class OptimizerWrapper(
-    WrapperDelegation,
-    WrapperSaving,
-    trackables.DelegatingTrackable,
-    *keras_api.OPTIMIZER_BASES,
-):
+class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASES):
     """An optimizer that wraps another one and looks like it.
 
     A wrapper has the variables of the inner optimizer, and its hyperparameters, which can be read
@@ -73,6 +76,10 @@ class OptimizerWrapper(
     Source: RFC 293, "OptimizerWrapper".
     """
 
+    # The name under which `DelegatingTrackable` looks for it.
+    _trackable: Any
+    _adapter: OptimizerAdapter
+    _hyperparameters: frozenset[str]
     _reduce_dtype: tf.DType | None
 
     def __init__(
@@ -99,7 +106,7 @@ class OptimizerWrapper(
         self._set_own(
             _adapter=adapter,
             _trackable=inner_optimizer,
-            _hyperparameters=adapter.hyperparameters() - names_of_wrappers(type(self)),
+            _hyperparameters=adapter.hyperparameters() - _names_of_wrappers(type(self)),
             _reduce_dtype=None,
         )
         if reduce_dtype is not None:
@@ -129,6 +136,108 @@ class OptimizerWrapper(
     def __repr__(self) -> str:
         how = "" if self._reduce_dtype is None else f", reduce_dtype={self.reduce_dtype!r}"
         return f"<{type(self).__name__} of {self.inner_optimizer!r}{how}>"
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        name = _ALIASES.get(name, name)
+        if name in own.get("_hyperparameters", ()):
+            return getattr(own["_trackable"], name)
+        try:
+            return object.__getattribute__(self, name)
+        except AttributeError as error:
+            inner = own.get("_trackable")
+            if name in keras_api.READ_BY_CALLBACKS and inner is not None:
+                return getattr(inner, name)
+            if name.startswith("_") or inner is None or not hasattr(inner, name):
+                raise
+            raise AttributeError(_only_inner(self, name)) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        name = _ALIASES.get(name, name)
+        inner = vars(self).get("_trackable")
+        if inner is not None and name in self._hyperparameters:
+            setattr(inner, name, value)
+        elif (
+            inner is None
+            or name in vars(self)
+            or hasattr(type(self), name)
+            or not hasattr(inner, name)
+        ):
+            object.__setattr__(self, name, value)
+        else:
+            raise AttributeError(_only_inner(self, name))
+
+    def _set_own(self, **attributes: Any) -> None:
+        """Sets attributes of the wrapper itself.
+
+        Neither Keras nor checkpoints track them.
+        """
+        self.__dict__.update(attributes)
+
+    def __dir__(self) -> list[str]:
+        # Keras saves all of these by name. The inner optimizer is saved only once, as
+        # `inner_optimizer`.
+        names = set(object.__dir__(self)) | self._hyperparameters | {"lr"}
+        return sorted(names - {"_trackable"})
+
+    @property
+    def inner_optimizer(self) -> tf.keras.optimizers.Optimizer:
+        """The optimizer that is wrapped. Read-only."""
+        return self._trackable
+
+    @property
+    def name(self) -> str:
+        """The inner optimizer's name."""
+        inner = self.inner_optimizer
+        return getattr(inner, "name", None) or inner.get_config()["name"]
+
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's count of steps."""
+        return self.inner_optimizer.iterations
+
+    @iterations.setter
+    def iterations(self, value: tf.Variable) -> None:
+        self.inner_optimizer.iterations = value
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float | tf.Tensor | Callable[..., Any]) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def optimizers(self) -> Any:
+        """The optimizers in Keras 3's `MultiOptimizer`.
+
+        Each of them has its own learning rate.
+
+        Raises:
+            AttributeError: the inner optimizer has no others inside.
+        """
+        return self.inner_optimizer.optimizers
+
+    @property
+    def built(self) -> bool:
+        """Whether the inner optimizer has made its variables."""
+        return self.inner_optimizer.built
+
+    @property
+    def variables(self) -> list[Any]:
+        """The inner optimizer's variables, as a list that may also be called."""
+        return _CallableList(self._inner_variables())
+
+    def _inner_variables(self) -> Any:
+        variables = self.inner_optimizer.variables
+        return variables() if callable(variables) else variables
+
+    @property
+    def weights(self) -> list[Any]:
+        """The inner optimizer's variables, under the older name."""
+        return self.variables
 
     @property
     def reduce_dtype(self) -> str | None:
@@ -351,10 +460,208 @@ class OptimizerWrapper(
         operation, _ = make_step(self._adapter, pairs, **how)
         return self.iterations if operation is None else operation
 
+    def set_weights(self, weights: Iterable[Any]) -> None:
+        """Sets the values of the inner optimizer's variables.
+
+        Args:
+            weights: iterable of arrays, as `get_weights` returns them. Where Keras 3 has not built
+                the optimizer yet, they are set as soon as it is.
+
+        Raises:
+            ValueError: the weights are those of an optimizer of another kind or for another model.
+        """
+        weights = list(weights)
+        if not getattr(self.inner_optimizer, "built", True):
+            # Copies, since the arrays may be in a file that will be closed by then.
+            self._set_own(_weights_to_come=[np.array(weight) for weight in weights])
+            return
+        check_shapes(self.variables, weights)
+        self.inner_optimizer.set_weights(weights)
+
+    def _set_weights_to_come(self) -> None:
+        weights = self.__dict__.pop("_weights_to_come", None)
+        if weights is not None:
+            with tf.init_scope():
+                self.set_weights(weights)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments from which `from_config` makes an equal wrapper.
+
+        A subclass with its own arguments adds them.
+        """
+        config = {"inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer)}
+        if self._reduce_dtype is not None:
+            config["reduce_dtype"] = self._reduce_dtype.name
+        return config
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> "Self":
+        """Makes a wrapper, and the optimizer in it.
+
+        Args:
+            config: dict that `get_config` returned.
+            custom_objects: dict from names to the classes that they stand for, for the inner
+                optimizer.
+
+        Returns:
+            A wrapper.
+        """
+        config = dict(config)
+        inner = config.pop("inner_optimizer")
+        if isinstance(inner, dict):
+            inner = keras_api.deserialize_optimizer(inner, custom_objects=custom_objects)
+        return cls(inner, **config)
+
+    def _with_inner(self, inner_optimizer: tf.keras.optimizers.Optimizer) -> "Self":
+        """Returns a wrapper like this one, with its state, around another optimizer."""
+        return type(self).from_config({**self.get_config(), "inner_optimizer": inner_optimizer})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Self":
+        # If attributes were copied one by one, delegation would look for the inner optimizer before
+        # it is there.
+        return self._with_inner(copy.deepcopy(self.inner_optimizer, memo))
+
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Saves the inner optimizer's variables, if Keras does not save them itself.
+
+        Args:
+            store: dict-like, of names and arrays.
+        """
+        if not self._adapter.is_saved_by_keras:
+            for i, variable in enumerate(self._inner_variables()):
+                store[str(i)] = tf.convert_to_tensor(variable).numpy()
+
+    def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Loads the variables of this optimizer, or of one that is not wrapped.
+
+        Args:
+            store: dict-like, of names and arrays. If their number is not that of the inner
+                optimizer's variables, the variables stay as they are, with a warning.
+
+        Raises:
+            ValueError: the variables are those of another optimizer.
+        """
+        saved = {name for name in set(store.keys()) if name.isdigit()}
+        variables = self._inner_variables()
+        if len(saved) == len(variables):
+            weights = [store[str(i)][()] for i in range(len(variables))]
+            check_shapes(variables, weights)
+            for variable, weight in zip(variables, weights, strict=True):
+                variable.assign(weight)
+        elif saved:
+            messages.warn(
+                "The optimizer's variables were not loaded. If the file has an optimizer of the "
+                "same kind, for the same model, build the optimizer first: "
+                f"`model.optimizer.build(model.trainable_variables)`. Expected {len(variables)} "
+                f"variables. Received: {len(saved)}"
+            )
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        has_model = self._model() is not None
+        if save_type == "savedmodel" and features.is_on(SAVED_MODELS):
+            _let_wrappers_write_themselves()
+        if save_type == "savedmodel" and has_model and self._adapter.is_revived_without_state:
+            messages.warn(
+                "tf.keras loads a model from a SavedModel with a new optimizer: without iterations "
+                "and slots. To train on after loading, save the model as .keras or .h5, or "
+                "use a tf.train.Checkpoint. To serve it, leave the optimizer out "
+                "(`model.save(path, include_optimizer=False)`, `model.export(path)`)."
+            )
+        return super()._trackable_children(save_type, **kwargs)  # pyright: ignore
+
+    def _serialize_to_proto(self, object_proto: Any, **kwargs: Any) -> None:
+        # A SavedModel names the family of an optimizer, and at loading only that family takes its
+        # slots. A wrapper may be an instance of several bases, so it writes the family of the inner
+        # optimizer.
+        del kwargs
+        innermost = self.inner_optimizer
+        while hasattr(innermost, "inner_optimizer"):
+            innermost = innermost.inner_optimizer
+        revived = saving.revived(innermost)
+        if revived is not None:
+            object_proto.user_object.CopyFrom(revived)
+        object_proto.registered_name = ""  # Loading would look the name up, even without keras_mp.
+
+
+class _CallableList(list):
+    """A list that may be called.
+
+    Some families of optimizers have `variables()`, others `variables`.
+    """
+
+    def __call__(self) -> "_CallableList":
+        return self
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner_optimizer, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__qualname__ = f"OptimizerWrapper.{name}"
+    method.__doc__ = f"Calls `{name}` of the inner optimizer."
+    return method
+
+
+def _delegate_rest() -> None:
+    """Delegates each public method of Keras's base classes that the wrapper lacks.
+
+    This includes methods that a newer Keras adds there.
+    """
+    for base in keras_api.OPTIMIZER_BASES:
+        for name in dir(base):
+            is_public = not name.startswith("_") or name in _CHECKPOINTS
+            if callable(getattr(base, name)) and is_public and name not in vars(OptimizerWrapper):
+                setattr(OptimizerWrapper, name, _delegate(name))
+
+
+def _names_of_wrappers(cls: type) -> set[str]:
+    """Returns the names that wrapper classes define, which no hyperparameter can hide."""
+    classes = cls.__mro__[: cls.__mro__.index(OptimizerWrapper) + 1]
+    return {name for wrapper in classes for name in vars(wrapper)}
+
+
+def _only_inner(wrapper: OptimizerWrapper, name: str) -> str:
+    return (
+        f"{type(wrapper).__name__} has no attribute {name!r}, only its inner optimizer has: use "
+        f"`optimizer.inner_optimizer.{name}`. The wrapper only passes on hyperparameters, here "
+        f"{sorted(wrapper._hyperparameters | {'learning_rate'})}."
+    )
+
+
+@functools.cache
+def _let_wrappers_write_themselves() -> None:
+    """Lets a SavedModel ask wrappers what to write about them."""
+    register = saving.register(
+        "keras_mp", predicate=lambda each: isinstance(each, OptimizerWrapper)
+    )
+    register(OptimizerWrapper)
+
+
+def check_shapes(variables: Iterable[Any], weights: Sequence[Any]) -> None:
+    """Checks that weights fit into an optimizer's variables.
+
+    Args:
+        variables: iterable of variables.
+        weights: sequence of arrays.
+
+    Raises:
+        ValueError: their shapes differ.
+    """
+    expected = [tuple(variable.shape) for variable in variables]
+    received = [tuple(np.shape(weight)) for weight in weights]
+    if expected != received:
+        raise ValueError(
+            "The weights are from another kind of optimizer, or for another model. Nothing was "
+            f"set. Expected the shapes {expected}. Received: {received}"
+        )
+
 
 def _is_of_keras_mp(method: Callable[..., Any]) -> bool:
     return (method.__module__ or "").startswith("keras_mp.")
 
 
-delegate_rest(OptimizerWrapper)
+_delegate_rest()
 keras_api.convert_wrappers_to_legacy(OptimizerWrapper, OptimizerWrapper._with_inner)

@@ -40,7 +40,7 @@ SUBPACKAGES = {
         "tensorflow_api",
     },
     "wrappers": {
-        *("wrappers", "keras_api", "step", "support", "tensorflow_api", "loss_scale"),
+        *("wrappers", "keras_api", "step", "support", "loss_scale"),
     },
     "layer_calls": {
         *("layer_calls", "keras_api", "step", "variables", "op_autocast", "kernels", "hooks"),

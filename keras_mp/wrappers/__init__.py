@@ -1,4 +1,4 @@
 """What all optimizer wrappers have in common.
 
-Delegation to the inner optimizer, saving, the properties of a loss scale, older spellings.
+A wrapper in a wrapper, the properties of a loss scale, older arguments.
 """

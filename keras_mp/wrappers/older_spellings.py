@@ -1,15 +1,10 @@
-"""Older arguments and attributes of LossScaleOptimizer.
-
-They are those of TensorFlow 2.4-2.15 and of Keras 3.
+"""Older arguments of LossScaleOptimizer: of TensorFlow 2.4-2.15 and Keras 3.
 
 RFC 293, "LossScaleOptimizer API", has `loss_scale` in their place. Also the name of the inner
 optimizer in checkpoints of TensorFlow 2.2 and 2.3.
 """
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
-
-import tensorflow as tf
+from typing import Any
 
 from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale, required
 
@@ -28,108 +23,6 @@ _LEFT_ALONE = {
     "loss_scale_factor": None,
     "gradient_accumulation_steps": None,
 }
-
-
-class OlderSpellings:
-    """The older names of loss scale attributes, and methods for TensorFlow 1's graphs."""
-
-    if TYPE_CHECKING:
-        loss_scale: LossScale
-        inner_optimizer: Any
-        apply_gradients: Callable[[Iterable[tuple[Any, Any]]], Any]
-        get_scaled_loss: Callable[[tf.Tensor], tf.Tensor]
-        get_unscaled_gradients: Callable[[Iterable[Any]], list[Any]]
-        _scales_on_tape: Callable[[], bool]
-
-    @property
-    def loss_scale_factor(self) -> None:
-        """None. That of Keras 3's optimizers would scale the loss again."""
-        return None
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, value: Any) -> None:
-        raise TypeError(
-            "A LossScaleOptimizer scales the loss itself, so it has no `loss_scale_factor`, and "
-            "another LossScaleOptimizer cannot wrap it. "
-            f"Received: loss_scale_factor={value!r}"
-        )
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether the loss scale is a dynamic one."""
-        return isinstance(self.loss_scale, DynamicLossScale)
-
-    @property
-    def initial_scale(self) -> float:
-        """Where a dynamic scale started, or the fixed scale."""
-        scale = self.loss_scale
-        return scale.initial_loss_scale if isinstance(scale, DynamicLossScale) else float(scale)
-
-    @property
-    def dynamic_growth_steps(self) -> int | None:
-        """The dynamic scale's `increment_period`, read and write; None for a fixed scale."""
-        scale = self.loss_scale
-        return scale.increment_period if isinstance(scale, DynamicLossScale) else None
-
-    @dynamic_growth_steps.setter
-    def dynamic_growth_steps(self, value: int) -> None:
-        scale = self.loss_scale
-        if not isinstance(scale, DynamicLossScale):
-            raise ValueError(
-                "A fixed loss scale does not grow. "
-                f"Received: dynamic_growth_steps={value!r} with {scale!r}"
-            )
-        scale.increment_period = whole(value)
-
-    @property
-    def dynamic_counter(self) -> tf.Variable | None:
-        """The dynamic scale's `num_good_steps`; None for a fixed scale."""
-        scale = self.loss_scale
-        return scale.num_good_steps if isinstance(scale, DynamicLossScale) else None
-
-    @property
-    def step_counter(self) -> tf.Variable | None:
-        """`dynamic_counter` under Keras 3's name."""
-        return self.dynamic_counter
-
-    @property
-    def dynamic_scale(self) -> tf.Variable | None:
-        """The dynamic scale's variable; None for a fixed scale."""
-        scale = self.loss_scale
-        return scale.loss_scale if isinstance(scale, DynamicLossScale) else None
-
-    def get_gradients(self, loss: tf.Tensor, params: Any) -> list[Any]:
-        """Returns the unscaled gradients of a loss in a TensorFlow 1 graph.
-
-        Legacy optimizers have this method.
-
-        Args:
-            loss: float tensor. Not scaled.
-            params: list of variables.
-
-        Returns:
-            list of tensors.
-        """
-        if self._scales_on_tape():
-            raise TypeError(
-                "The optimizer overrides how gradients are computed, and would see the scaled "
-                "loss in a graph of TensorFlow 1. Train in mixed_bfloat16, without loss scaling. "
-                f"Received: {self.inner_optimizer!r}"
-            )
-        scaled = self.inner_optimizer.get_gradients(self.get_scaled_loss(loss), params)
-        return self.get_unscaled_gradients(scaled)
-
-    def get_updates(self, loss: tf.Tensor, params: Any) -> list[Any]:
-        """Makes a whole step in a TensorFlow 1 graph (legacy optimizers).
-
-        Args:
-            loss: float tensor. Not scaled.
-            params: list of variables.
-
-        Returns:
-            list of the operations that make the step.
-        """
-        return [self.apply_gradients(zip(self.get_gradients(loss, params), params, strict=True))]
 
 
 def loss_scale_from_arguments(
