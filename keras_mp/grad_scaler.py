@@ -99,7 +99,8 @@ class GradScaler(ScalerProperties, tf.Module):
     """
 
     _configured: LossScale | None
-    _scaler: SharedScaler[GradScalerCalls]
+    _step_calls: GradScalerCalls
+    _scaler: SharedScaler
 
     def __init__(
         self,
@@ -120,9 +121,9 @@ class GradScaler(ScalerProperties, tf.Module):
         used = configured if enabled and configured is not None else FixedLossScale(1)
         # This is not an ordinary attribute, since checkpoints would contain that.
         vars(self)["_configured"] = configured
+        self._step_calls = GradScalerCalls(used, scales=used is configured)
         self._scaler = SharedScaler(
             used,
-            GradScalerCalls(used, scales=used is configured),
             skip_nonfinite=enabled and skip_nonfinite,
             reduce_dtype=reduce_dtype,
             aggregate_in_float16=aggregate_in_float16,
@@ -154,7 +155,7 @@ class GradScaler(ScalerProperties, tf.Module):
             TypeError: a loss is not a floating-point tensor.
         """
         self._check_mode()
-        return self._scaler.calls.scale(losses)
+        return self._step_calls.scale(losses)
 
     @do_not_convert
     def unscale(self, grads: Iterable[Any], optimizer: Any = None) -> list[Any]:
@@ -177,7 +178,7 @@ class GradScaler(ScalerProperties, tf.Module):
                 optimizers and `optimizer` is None.
         """
         self._check_mode()
-        return self._scaler.calls.unscale(
+        return self._step_calls.unscale(
             gradients.convert(grads), optimizer, may_skip=self._scaler.can_skip
         )
 
@@ -214,7 +215,7 @@ class GradScaler(ScalerProperties, tf.Module):
                 f"grads_and_vars={pairs!r}"
             )
         adapter.build([variable for _, variable in pairs])
-        with self._scaler.calls.applying(optimizer) as state:
+        with self._step_calls.applying(optimizer) as state:
             if state is None:
                 return tf.constant(False)
             _, finite = make_step(adapter, pairs, state, self._scaler, aggregate=aggregate)
@@ -242,7 +243,7 @@ class GradScaler(ScalerProperties, tf.Module):
         self._check_mode()
         if new_scale is not None:
             new_scale = self._checked_scale(new_scale)
-        has_stepped = self._scaler.calls.update(begins_anew=new_scale is not None)
+        has_stepped = self._step_calls.update(begins_anew=new_scale is not None)
 
         def move(tensors: list[tf.Tensor]) -> None:
             if self._scaler.can_skip:
@@ -278,13 +279,9 @@ class GradScaler(ScalerProperties, tf.Module):
         """
         return cls(**config)
 
-    @property
-    def _calls(self) -> GradScalerCalls:
-        return self._scaler.calls
-
     def _checked_scale(self, new_scale: NewScale) -> tf.Tensor | None:
         loss_scale = self._scaler.loss_scale
-        if not self._scaler.calls.scales:
+        if not self._step_calls.scales:
             return None
         if not isinstance(loss_scale, DynamicLossScale):
             raise ValueError(
@@ -311,19 +308,11 @@ class GradScaler(ScalerProperties, tf.Module):
             )
 
 
-def _scales_itself(optimizer: Any) -> bool:
-    """Whether an optimizer of any kind has a loss scale."""
-    v1 = tf.compat.v1
-    if isinstance(optimizer, v1.train.Optimizer) and isinstance(optimizer, ScalerProperties):
-        return True
-    if isinstance(optimizer, v1.mixed_precision.MixedPrecisionLossScaleOptimizer):
-        return True
-    return inner_optimizers.find_loss_scale_optimizer(optimizer) is not None
-
-
 def _adapter_of(optimizer: Any) -> OptimizerAdapter:
     """Returns the adapter of an optimizer, or refuses it."""
-    if _scales_itself(optimizer):
+    of_tensorflow = tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer
+    scales = isinstance(optimizer, (ScalerProperties, of_tensorflow))
+    if scales or inner_optimizers.find_loss_scale_optimizer(optimizer) is not None:
         raise TypeError(
             "A GradScaler needs an optimizer without loss scaling: this one has a loss scale of "
             "its own, and the loss would be scaled twice. Pass its `inner_optimizer`, and use "

@@ -141,7 +141,7 @@ class LossScaleGradientTape(tf.GradientTape):
                 "function that is passed to `strategy.run`."
             )
         if self._scaler is not None:
-            self._scaler._calls.refuse_tape_beside_scale()
+            self._scaler._step_calls.refuse_tape_beside_scale()
         targets = [self._widened(each) for each in tf.nest.flatten(target)]
         if output_gradients is None:
             factors = [tf.ones_like(each) for each in targets]
@@ -227,7 +227,7 @@ class LossScaleGradientTape(tf.GradientTape):
         if self._moves_scale and isinstance(self._loss_scale, DynamicLossScale):
             self._move(self._loss_scale, retries, finite, loss_is_finite, scale_after)
         if self._scaler is not None:
-            self._scaler._calls.by_tape(targets)
+            self._scaler._step_calls.by_tape(targets)
         grads: list[Any] = [None] * len(first)
         for i, gradient in zip(positions, found, strict=True):
             grads[i] = gradient

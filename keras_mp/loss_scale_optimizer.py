@@ -17,9 +17,9 @@ from keras_mp.loss_scale import DynamicLossScale, LossScaleArgument, serialize
 from keras_mp.models.layer_paths import paths_of_weights
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step import gradients
-from keras_mp.step.calls import GradientState
 from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
 from keras_mp.step.optimizer_calls import OptimizerCalls
+from keras_mp.step.record import GradientState
 from keras_mp.step.scaled_step import make_step
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import messages, validation
@@ -135,7 +135,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
 
     _takes_scaled_gradients = True
     _name: str | None
-    _scaler: Scaler[OptimizerCalls]
+    _step_calls: OptimizerCalls
     policy_in_file: str | None
 
     def __init__(
@@ -187,9 +187,9 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         self._set_own(
             _name=name,
             _skip_nonfinite=skip_nonfinite,
+            _step_calls=OptimizerCalls(loss_scale, scales),
             _scaler=Scaler(
                 loss_scale,
-                OptimizerCalls(loss_scale, scales),
                 skip_nonfinite=skip_nonfinite,
                 reduce_dtype=reduce_dtype,
                 aggregate_in_float16=aggregate_in_float16,
@@ -198,7 +198,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             ),
             policy_in_file=None,
         )
-        keras_api.track_variables([*self._state().values(), *self._scaler.variables().values()])
+        keras_api.track_variables([*self._state().values(), *self._hidden_variables().values()])
         for child_name, child in self._own_children().items():
             self._track_trackable(child, child_name, overwrite=True)
         for optimizer in wrapped:
@@ -252,7 +252,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             TypeError: `grads` is not a flat list of gradients.
             ValueError: the gradients are unscaled already.
         """
-        return self._scaler.calls.unscale(self._adapter.widened(gradients.convert(grads)))
+        return self._step_calls.unscale(self._adapter.widened(gradients.convert(grads)))
 
     @do_not_convert
     def minimize(
@@ -278,9 +278,9 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             `iterations`, or in a TensorFlow 1 graph the operation that makes the step.
         """
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
-            with self._scaler.calls.as_before_an_exception():
+            with self._step_calls.as_before_an_exception():
                 return super().minimize(loss, var_list, tape, grad_loss, name)
-        calls, by_tape = self._scaler.calls, self._scales_on_tape()
+        calls, by_tape = self._step_calls, self._scales_on_tape()
         with calls.whole_step():
             scaled_by = self._scaler.loss_scale()
             scale = functools.partial(self._scaled, scaled_by=scaled_by)
@@ -314,7 +314,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             list of (gradient, variable) pairs.
         """
         scaled_by = self._scaler.loss_scale() if self._scales_on_tape() else None
-        calls = self._scaler.calls
+        calls = self._step_calls
         with calls.as_before_an_exception():
             scale = self.get_scaled_loss
             pairs = self._gradients(scale, scaled_by, loss, var_list, tape, grad_loss)
@@ -363,7 +363,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         pairs = gradients.checked_pairs(grads_and_vars)
         if not pairs:
             return self.iterations
-        calls = self._scaler.calls
+        calls = self._step_calls
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         with calls.as_before_an_exception() if scaled else contextlib.nullcontext():
             if scaled:
@@ -395,7 +395,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
 
     def _scales_on_tape(self) -> bool:
         """Whether the tape has to scale, as the inner optimizer needs the loss unscaled."""
-        return self._scaler.calls.scales and not self._adapter.only_differentiates
+        return self._step_calls.scales and not self._adapter.only_differentiates
 
     def _scaled(
         self, loss: Loss, scaled_by: tf.Tensor | None = None, to_apply: bool | None = None
@@ -406,9 +406,9 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             return do_not_convert(lambda: self._scaled(user_loss(), scaled_by, to_apply))
         scaled_by = self._scaler.loss_scale() if scaled_by is None else scaled_by
         assert scaled_by is not None
-        scaled = self._scaler.calls.scale(loss, scaled_by)
+        scaled = self._step_calls.scale(loss, scaled_by)
         if to_apply is not None:
-            self._scaler.calls.begin(scaled_by, to_apply=to_apply)
+            self._step_calls.begin(scaled_by, to_apply=to_apply)
         return scaled
 
     def _gradients(
@@ -474,11 +474,10 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         The config of an optimizer has its current learning rate. In the same way, this one has the
         state of the loss scale, for which an `.h5` file has no other place.
         """
-        scaler = self._scaler
         config = {
             **super().get_config(),
             "name": self._name,
-            "loss_scale": serialize(scaler.loss_scale) if scaler.calls.scales else None,
+            "loss_scale": serialize(self._scaler.loss_scale) if self._step_calls.scales else None,
             "aggregate_in_float16": self.aggregate_in_float16,
             "reduce_dtype": self.reduce_dtype,
             **self._config_of_skips(),

@@ -14,7 +14,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.hooks import observers
 from keras_mp.step import gradients, replicas
 from keras_mp.step.optimizer_adapter import Loss, OptimizerAdapter, VarList
 from keras_mp.step.scaled_step import make_step
@@ -103,10 +102,12 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
                 "these, or train without a wrapper: in mixed_bfloat16, which needs no loss scale. "
                 f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
             )
+        # No hyperparameter can hide what wrapper classes define.
+        wrappers = type(self).__mro__[: type(self).__mro__.index(OptimizerWrapper) + 1]
         self._set_own(
             _adapter=adapter,
             _trackable=inner_optimizer,
-            _hyperparameters=adapter.hyperparameters() - _names_of_wrappers(type(self)),
+            _hyperparameters=adapter.hyperparameters().difference(*map(vars, wrappers)),
             _reduce_dtype=None,
         )
         if reduce_dtype is not None:
@@ -396,7 +397,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
             The pairs of unscaled gradients.
         """
         wrappers = (each for each in chain(self) if isinstance(each, OptimizerWrapper))
-        scaling = next((each for each in wrappers if hasattr(each, "_scaler")), None)
+        scaling = next((each for each in wrappers if hasattr(each, "_step_calls")), None)
         if scaling is None and scaled:
             raise ValueError(
                 "The gradients cannot be scaled: no LossScaleOptimizer is among the optimizers. "
@@ -405,14 +406,14 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         if scaling is None:
             yield pairs
             return
-        calls = scaling._scaler.calls
+        calls = scaling._step_calls
         with calls.as_before_an_exception():
             pairs = list(pairs)
             grads = scaling._adapter.widened([g for g, _ in pairs])
             if scaled:
                 calls.begin_by_hand(grads)
-            grads = calls.unscale_early(grads, [v for _, v in pairs])
-            yield [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
+            with calls.unscaled_early(grads, [v for _, v in pairs]) as grads:
+                yield [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
 
     @do_not_convert
     def apply_gradients(
@@ -453,9 +454,6 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         if not pairs:
             return self.iterations
         self.build([variable for _, variable in pairs])
-        if replicas.number_of_workers() > 1:
-            grads, facts = [gradient for gradient, _ in pairs], {"reduce_dtype": self.reduce_dtype}
-            observers.tell(observers.Observer.workers_meet, self, grads, facts)
         how = {"reduce_dtype": self._reduce_dtype, "aggregate": aggregate, "name": name}
         operation, _ = make_step(self._adapter, pairs, **how)
         return self.iterations if operation is None else operation
@@ -615,12 +613,6 @@ def _delegate_rest() -> None:
             is_public = not name.startswith("_") or name in _CHECKPOINTS
             if callable(getattr(base, name)) and is_public and name not in vars(OptimizerWrapper):
                 setattr(OptimizerWrapper, name, _delegate(name))
-
-
-def _names_of_wrappers(cls: type) -> set[str]:
-    """Returns the names that wrapper classes define, which no hyperparameter can hide."""
-    classes = cls.__mro__[: cls.__mro__.index(OptimizerWrapper) + 1]
-    return {name for wrapper in classes for name in vars(wrapper)}
 
 
 def _only_inner(wrapper: OptimizerWrapper, name: str) -> str:

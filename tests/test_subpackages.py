@@ -145,7 +145,7 @@ ATTACHED = {
     *("master_weights", "plots", "extensions"),
 }
 # Lines of code.
-LARGEST_CORE = {"loss_scale_optimizer": 4073, "grad_scaler": 3398, "policy": 1062}
+LARGEST_CORE = {"loss_scale_optimizer": 3974, "grad_scaler": 3367, "policy": 1062}
 
 
 def modules():

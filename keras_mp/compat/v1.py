@@ -21,10 +21,10 @@ from keras_mp.compat.loss_scale_managers import (
 )
 from keras_mp.hooks import observers
 from keras_mp.step import gradients, replicas
-from keras_mp.step.calls import Calls, GradientState
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import Loss
 from keras_mp.step.other_adapters import V1Optimizer
+from keras_mp.step.record import GradientState
 from keras_mp.step.scaled_step import make_step
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import messages, trackables
@@ -148,7 +148,6 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         loss_scale = _loss_scale(loss_scale, loss_scale_manager)
         self._scaler = Scaler(
             loss_scale,
-            Calls(loss_scale),
             aggregate_in_float16=aggregate_in_float16,
             warn_after_skips=warn_after_skips,
         )

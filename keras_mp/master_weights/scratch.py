@@ -8,18 +8,11 @@ update takes.
 import uuid
 import weakref
 from collections import defaultdict
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.support import host
-
-
-class Borrower(Protocol):
-    """A borrower of a variable: the view of a weight, or of a slot of it."""
-
-    def take_back(self, value: tf.Tensor) -> None:
-        """Stores the value that the variable has when it is given back."""
 
 
 class Scratch:
@@ -34,13 +27,13 @@ class Scratch:
         self._name = f"keras_mp_scratch_{uuid.uuid4().hex}"
         self._handles: dict[tuple[Any, ...], tf.Tensor] = {}
         # The variables that are borrowed, by device and by the id of the borrower: it has no hash.
-        self._borrowed: dict[str, dict[int, tuple[Borrower, tf.Tensor]]] = defaultdict(dict)
+        self._borrowed: dict[str, dict[int, tuple[Any, tf.Tensor]]] = defaultdict(dict)
 
-    def handle_for(self, borrower: Borrower, value: tf.Tensor, device: str) -> tf.Tensor:
+    def handle_for(self, borrower: Any, value: tf.Tensor, device: str) -> tf.Tensor:
         """Lends a variable with a value, and returns its handle.
 
         Args:
-            borrower: takes the value back later.
+            borrower: the view of a weight or of a slot, whose `take_back` gets the value later.
             value: float32 tensor of a static shape.
             device: the device of the variable.
         """
@@ -50,7 +43,7 @@ class Scratch:
         tf.raw_ops.AssignVariableOp(resource=handle, value=value)
         return handle
 
-    def find(self, borrower: Borrower, device: str) -> tf.Tensor | None:
+    def find(self, borrower: Any, device: str) -> tf.Tensor | None:
         """Returns the handle that a borrower has now, or None."""
         _, handle = self._borrowed[device].get(id(borrower), (None, None))
         return handle

@@ -210,7 +210,7 @@ def _scaling(original: Callable[..., None]) -> Callable[..., None]:
         ):
             return original(tape, persistent, watch_accessed_variables)
         tape.__class__ = _StepTape
-        cast(_StepTape, tape).begin(step, bool(persistent), watch_accessed_variables)
+        _StepTape.__init__(cast(_StepTape, tape), step, bool(persistent), watch_accessed_variables)
 
     return init
 
@@ -237,10 +237,7 @@ _Tape: Any = tf.GradientTape
 class _StepTape(LossScaleGradientTape):
     """A `tf.GradientTape` that a `train_step` has made."""
 
-    _step: _Step
-
-    def begin(self, step: _Step, persistent: bool, watch_accessed_variables: bool) -> None:
-        """Initializes a tape that was made as a `tf.GradientTape`."""
+    def __init__(self, step: _Step, persistent: bool, watch_accessed_variables: bool) -> None:
         super().__init__(
             step.loss_scale,
             max_retries=_MAX_RETRIES,

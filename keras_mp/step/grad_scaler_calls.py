@@ -17,9 +17,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step import finiteness, gradients
-from keras_mp.step.calls import Calls, GradientState, LossScaleValue
 from keras_mp.step.gradients import Gradient
-from keras_mp.step.record import Notebook, Notes
+from keras_mp.step.record import Calls, GradientState, LossScaleValue, Notes
 from keras_mp.support import host, messages, new_variables
 from keras_mp.support.references import reference
 
@@ -81,7 +80,7 @@ class _Step(Notes):
         return not {Stage.APPLIED, Stage.SPOILED}.isdisjoint(self.stages.values())
 
 
-class GradScalerCalls(Calls):
+class GradScalerCalls(Calls[_Step]):
     """The calls of a `GradScaler`, which all threads share.
 
     A wrong call is an error. In a function in which nothing was called before, and of which no
@@ -89,7 +88,7 @@ class GradScalerCalls(Calls):
     """
 
     def __init__(self, loss_scale: LossScaleValue, scales: bool = True) -> None:
-        super().__init__(loss_scale, scales, Notebook(_Step, is_shared=scales))
+        super().__init__(_Step, loss_scale, scales, is_shared=scales)
         self._lock = threading.RLock()
         # Whether gradients that were unscaled are finite, for functions that go on with a step that
         # was begun elsewhere.
@@ -108,7 +107,7 @@ class GradScalerCalls(Calls):
     def scale(self, losses: Any) -> Any:
         """Multiplies a structure of losses, by the same number between two updates."""
         if not self.scales:
-            notes = self._record.notes()
+            notes = self.notes()
             flat = (loss for loss in tf.nest.flatten(losses) if tf.is_tensor(loss))
             notes.losses = (*notes.losses, *flat)
             return losses
@@ -164,7 +163,7 @@ class GradScalerCalls(Calls):
             unscaled = gradients.unscale(grads, scaled_by)
             finite = finiteness.all_finite(unscaled) if may_skip else tf.constant(True)
             is_wrong = self._is_wrong(_WRONG_UNSCALE, step.stage(key))
-            earlier = self._found(step, key)
+            earlier = self._verdict_on(step, key)
             finite = finite if earlier is None else tf.logical_and(finite, earlier)
             stage = Stage.SPOILED if is_wrong else Stage.UNSCALED
             self._note(
@@ -202,7 +201,7 @@ class GradScalerCalls(Calls):
             stages = [step.stage(each) for each in keys]
             is_wrong = any(self._is_wrong(_WRONG_STEP, s, _NOT_MADE) for s in stages)
             scaled = all(stage is Stage.SCALED for stage in stages)
-            verdicts = [self._found(step, each) for each in keys]
+            verdicts = [self._verdict_on(step, each) for each in keys]
             verdicts = [each for each in verdicts if each is not None]
             given = GradientState(
                 scaled,
@@ -222,9 +221,9 @@ class GradScalerCalls(Calls):
             yield None if is_wrong else given
         except BaseException:
             with self._lock:
-                stages = self._record.notes().stages
+                stages = self.notes().stages
                 others = {k: stage for k, stage in stages.items() if k not in keys}
-                self._record.note(stages={**others, **before})
+                self.note(stages={**others, **before})
             raise
 
     def update(self, *, begins_anew: bool = False) -> bool:
@@ -238,31 +237,31 @@ class GradScalerCalls(Calls):
             Whether a step was made; True in a function that knows nothing of the step.
         """
         if not self.scales:
-            self._record.notes().losses = ()
+            self.notes().losses = ()
             return True
         with self._lock:
-            step = self._record.current(_Step.has_stepped)
+            step = self.current(_Step.has_stepped)
             has_begun, has_stepped = step.has_begun(), step.has_stepped()
-            is_own = step is self._record.notes()
+            is_own = step is self.notes()
             self._is_updated_elsewhere |= not is_own and not tf.executing_eagerly()
             if not has_stepped and not begins_anew:
                 self._is_wrong(_WRONG_UPDATE, Stage.READY)
             self._note(_Step(), None)
             if tf.distribute.in_cross_replica_context():
-                self._record.forget()
+                self.forget()
         return has_stepped or not has_begun
 
     def _current(self, key: Any) -> _Step:
         """Returns the notes for a call for one optimizer, as `Notebook.current` does."""
-        return self._record.current(lambda step: step.stage(key) is not Stage.APPLIED)
+        return self.current(lambda step: step.stage(key) is not Stage.APPLIED)
 
     def _of_this_step(self) -> _Step:
         """Returns the notes for a call that scales a loss.
 
         A function in which nothing was called begins anew, unless the graph around it has begun.
         """
-        step = self._record.current()
-        return self._record.notes() if step.is_elsewhere else step
+        step = self.current()
+        return self.notes() if step.is_elsewhere else step
 
     def _note_losses(
         self,
@@ -280,9 +279,9 @@ class GradScalerCalls(Calls):
         """Notes a step with what is known anew of it."""
         names = ("of_losses", "stages", "optimizers", "losses", "finite", "unclipped")
         before = {name: getattr(step, name) for name in names}
-        self._record.note(**{**before, "scaled_by": scaled_by, **known})
+        self.note(**{**before, "scaled_by": scaled_by, **known})
 
-    def _found(self, step: _Step, key: Any) -> tf.Tensor | None:
+    def _verdict_on(self, step: _Step, key: Any) -> tf.Tensor | None:
         """Returns the verdict on gradients that were unscaled, or None if none were."""
         if step.stage(key) not in (Stage.UNSCALED, Stage.UNSCALED_BEFORE):
             return None

@@ -19,9 +19,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step import gradients, scaled_losses
-from keras_mp.step.calls import Calls, GradientState, LossScaleValue
 from keras_mp.step.gradients import Gradient
-from keras_mp.step.record import Notebook, Notes
+from keras_mp.step.record import Calls, GradientState, LossScaleValue, Notes
 from keras_mp.support import host, messages
 
 
@@ -32,8 +31,6 @@ class How(enum.Enum):
     BY_PROGRAM = "the program is to call get_unscaled_gradients"
     BY_APPLYING = "applying unscales them"
     DONE = "they are unscaled, or their loss was not scaled"
-    # Those of other variables may then still be scaled.
-    DONE_EARLY = "they were unscaled for a wrapper"
 
 
 class _Step(Notes):
@@ -45,7 +42,7 @@ class _Step(Notes):
         is_over: whether its gradients were applied. Those of other variables may follow.
         applied: the ids of the variables whose gradients were applied: several functions may each
             make a part of one step.
-        unscaled: the ids of the variables whose gradients were unscaled for a wrapper.
+        is_early: whether `applying` gets them from a wrapper, for which they are unscaled already.
         is_whole: whether the gradients that are applied next make up the whole step. That is so if
             the step began while another one was under way: gradients that are applied later may
             belong to the other one.
@@ -54,9 +51,8 @@ class _Step(Notes):
     """
 
     how = How.UNKNOWN
-    has_loss = is_over = is_whole = False
+    has_loss = is_over = is_early = is_whole = False
     applied: frozenset[int] = frozenset()
-    unscaled: frozenset[int] = frozenset()
     unclipped: Sequence[Gradient] = ()
     results: tuple["weakref.ref[Any]", ...] = ()
     tensors = (*Notes.tensors, "unclipped")
@@ -67,6 +63,11 @@ class _Step(Notes):
     def has_scaled(self) -> bool:
         """Whether a loss was scaled whose gradients were not yet applied."""
         return self.has_begun() and self.has_loss
+
+    def goes_on_with(self, variables: frozenset[int]) -> bool:
+        """Whether gradients of these may be another part of the step applied last."""
+        before = frozenset() if self.is_whole else self.applied
+        return bool(before) and before.isdisjoint(variables)
 
     def misses_a_call(self, goes_on: bool) -> bool:
         """Whether a call is missing if gradients are applied now.
@@ -79,18 +80,18 @@ class _Step(Notes):
         return not goes_on or self.how is How.UNKNOWN
 
 
-class OptimizerCalls(Calls):
+class OptimizerCalls(Calls[_Step]):
     """The calls of a `LossScaleOptimizer`.
 
     A missing call is reported, and the step is made.
     """
 
     def __init__(self, loss_scale: LossScaleValue, scales: bool = True) -> None:
-        super().__init__(loss_scale, scales, Notebook(_Step))
+        super().__init__(_Step, loss_scale, scales)
 
     def scale(self, loss: Any, scaled_by: tf.Tensor) -> tf.Tensor:
         """Multiplies a loss, which `begin` notes."""
-        own = self._record.notes()
+        own = self.notes()
         if not self.scales:
             own.losses = (loss,) if tf.is_tensor(loss) else ()
             return loss
@@ -111,13 +112,12 @@ class OptimizerCalls(Calls):
         """
         if not self.scales:
             return
-        own = self._record.notes()
+        own = self.notes()
         # Overlapping steps can be told apart only if different calls unscale their gradients.
         is_whole = own.has_scaled() and (own.how is How.BY_APPLYING) is not to_apply
-        self._record.note(
+        self.note(
             how=How.BY_APPLYING if to_apply else How.BY_PROGRAM,
-            **{"has_loss": True, "is_over": False, "is_whole": is_whole},
-            **{"applied": frozenset(), "unscaled": frozenset()},
+            **{"has_loss": True, "is_over": False, "is_whole": is_whole, "applied": frozenset()},
             **{"scaled_by": scaled_by, "unclipped": ()},
         )
         if self._scaled_by is not None and not host.in_v1_graph():
@@ -140,28 +140,34 @@ class OptimizerCalls(Calls):
         self._refuse_results(grads, "get_unscaled_gradients")
         scaled_by = self._scale_of_step()
         unscaled = gradients.unscale(grads, None if by_tape else scaled_by)
-        step = self._record.current()
-        is_early = step.has_scaled() and step.how is How.DONE_EARLY
-        self._note_unscaled(How.DONE_EARLY if is_early else How.DONE, unscaled, scaled_by)
+        self._note_unscaled(unscaled, scaled_by, how=How.DONE)
         self._remember_results(unscaled)
         return unscaled
 
-    def unscale_early(self, grads: Sequence[Any], variables: Iterable[Any]) -> Sequence[Any]:
-        """Unscales gradients that `applying` would unscale, before a wrapper sees them.
+    @contextlib.contextmanager
+    def unscaled_early(
+        self, grads: Sequence[Any], variables: Iterable[Any]
+    ) -> Iterator[Sequence[Any]]:
+        """Context manager that unscales gradients for a wrapper if `applying` would do so.
 
         Args:
             grads: sequence of gradients.
             variables: iterable of their variables.
         """
-        step, ids = self._record.current(), frozenset(id(v) for v in variables)
-        is_another_part = bool(step.unscaled) and step.unscaled.isdisjoint(ids)
-        is_early = is_another_part and step.how is How.DONE_EARLY
-        if not is_early and (step.is_over or step.how is not How.BY_APPLYING):
-            return grads
-        scaled_by, ids = self._scale_of_step(), step.unscaled | ids
+        step = self.current()
+        is_part = not step.is_over or step.goes_on_with(frozenset(map(id, variables)))
+        if step.is_early or step.how is not How.BY_APPLYING or not is_part:
+            yield grads
+            return
+        scaled_by = self._scale_of_step()
         unscaled = gradients.unscale(grads, scaled_by)
-        self._note_unscaled(How.DONE_EARLY, unscaled, scaled_by, has_loss=True, unscaled=ids)
-        return unscaled
+        self._note_unscaled(unscaled, scaled_by, how=step.how, has_loss=True, is_early=True)
+        try:
+            yield unscaled
+        finally:
+            # The wrapper may have kept them for later.
+            own = self.notes()
+            self.note(is_early=False, how=own.how if own.is_over else How.DONE)
 
     @contextlib.contextmanager
     def applying(self, variables: Iterable[Any]) -> Iterator[GradientState]:
@@ -174,40 +180,35 @@ class OptimizerCalls(Calls):
         """
         if not self.scales:
             yield GradientState(losses=self.losses())
-            self._record.notes().losses = ()
+            self.notes().losses = ()
             return
         variables = list(variables)
-        step, own = self._record.current(), self._record.notes()
-        how, applied = step.how, frozenset(id(v) for v in variables)
-        before = frozenset() if step.is_whole else step.applied
-        # Gradients of other variables may be another part of the step that was applied last.
-        goes_on = bool(before) and before.isdisjoint(applied)
+        step, own = self.current(), self.notes()
+        how, applied = step.how, frozenset(map(id, variables))
+        goes_on = step.goes_on_with(applied)
         is_part = goes_on or not step.is_over
-        is_scaled = is_part and how in (How.BY_PROGRAM, How.BY_APPLYING)
-        if is_part and step.is_over and how is How.DONE_EARLY:
-            is_scaled = not applied <= step.unscaled
-        is_divided = is_part and how in (How.DONE, How.DONE_EARLY)
-        applied = before | applied if goes_on else applied
+        was_scaled = is_part and how in (How.BY_PROGRAM, How.BY_APPLYING)
+        is_scaled = was_scaled and not step.is_early
+        is_divided = is_part and (step.is_early or how is How.DONE)
+        applied = step.applied | applied if goes_on else applied
         # It is said once that a function makes no calls at all, until it makes one.
         is_told = how is How.UNKNOWN and own.time > 0 and not tf.executing_eagerly()
         is_by_tape = scaled_losses.thread.noted.are_by_tape(variables)
         is_missing, has_begun = step.misses_a_call(goes_on), step.has_begun()
         if is_missing and not is_told and not is_by_tape:
-            messages.warn(_missing_call(step))
+            missing = _NOT_UNSCALED if step.has_scaled() else _NOT_SCALED_BEFORE
+            messages.warn(missing if has_begun else _NEITHER)
             if step.has_scaled() or tf.executing_eagerly():
                 applied = frozenset()
         scaled_by, unclipped = self._scale_of_step(), list(step.unclipped)
         step.unclipped = ()
         yield GradientState(is_scaled, scaled_by, is_divided, self.losses(), unclipped)
-        if is_scaled:
+        if was_scaled:
             how = How.BY_APPLYING
-        elif is_missing and not has_begun:
-            how = How.UNKNOWN
-        elif how is not How.DONE_EARLY:
-            how = How.DONE
-        known = {"how": how, "is_over": how is not How.UNKNOWN}
-        known |= {"applied": applied, "unscaled": step.unscaled}
-        self._record.note(**known, losses=(), is_whole=step.is_whole, scaled_by=scaled_by)
+        else:
+            how = How.UNKNOWN if is_missing and not has_begun else How.DONE
+        known = {"how": how, "is_over": how is not How.UNKNOWN, "applied": applied}
+        self.note(**known, losses=(), is_whole=step.is_whole, scaled_by=scaled_by)
         if step is not own and tf.executing_eagerly():
             vars(step).update(known, losses=())  # The thread that began the step is done with it.
 
@@ -219,7 +220,7 @@ class OptimizerCalls(Calls):
         exception leaves it.
         """
         with self.as_before_an_exception():
-            notes = self._record.notes()
+            notes = self.notes()
             before = dict(vars(notes))
             yield
             _restore(notes, before)
@@ -230,7 +231,7 @@ class OptimizerCalls(Calls):
 
         It is for calls in which the user's code may make other calls before it raises an exception.
         """
-        notes = self._record.notes()
+        notes = self.notes()
         before = dict(vars(notes))
         try:
             yield
@@ -238,31 +239,28 @@ class OptimizerCalls(Calls):
             _restore(notes, before)
             raise
 
-    def _note_unscaled(
-        self, how: How, grads: Sequence[Any], scaled_by: tf.Tensor, **known: Any
-    ) -> None:
-        step = self._record.current()
-        names = ("applied", "unscaled", "is_whole", "losses")
-        before = {name: getattr(step, name) for name in names}
-        before |= {"how": how, "has_loss": step.has_scaled(), "is_over": False}
-        self._record.note(**{**before, "scaled_by": scaled_by, "unclipped": list(grads), **known})
+    def _note_unscaled(self, grads: Sequence[Any], scaled_by: tf.Tensor, **known: Any) -> None:
+        step = self.current()
+        before = {name: getattr(step, name) for name in ("applied", "is_whole", "losses")}
+        before |= {"has_loss": step.has_scaled(), "is_over": False}
+        self.note(**{**before, "scaled_by": scaled_by, "unclipped": list(grads), **known})
 
     def _scale_of_step(self) -> tf.Tensor:
         """Returns the factor by which the loss of this step was multiplied, or will be."""
-        step = self._record.current()
+        step = self.current()
         if not step.has_scaled() and not step.is_over:
             return self._loss_scale()
         return self._scale_of(step)
 
     def _remember_results(self, results: Iterable[Any]) -> None:
-        self._record.notes().results = tuple(weakref.ref(r) for r in results if r is not None)
+        self.notes().results = tuple(weakref.ref(r) for r in results if r is not None)
 
     def _refuse_results(self, values: Iterable[Any], method: str) -> None:
         """Refuses results of the last call.
 
         They would be scaled or unscaled twice.
         """
-        results = {id(ref()) for ref in self._record.notes().results}
+        results = {id(ref()) for ref in self.notes().results}
         if any(value is not None and id(value) in results for value in values):
             raise ValueError(
                 f"{method}() was given values that are already scaled or unscaled: call it once. "
@@ -277,13 +275,6 @@ _MOST_LOSSES = 16
 def _restore(notes: Notes, before: dict[str, Any]) -> None:
     vars(notes).clear()
     vars(notes).update(before)
-
-
-def _missing_call(step: _Step) -> str:
-    """Returns the message about the call that is missing if gradients are applied."""
-    if not step.has_begun():
-        return _NEITHER
-    return _NOT_UNSCALED if step.has_scaled() else _NOT_SCALED_BEFORE
 
 
 _OPTIMIZER_EXAMPLE = """

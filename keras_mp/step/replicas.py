@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from keras_mp.step.gradients import Gradient, cast_as, map_values
-from keras_mp.step.gradients import cast as cast_gradients
+from keras_mp.step.gradients import Gradient, map_values
 from keras_mp.support import features, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -158,14 +157,12 @@ def reduce_dtype_of(reduce_dtype: Any, aggregate_in_float16: Any) -> tf.DType:
     return dtype
 
 
-def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gradient]:
+def all_reduce(gradients: Sequence[Any]) -> list[Any]:
     """Sums gradients over all replicas. Called in a replica context.
 
     Args:
-        gradients: sequence of gradients. Those in float16, bfloat16 and float64 are sent as they
-            are.
-        reduce_dtype: DType in which float32 gradients are sent and added up. For float16 they
-            should be scaled, or small ones underflow; a sum that overflows comes back infinite.
+        gradients: sequence of gradients. In float16 they should be scaled, or small ones underflow;
+            a sum that overflows comes back infinite.
 
     Returns:
         list of summed gradients, each in the dtype it came in.
@@ -173,8 +170,7 @@ def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gr
     Source: RFC 293, "All-reducing in float16".
     """
     options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_BYTES_PER_PACK)
-    cast: list[Any] = cast_gradients(gradients, [tf.float32], reduce_dtype)
-    sent = [_bits_as(tf.float16, g) if _cannot_be_gathered(g) else g for g in cast]
+    sent: list[Any] = [_bits_as(tf.float16, g) if _cannot_be_gathered(g) else g for g in gradients]
     received: list[Gradient] = [None] * len(sent)
     # TensorFlow packs the tensors of one call, the last ones first, and cannot pack different
     # dtypes.
@@ -182,8 +178,8 @@ def all_reduce(gradients: Sequence[Gradient], reduce_dtype: tf.DType) -> list[Gr
         positions = [i for i, g in enumerate(sent) if g is not None and g.dtype == dtype]
         summed = _summed([sent[i] for i in positions], options)
         for position, gradient in zip(positions, summed):
-            received[position] = _bits_as(cast[position].dtype, gradient)
-    return cast_as(received, gradients)
+            received[position] = _bits_as(gradients[position].dtype, gradient)
+    return received
 
 
 def _summed(
@@ -274,14 +270,11 @@ def once_for_all_replicas(
     Returns:
         The result of the function.
     """
-    if tf.distribute.in_cross_replica_context() or need_not_meet():
+    if tf.distribute.in_cross_replica_context():
         return function(list(tensors))
-
-    @do_not_convert
-    def once(strategy: tf.distribute.Strategy, tensors: Sequence[Any]) -> T:
-        return function([strategy.experimental_local_results(each)[0] for each in tensors])
-
-    return tf.distribute.get_replica_context().merge_call(once, args=(list(tensors),))
+    return decide_for_all_replicas(
+        lambda _, of_replicas, call: function(of_replicas[0]), None, list(tensors), list
+    )
 
 
 def local_id() -> int:

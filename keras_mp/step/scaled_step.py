@@ -12,10 +12,10 @@ import tensorflow as tf
 
 from keras_mp.hooks import observers
 from keras_mp.step import finiteness, gradients, replicas, scaled_losses, state_rollback
-from keras_mp.step.calls import GradientState
 from keras_mp.step.gradients import Gradient
 from keras_mp.step.not_finite import UNKNOWN, count_of_replicas
 from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
+from keras_mp.step.record import GradientState
 from keras_mp.step.scaler import Scaler
 from keras_mp.step.skip_report import SkippedStep
 from keras_mp.step.state_rollback import KeptValues, name_of, read
@@ -84,8 +84,18 @@ def make_step(
     """
     variables, may_skip = [v for _, v in pairs], scaler is not None and scaler.can_skip
     if scaler is not None:
-        scaler.begin_step([gradient for gradient, _ in pairs], state.scaled)
+        observers.tell(observers.Observer.step_begins)
+        # Checked again, since the scaler may have been made outside of the strategy's scope.
+        replicas.check_strategy(may_skip)
         reduce_dtype = scaler.reduce_dtype
+    if replicas.number_of_workers() > 1:
+        facts: dict[str, Any] = {"reduce_dtype": reduce_dtype.name}
+        if scaler is not None:
+            with tf.init_scope():
+                scale = {"loss_scale": repr(scaler.loss_scale)}
+            facts = {**scale, **facts, "gradients are still scaled": state.scaled}
+        owner, grads = scaler or adapter.optimizer, [gradient for gradient, _ in pairs]
+        observers.tell(observers.Observer.workers_meet, owner, grads, facts)
     divisor = state.scaled_by if state.scaled else None
     observers.tell(observers.Observer.gradients, pairs, divisor, state.scaled_by)
     kept, has_examples, under_way = KeptValues(), None, state_rollback.under_way()
@@ -201,7 +211,7 @@ def _summed(
         unscaled = gradients.unscale(grads, divisor)
         own, marks = unscaled[: len(variables)], unscaled[len(variables) :]
         if replicas.are_several():
-            marks = replicas.all_reduce(marks, tf.float32)
+            marks = replicas.all_reduce(marks)
         sums = custom(list(zip(own, variables, strict=True)))
         return [*(gradient for gradient, _ in sums), *marks], list, lambda: own
     packed, unpack = gradients.pack(grads)
@@ -214,7 +224,7 @@ def _summed(
             packed, divisor = gradients.scale(packed, scaled_by), scaled_by
     wide = packed if may_skip else gradients.cast(packed, [tf.float16], tf.float32)
     sent = gradients.cast(wide, [tf.float32], reduce_dtype)
-    sums = gradients.cast_as(replicas.all_reduce(sent, tf.float32), wide)
+    sums = gradients.cast_as(replicas.all_reduce(sent), wide)
     # They are unscaled while they are packed: one operation for many small gradients.
     sums = gradients.cast_as(gradients.unscale(sums, divisor), packed)
     return sums, unpack, lambda: unpack(sent)[: len(variables)]
@@ -284,7 +294,7 @@ def _skipped(
         losses = [loss for each in steps for loss in each.losses]
         is_known = len(steps) == count and all(each.losses for each in steps)
         loss_is_finite = finiteness.all_finite(losses) if is_known else tf.constant(False)
-        return SkippedStep((), names, None, False, None, loss_is_finite, True)
+        return SkippedStep((), names, None, None, loss_is_finite, True)
     of_replicas = [(each.losses, each.own(), each.has_examples) for each in steps]
     totals = None if first.totals is None else first.totals()
     counts = count_of_replicas(of_replicas, totals, len(first.tested))
@@ -297,15 +307,8 @@ def _skipped(
         if totals is not None:
             has_cause |= is_bad[-1] & tf.logical_not(tf.reduce_any(is_bad[:count]))
         has_overflowed = has_cause | tf.reduce_all(has_examples)
-    return SkippedStep(
-        first.tested,
-        names,
-        counts,
-        totals is not None,
-        adapter.steps_made(),
-        loss_is_finite,
-        has_overflowed,
-    )
+    made = adapter.steps_made()
+    return SkippedStep(first.tested, names, counts, made, loss_is_finite, has_overflowed)
 
 
 def _write_if(finite: tf.Tensor, update: Callable[[], Any]) -> None:

@@ -1,36 +1,30 @@
-"""A `Scaler`: a loss scale with its calls, and with the outcomes of steps.
+"""A `Scaler`: a loss scale, and the outcomes of steps.
 
 RFC 293, "LossScaleOptimizer Overview": steps whose gradients are not finite are skipped.
 `LossScaleOptimizer` and the optimizer of TensorFlow 1 have a `Scaler` each. A `GradScaler`, which
 several optimizers share, has a `SharedScaler`.
 """
 
-from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.hooks import observers
 from keras_mp.step import replicas
-from keras_mp.step.calls import Calls
 from keras_mp.step.dynamic_loss_scale import DynamicLossScale
-from keras_mp.step.gradients import Gradient
 from keras_mp.step.loss_scales import LossScale, state_variable
 from keras_mp.step.schedule import LossScaleState, bad_steps_after
 from keras_mp.step.skip_report import SkippedStep, SkipReport
 from keras_mp.support import validation
 from keras_mp.support.host import chosen
 
-C = TypeVar("C", bound=Calls)
 Truth = bool | tf.Tensor
 
 
-class Scaler(Generic[C]):
-    """The scale and the calls of a step, and what counts its outcomes.
+class Scaler:
+    """The scale of a step, and what counts its outcomes.
 
     Attributes:
         loss_scale: the `LossScale`.
-        calls: the `Calls`, which note each call, and scale and unscale.
         reduce_dtype: DType in which float32 gradients are summed over replicas.
         can_skip: bool. Whether a step may be skipped.
         steps_skipped: int64 variable. How many steps were skipped.
@@ -38,7 +32,6 @@ class Scaler(Generic[C]):
 
     Args:
         loss_scale: `LossScale`.
-        calls: as the attribute.
         skip_nonfinite: bool. Whether steps with gradients that are not finite are always skipped,
             not only with a loss scale that moves.
         reduce_dtype: str, DType or None, as `replicas.reduce_dtype_of` takes it.
@@ -53,7 +46,6 @@ class Scaler(Generic[C]):
     def __init__(
         self,
         loss_scale: LossScale,
-        calls: C,
         *,
         skip_nonfinite: bool = False,
         reduce_dtype: str | tf.DType | None = None,
@@ -64,7 +56,6 @@ class Scaler(Generic[C]):
         self.can_skip = skip_nonfinite or loss_scale.moves
         replicas.check_strategy(may_skip=self.can_skip)
         self.loss_scale: Any = loss_scale
-        self.calls = calls
         self.reduce_dtype = replicas.reduce_dtype_of(reduce_dtype, aggregate_in_float16)
         with tf.init_scope():
             self.steps_skipped = state_variable(0, tf.int64, "steps_skipped")
@@ -80,26 +71,6 @@ class Scaler(Generic[C]):
     def skips_in_a_row(self) -> tf.Variable:
         """The number of steps skipped since the last good one, an int64 variable."""
         return self._moved.num_bad_steps
-
-    def begin_step(self, grads: Sequence[Gradient], scaled: bool) -> None:
-        """Begins a step.
-
-        Args:
-            grads: the gradients of this replica.
-            scaled: bool. Whether they are still scaled.
-        """
-        observers.tell(observers.Observer.step_begins)
-        # Checked again, since the scaler may have been made outside of the strategy's scope.
-        replicas.check_strategy(may_skip=self.can_skip)
-        if replicas.number_of_workers() > 1:
-            with tf.init_scope():
-                scale = repr(self.loss_scale)
-            facts = {
-                "loss_scale": scale,
-                "reduce_dtype": self.reduce_dtype.name,
-                "gradients are still scaled": scaled,
-            }
-            observers.tell(observers.Observer.workers_meet, self, grads, facts)
 
     def outcome(self, finite: Truth, skipped: SkippedStep | None = None) -> list[Any]:
         """Moves the loss scale after a step, and counts and reports a skipped one.
@@ -143,7 +114,7 @@ class Scaler(Generic[C]):
             of_scale = self._moved.hidden_variables()
         elif isinstance(self._moved, _Counter):
             of_scale = {"skips_in_a_row": self.skips_in_a_row}
-        return {**self.report.variables(), **self.calls.variables(), **of_scale}
+        return {**self.report.variables(), **of_scale}
 
 
 # The outcomes of a step, from good to bad. `update` moves the scale by the worst outcome since the
@@ -154,7 +125,7 @@ class Scaler(Generic[C]):
 _GOOD, _UNFINISHED, _OVERFLOWED, _BAD = 0, 1, 2, 3
 
 
-class SharedScaler(Scaler[C]):
+class SharedScaler(Scaler):
     """A `Scaler` of several optimizers, whose step ends at `update`.
 
     PyTorch's AMP feature proposal, "Gradient scaling".
@@ -162,8 +133,8 @@ class SharedScaler(Scaler[C]):
 
     is_shared = True
 
-    def __init__(self, loss_scale: LossScale, calls: C, **arguments: Any) -> None:
-        super().__init__(loss_scale, calls, **arguments)
+    def __init__(self, loss_scale: LossScale, **arguments: Any) -> None:
+        super().__init__(loss_scale, **arguments)
         with tf.init_scope():
             self._worst = state_variable(_GOOD, tf.int64, "worst_verdict")
 

@@ -43,8 +43,6 @@ class SkippedStep(NamedTuple):
         names: function that returns their names.
         counts: tensor of `count_of_replicas`; None in a graph of TensorFlow 1, in which nothing is
             noted, since a `Saver` would save all variables.
-        has_total: bool. Whether the last row of the counts is for the gradients that were tested,
-            since these are other than those of single replicas.
         steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
         loss_is_finite: bool scalar tensor. Whether the losses of all replicas are known to be
             finite.
@@ -55,7 +53,6 @@ class SkippedStep(NamedTuple):
     variables: Sequence[Any]
     names: Callable[[Sequence[Any]], list[str]]
     counts: tf.Tensor | None
-    has_total: bool
     steps_made: tf.Tensor | None
     loss_is_finite: tf.Tensor
     has_overflowed: bool | tf.Tensor
@@ -258,13 +255,12 @@ class _Note:
 
     def __init__(self, skipped: SkippedStep) -> None:
         assert skipped.counts is not None
-        self._has_total = skipped.has_total
+        self._shape: Any = skipped.counts.shape.as_list()
         self._variables = [reference(variable) for variable in skipped.variables]
         names = _unique(skipped.names(skipped.variables))
         sizes = [tf.TensorShape(v.shape).num_elements() for v in skipped.variables]
         self._sizes = dict(zip(names, sizes, strict=True))
         strategy = tf.distribute.get_strategy()
-        self._shape = strategy.num_replicas_in_sync + skipped.has_total, 1 + len(names), 2
         zeros = np.zeros(_TIMES + math.prod(self._shape))
 
         def vector() -> tf.Variable:
@@ -280,10 +276,10 @@ class _Note:
 
     def is_of(self, skipped: SkippedStep) -> bool:
         """Whether a step is noted here."""
+        assert skipped.counts is not None
         return (
-            self._has_total == skipped.has_total
+            self._shape == skipped.counts.shape.as_list()
             and len(self._places) == tf.distribute.get_strategy().num_replicas_in_sync
-            and len(self._variables) == len(skipped.variables)
             and all(refer() is v for refer, v in zip(self._variables, skipped.variables))
         )
 

@@ -80,18 +80,16 @@ class KeptValues:
         now = (read(handle, old.dtype) for handle, old in self._old)
         return any(_differ(value, old) for value, (_, old) in zip(now, self._old))
 
-    def put_back(self, unless: tf.Tensor | None = None) -> list[tf.Operation]:
+    def put_back(self, unless: tf.Tensor | None = None) -> None:
         """Restores the values, in any context and also for all replicas.
 
         Args:
             unless: bool scalar tensor. If it is True, the variables keep the values that they have.
                 Defaults to None, for False.
         """
-        ops = []
         for handle, old in self._old:
             value = old if unless is None else tf.where(unless, read(handle, old.dtype), old)
-            ops.append(tf.raw_ops.AssignVariableOp(resource=handle, value=value))
-        return [op for op in ops if op is not None]
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
     def release(self) -> None:
         """Releases the values in eager, where an update copies each value that is held."""

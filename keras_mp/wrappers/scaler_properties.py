@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_mp.step import replicas, scaled_losses
 from keras_mp.step.loss_scales import LossScale
+from keras_mp.step.record import Calls
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import validation
 
@@ -20,6 +21,7 @@ class ScalerProperties:
     """The properties of an object with a `Scaler`, and its children in checkpoints."""
 
     _scaler: Scaler
+    _step_calls: Calls[Any] | None = None
     _skip_nonfinite = False
 
     @property
@@ -159,5 +161,10 @@ class ScalerProperties:
         others = super()._trackable_children(save_type, **kwargs)  # pyright: ignore
         children = {**others, **self._own_children()}
         if save_type == "savedmodel":  # It holds functions, and all that these use.
-            children.update(self._scaler.variables())
+            children.update(self._hidden_variables())
         return children
+
+    def _hidden_variables(self) -> dict[str, tf.Variable]:
+        """Returns the variables that are not part of checkpoints, by name."""
+        of_calls = {} if self._step_calls is None else self._step_calls.variables()
+        return {**self._scaler.variables(), **of_calls}

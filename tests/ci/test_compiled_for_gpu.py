@@ -17,7 +17,7 @@ import tensorflow as tf
 from benchmarks import gpu_compiled
 from keras_mp.master_weights import methods, rounding
 from keras_mp.numerics import histogram
-from keras_mp.step import finiteness, not_finite, replicas
+from keras_mp.step import finiteness, gradients, not_finite
 from keras_mp.support import kept_casts
 from tests.ci import gpu_compiler
 from tests.common import once
@@ -107,7 +107,11 @@ def cases_of(dtype):
             is_neighbour,
         ),
         "histogram": Case(lambda x: histogram.count_exponents(cast(x)), [MANY], has_fates),
-        "reduction": Case(lambda x: replicas.all_reduce([x], dtype)[0], [MANY], equals(rounded)),
+        "reduction": Case(
+            lambda x: gradients.cast_as(gradients.cast([x], [tf.float32], dtype), [x])[0],
+            [MANY],
+            equals(rounded),
+        ),
         "counts": Case(
             # What XLA compiles does not count them.
             lambda x: not_finite.count_not_finite([cast(x)]),

@@ -263,6 +263,31 @@ def test_a_wrapper_around_ours_sees_unscaled_gradients(name, calls, mode):
     assert seen
 
 
+def test_a_wrapper_keeps_gradients_for_later(name):
+    class Keeping(keras_mp.OptimizerWrapper):
+        kept = ()
+
+        def apply_gradients(self, grads_and_vars, **kwargs):
+            Keeping.kept = [*Keeping.kept, *(g for g, _ in grads_and_vars)]
+            if len(Keeping.kept) == 2:
+                self.apply_kept()
+
+        def apply_kept(self):
+            total, Keeping.kept = tf.add_n(Keeping.kept), ()
+            super().apply_gradients([(total, v)])
+
+    ours, v = keras_mp.LossScaleOptimizer(sgd(name), SCALE), tf.Variable(8.0)
+    optimizer = Keeping(ours)
+    optimizer.build([v])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", keras_mp.MixedPrecisionWarning)
+        for i, expected in enumerate((8, 7, 7, 6, 6)):
+            optimizer.apply_gradients(zip(gradients_in_dialect(ours, KERAS_3, v), [v]))
+            assert float(v) == expected, i
+        optimizer.apply_kept()
+    assert float(v) == 5.5
+
+
 def test_a_subclass_of_ours_sees_unscaled_gradients(name):
     class Clipping(keras_mp.LossScaleOptimizer):
         def apply_gradients(self, grads_and_vars, **kwargs):
