@@ -9,6 +9,7 @@ import keras_mp
 from keras_mp import graph_rewrite, hardware, keras_api
 from keras_mp.grappler import passes
 from keras_mp.support import cpu
+from tests import steps
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,
@@ -266,16 +267,10 @@ def test_a_step_that_xla_compiles():
     optimizer.build([v])
     plain.build([v])
 
-    def of_scaler():
-        with tf.GradientTape() as tape:
-            loss = scaler.scale(v**2)
-        scaler.step(plain, [(tape.gradient(loss, v), v)])
-        scaler.update()
-
     for minimize in (
         lambda: optimizer.minimize(lambda: v**2, [v]),
         lambda: of_v1.minimize(lambda: v**2),
-        of_scaler,
+        steps.scaler(scaler, plain, lambda: v**2, [v]),
     ):
         step = tf.function(minimize, jit_compile=True, autograph=False)
         with pytest.warns(keras_mp.MixedPrecisionWarning, match="does not reach a step that XLA"):

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from tests import steps
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,
@@ -26,24 +27,10 @@ legacy_only = pytest.mark.skipif(IS_KERAS_3, reason="Legacy optimizers are of Ke
 
 
 def step_function(optimizer, v, mode, calls="keras_3"):
-    """A step with a given gradient, made by minimize or by either dialect, or without scaling."""
-
-    def step(gradient):
-        if calls == "minimize":
-            optimizer.minimize(lambda: tf.reduce_sum(v * gradient), [v])
-            return
-        scale = {"keras_3": "scale_loss", "rfc": "get_scaled_loss"}.get(calls)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(v * gradient)
-            if scale:
-                loss = getattr(optimizer, scale)(loss)
-        gradients = tape.gradient(loss, [v])
-        if calls == "rfc":
-            gradients = optimizer.get_unscaled_gradients(gradients)
-        optimizer.apply_gradients(zip(gradients, [v]))
-
+    """A step with a given gradient, made in one of `steps.WAYS`, or without scaling."""
+    way = steps.WAYS.get(calls, steps.unscaled)
     optimizer.build([v])
-    compiled = placed(mode, step)
+    compiled = placed(mode, way(optimizer, lambda gradient: tf.reduce_sum(v * gradient), [v]))
     return lambda gradient: compiled(tf.constant(gradient, tf.float32))
 
 

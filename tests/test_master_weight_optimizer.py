@@ -9,6 +9,7 @@ from absl import logging
 
 import keras_mp
 from keras_mp.wrappers.inner_optimizers import adapter_of, chain
+from tests import steps
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,
@@ -354,16 +355,7 @@ def test_small_float16_gradients_are_unscaled_in_float32(name, calls):
     inner = make_optimizer(name, 2.0**20, momentum=0.0)
     optimizer = keras_mp.LossScaleOptimizer(keras_mp.MasterWeightOptimizer(inner), 2.0**15)
     # As a float16 number 2**-30, which is scaled to 2**-15, would be 0.
-    if calls == "minimize":
-        optimizer.minimize(lambda: tf.cast(v[0], tf.float32) * 2.0**-30, [v])
-    else:
-        with tf.GradientTape() as tape:
-            scale = optimizer.get_scaled_loss if calls == "rfc" else optimizer.scale_loss
-            loss = scale(tf.cast(v[0], tf.float32) * 2.0**-30)
-        gradients = tape.gradient(loss, [v])
-        if calls == "rfc":
-            gradients = optimizer.get_unscaled_gradients(gradients)
-        optimizer.apply_gradients(zip(gradients, [v]))
+    steps.WAYS[calls](optimizer, lambda: tf.cast(v[0], tf.float32) * 2.0**-30, [v])()
     [weight] = master_weights_in(optimizer).float32_weights()
     assert float(weight[0]) == 1 - 2.0**-10
 
@@ -373,11 +365,7 @@ def test_with_a_grad_scaler(name):
     v = tf.Variable([1.0], dtype=tf.bfloat16)
     optimizer = keras_mp.MasterWeightOptimizer(make_optimizer(name, 2.0**-12, momentum=0.0))
     scaler = keras_mp.GradScaler(2.0)
-    with tf.GradientTape() as tape:
-        loss = scaler.scale(tf.cast(v[0], tf.float32))
-    gradients = tape.gradient(loss, [v])
-    scaler.step(optimizer, zip(gradients, [v]))
-    scaler.update()
+    steps.scaler(scaler, optimizer, lambda: tf.cast(v[0], tf.float32), [v])()
     assert float(optimizer.float32_weights()[0][0]) == 1 - 2.0**-12
 
 

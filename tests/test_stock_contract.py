@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from tests import steps
 from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, sgd, value
 
 pytestmark = pytest.mark.parametrize("name", FAMILIES)
@@ -263,18 +264,7 @@ def test_a_module_with_a_train_step_is_saved(name, calls, tmp_path):
 
         @tf.function(input_signature=[])
         def step(self):
-            if calls == "minimize":
-                self.optimizer.minimize(lambda: tf.reduce_sum(self.v), [self.v])
-            else:
-                scale = self.optimizer.get_scaled_loss
-                if calls == "keras_3":
-                    scale = self.optimizer.scale_loss
-                with tf.GradientTape() as tape:
-                    loss = scale(tf.reduce_sum(self.v))
-                gradients = tape.gradient(loss, [self.v])
-                if calls == "rfc":
-                    gradients = self.optimizer.get_unscaled_gradients(gradients)
-                self.optimizer.apply_gradients(zip(gradients, [self.v]))
+            steps.WAYS[calls](self.optimizer, lambda: tf.reduce_sum(self.v), [self.v])()
             return self.v.read_value()
 
     trainer = Trainer()

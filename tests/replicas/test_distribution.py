@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.step import replicas as step_replicas
+from tests import steps
 from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, once, pairs, value
 
 INF, NAN = float("inf"), float("nan")
@@ -22,24 +22,12 @@ def replica_id():
     return tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
 
 
-def rfc(optimizer, variables, loss_fn):
-    with tf.GradientTape() as tape:
-        loss = optimizer.get_scaled_loss(loss_fn())
-    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
-    optimizer.apply_gradients(zip(gradients, variables))
+WAYS = ["rfc", "keras_3", "minimize"]
 
 
-def keras_3(optimizer, variables, loss_fn):
-    with tf.GradientTape() as tape:
-        loss = optimizer.scale_loss(loss_fn())
-    optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
-
-
-def minimize(optimizer, variables, loss_fn):
-    optimizer.minimize(loss_fn, variables)
-
-
-WAYS = [rfc, keras_3, minimize]
+def make_step(way, optimizer, variables, loss):
+    """Makes one step, in one of the `WAYS`."""
+    steps.WAYS[way](optimizer, loss, variables)()
 
 
 def everywhere(variable):
@@ -56,7 +44,7 @@ def assert_same_everywhere(variables):
             np.testing.assert_array_equal(first, other)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", WAYS)
 def test_one_bad_replica_skips_the_step_on_all(name, way):
     # Defect 1: Keras 3 looks at the first replica only and writes [-inf, -inf].
     strategy = mirrored(2)
@@ -70,7 +58,7 @@ def test_one_bad_replica_skips_the_step_on_all(name, way):
     def step(factors):
         def replica_step():
             factor = tf.gather(factors, replica_id())
-            way(optimizer, [v], lambda: tf.reduce_sum(v * factor))
+            make_step(way, optimizer, [v], lambda: tf.reduce_sum(v * factor))
 
         strategy.run(replica_step)
 
@@ -182,7 +170,7 @@ def test_what_crosses_the_wire(name, way, case):
 
     @tf.function
     def step():
-        strategy.run(lambda: way(optimizer, [v], lambda: tf.reduce_sum(v**2)))
+        strategy.run(lambda: make_step(way, optimizer, [v], lambda: tf.reduce_sum(v**2)))
 
     assert collective_dtypes(step) == {sent}
 
@@ -296,7 +284,8 @@ def test_small_gradients_survive_the_float16_reduction(name):
         optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 2.0**20, momentum=0.0))
     for way in WAYS:
         v.assign(1.0)
-        tf.function(lambda: strategy.run(lambda: way(optimizer, [v], lambda: v * 1e-9)))()
+        step = steps.WAYS[way](optimizer, lambda: v * 1e-9, [v])
+        tf.function(lambda: strategy.run(step))()
         assert 1 - value(v) == pytest.approx(2 * 2**20 * 1e-9, rel=1e-2)
 
 
@@ -310,7 +299,7 @@ def test_an_overflow_of_the_float16_sum_skips_the_step(name):
 
     @tf.function
     def step():
-        strategy.run(lambda: rfc(optimizer, [v], lambda: v * 0.75))
+        strategy.run(lambda: make_step("rfc", optimizer, [v], lambda: v * 0.75))
 
     # 0.75 * 2**16 fits into float16, twice that does not.
     step()
@@ -376,7 +365,8 @@ def test_sparse_gradients(name):
     def step(factor):
         def replica_step():
             row = tf.stack([replica_id(), 3])
-            rfc(optimizer, [table], lambda: tf.reduce_sum(tf.gather(table, row)) * factor)
+            loss = lambda: tf.reduce_sum(tf.gather(table, row)) * factor  # noqa: E731
+            make_step("rfc", optimizer, [table], loss)
 
         strategy.run(replica_step)
 
@@ -501,12 +491,12 @@ def test_strategies_of_one_device(name, make):
     with strategy.scope():
         v = tf.Variable(1.0)
         optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0))
-    step = tf.function(lambda: strategy.run(lambda: rfc(optimizer, [v], lambda: v * 0.5)))
-    step()
+    step = steps.rfc(optimizer, lambda: v * 0.5, [v])
+    tf.function(lambda: strategy.run(step))()
     assert value(v) == 0.5
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_fixed_scale_sums_float16_gradients_in_float32(name, way):
     # 2 * 40 * 1024 has no float16 value; 80 has.
     with mirrored(2).scope():
@@ -516,7 +506,7 @@ def test_a_fixed_scale_sums_float16_gradients_in_float32(name, way):
 
     @tf.function
     def step():
-        mirrored(2).run(lambda: way(optimizer, [v], lambda: tf.reduce_sum(v) * 40))
+        mirrored(2).run(lambda: make_step(way, optimizer, [v], lambda: tf.reduce_sum(v) * 40))
 
     step()
     assert_same_everywhere([v])
@@ -536,9 +526,15 @@ def test_an_optimizer_made_outside_of_the_scope_is_refused(name):
 
 
 @once
-def test_without_a_strategy_nobody_is_met():
+def test_without_a_strategy_nobody_is_met(monkeypatch):
     # A merge call would make TensorFlow convert the update of each variable.
-    assert step_replicas.need_not_meet()
+    def fail(*args, **kwargs):
+        raise AssertionError
+
+    monkeypatch.setattr(type(tf.distribute.get_replica_context()), "merge_call", fail)
+    optimizer, v = keras_mp.LossScaleOptimizer("sgd"), tf.Variable(1.0)
+    optimizer.build([v])
+    tf.function(steps.minimize(optimizer, lambda: v * 2, [v]))()
 
 
 @pytest.mark.parametrize("bad", ["yes", 2, None])

@@ -13,7 +13,17 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, OPTIMIZERS, digits, make_optimizer, pairs, state
+from tests import steps
+from tests.common import (
+    FAMILIES,
+    IS_KERAS_3,
+    OPTIMIZERS,
+    digits,
+    make_optimizer,
+    pairs,
+    placed,
+    state,
+)
 
 STEPS = 12
 BAD_STEPS = {2: np.inf, 5: np.nan, 6: -np.inf}
@@ -36,13 +46,9 @@ class Run:
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
         return tf.reduce_mean(losses) * factor
 
-    def train(self, step, mode, spoil=(), skip=()):
+    def train(self, way, mode, spoil=(), skip=()):
         """Makes STEPS steps, less those to skip; spoil maps steps to a factor on the loss."""
-        compiled = {
-            "eager": lambda f: f,
-            "function": tf.function,
-            "jit": lambda f: tf.function(f, jit_compile=True),
-        }[mode](lambda *batch: step(self, *batch))
+        compiled = placed(mode, way(self.optimizer, self.loss, self.variables))
         images, labels = digits()
         for i in set(range(STEPS)) - set(skip):
             batch = slice(32 * i, 32 * i + 32)
@@ -51,74 +57,15 @@ class Run:
         return self
 
 
-def plain(run, x, y, factor):
-    with tf.GradientTape() as tape:
-        loss = run.loss(x, y, factor)
-    run.optimizer.apply_gradients(zip(tape.gradient(loss, run.variables), run.variables))
-
-
-def minimize_callable(run, x, y, factor):
-    run.optimizer.minimize(lambda: run.loss(x, y, factor), run.variables)
-
-
-def minimize_tensor(run, x, y, factor):
-    with tf.GradientTape() as tape:
-        loss = run.loss(x, y, factor)
-    run.optimizer.minimize(loss, run.variables, tape=tape)
-
-
-def rfc(run, x, y, factor):
-    with tf.GradientTape() as tape:
-        loss = run.optimizer.get_scaled_loss(run.loss(x, y, factor))
-    gradients = run.optimizer.get_unscaled_gradients(tape.gradient(loss, run.variables))
-    run.optimizer.apply_gradients(zip(gradients, run.variables))
-
-
-def rfc_callable(run, x, y, factor):
-    scaled = run.optimizer.get_scaled_loss(lambda: run.loss(x, y, factor))
-    with tf.GradientTape() as tape:
-        loss = scaled()
-    gradients = run.optimizer.get_unscaled_gradients(tape.gradient(loss, run.variables))
-    run.optimizer.apply_gradients(zip(gradients, run.variables))
-
-
-def keras_3(run, x, y, factor):
-    with tf.GradientTape() as tape:
-        loss = run.optimizer.scale_loss(run.loss(x, y, factor))
-    run.optimizer.apply_gradients(zip(tape.gradient(loss, run.variables), run.variables))
-
-
-def keras_3_apply(run, x, y, factor):
-    with tf.GradientTape() as tape:
-        loss = run.optimizer.scale_loss(run.loss(x, y, factor))
-    run.optimizer.apply(tape.gradient(loss, run.variables), run.variables)
-
-
-def compute_gradients(run, x, y, factor):
-    pairs = run.optimizer.compute_gradients(lambda: run.loss(x, y, factor), run.variables)
-    run.optimizer.apply_gradients(pairs)
-
-
-WAYS = [
-    minimize_callable,
-    minimize_tensor,
-    rfc,
-    rfc_callable,
-    keras_3,
-    keras_3_apply,
-    compute_gradients,
-]
-
-
 @functools.cache
 def train_control(name, mode, skip=()):
     """Trains without us."""
     optimizer = make_optimizer(name)
     if mode != "jit":
-        return Run(optimizer).train(plain, mode, skip=skip)
+        return Run(optimizer).train(steps.unscaled, mode, skip=skip)
     # Where an update may be skipped XLA rounds it in other places, with Keras's wrapper too.
     stock = Run(tf.keras.mixed_precision.LossScaleOptimizer(optimizer))
-    stock.train(keras_3 if IS_KERAS_3 else rfc, mode, skip=skip)
+    stock.train(steps.keras_3 if IS_KERAS_3 else steps.rfc, mode, skip=skip)
     stock.optimizer = optimizer
     return stock
 
@@ -140,7 +87,7 @@ def scaled(name, loss_scale="dynamic", **kwargs):
 )
 def test_every_optimizer(name, mode):
     control = train_control(name, mode)
-    run = scaled(name).train(rfc, mode)
+    run = scaled(name).train(steps.rfc, mode)
     assert_equal(run, control)
     assert int(run.optimizer.loss_scale.num_good_steps.numpy()) == STEPS
     # The training did something.
@@ -155,27 +102,28 @@ LOSS_SCALES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "way", "loss_scale", "mode"), pairs(FAMILIES, WAYS, LOSS_SCALES, ["eager", "function"])
+    ("name", "way", "loss_scale", "mode"),
+    pairs(FAMILIES, steps.WAYS, LOSS_SCALES, ["eager", "function"]),
 )
 def test_every_way_of_making_a_step(name, way, loss_scale, mode):
     control = train_control(name, "function")
-    assert_equal(scaled(name, LOSS_SCALES[loss_scale]()).train(way, mode), control)
+    assert_equal(scaled(name, LOSS_SCALES[loss_scale]()).train(steps.WAYS[way], mode), control)
 
 
 @pytest.mark.parametrize(
     ("name", "mode", "way"),
     [
-        ("new.SGD", "eager", minimize_tensor),
-        ("new.Adam", "function", rfc),
-        ("new.Adam", "jit", minimize_tensor),
-        (FAMILIES[-1], "function", keras_3),
-        (OPTIMIZERS[-1], "jit", keras_3),
+        ("new.SGD", "eager", "minimize_tensor"),
+        ("new.Adam", "function", "rfc"),
+        ("new.Adam", "jit", "minimize_tensor"),
+        (FAMILIES[-1], "function", "keras_3"),
+        (OPTIMIZERS[-1], "jit", "keras_3"),
     ],
 )
 def test_nonfinite_steps_are_skipped(name, mode, way):
     control = train_control(name, mode, skip=tuple(BAD_STEPS))
     run = scaled(name, keras_mp.DynamicLossScale(2.0**10, increment_period=3))
-    run.train(way, mode, spoil=BAD_STEPS)
+    run.train(steps.WAYS[way], mode, spoil=BAD_STEPS)
     assert_equal(run, control, atol=1e-7 if mode == "jit" else 0)
     assert int(run.optimizer.steps_skipped) == len(BAD_STEPS)
     assert not bool(run.optimizer.last_step_skipped)
@@ -191,8 +139,8 @@ def test_nonfinite_steps_are_skipped(name, mode, way):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_clipping_sees_unscaled_gradients(name, clip):
     # Eager: in a graph, Keras 3's global norm is fused differently and moves by one ulp.
-    control = Run(make_optimizer(name, **clip)).train(plain, "eager")
-    run = scaled(name, **clip).train(keras_3, "eager")
+    control = Run(make_optimizer(name, **clip)).train(steps.unscaled, "eager")
+    run = scaled(name, **clip).train(steps.keras_3, "eager")
     assert_equal(run, control)
 
 

@@ -1,6 +1,7 @@
 """An exception in any call leaves scale, calls, weights and slots as they were before the call."""
 
 import contextlib
+import functools
 import gc
 import threading
 import warnings
@@ -11,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from tests import steps
 from tests.common import FAMILIES, make_optimizer, mirrored, once, pairs, value
 
 pytestmark = pytest.mark.parametrize("name", FAMILIES)
@@ -469,53 +471,6 @@ def graphs_alive():
     return {id(each): each for each in gc.get_objects() if isinstance(each, tf.Graph)}
 
 
-def step_of_optimizer(name, calls):
-    optimizer, v = keras_mp.LossScaleOptimizer(make_optimizer(name)), tf.Variable(1.0)
-    optimizer.build([v])
-
-    def step(factor):
-        if calls == "minimize":
-            optimizer.minimize(lambda: v * factor, [v])
-            return
-        with tf.GradientTape() as tape:
-            scaled = getattr(optimizer, calls)(v * factor)
-        gradients = [tape.gradient(scaled, v)]
-        if calls == "get_scaled_loss":
-            gradients = optimizer.get_unscaled_gradients(gradients)
-        optimizer.apply_gradients(zip(gradients, [v]))
-
-    return step, optimizer
-
-
-def step_of_scaler(name, unscales):
-    scaler, v, inner = keras_mp.GradScaler(), tf.Variable(1.0), make_optimizer(name)
-    keras_mp.OptimizerWrapper(inner).build([v])
-
-    def step(factor):
-        with tf.GradientTape() as tape:
-            scaled = scaler.scale(v * factor)
-        gradients = [tape.gradient(scaled, v)]
-        if unscales:
-            gradients = scaler.unscale(gradients)
-        scaler.step(inner, zip(gradients, [v]))
-        scaler.update()
-
-    return step, (scaler, inner)
-
-
-def step_of_tape(name):
-    scaler, v, inner = keras_mp.GradScaler(), tf.Variable(1.0), make_optimizer(name)
-    keras_mp.OptimizerWrapper(inner).build([v])
-
-    def step(factor):
-        with keras_mp.LossScaleGradientTape(scaler) as tape:
-            loss = v * factor
-        scaler.step(inner, [(tape.gradient(loss, v), v)])
-        scaler.update()
-
-    return step, (scaler, inner)
-
-
 def step_on_replicas(name):
     strategy = mirrored(2)
     with strategy.scope():
@@ -525,27 +480,23 @@ def step_on_replicas(name):
     def on_replica(factor):
         optimizer.minimize(lambda: v * factor, [v])
 
-    return lambda factor: strategy.run(on_replica, (factor,)), (strategy, optimizer)
-
-
-STEPS = {
-    "scale_loss": lambda name: step_of_optimizer(name, "scale_loss"),
-    "get_scaled_loss": lambda name: step_of_optimizer(name, "get_scaled_loss"),
-    "minimize": lambda name: step_of_optimizer(name, "minimize"),
-    "scaler": lambda name: step_of_scaler(name, False),
-    "scaler that unscales": lambda name: step_of_scaler(name, True),
-    "tape": step_of_tape,
-    "replicas": step_on_replicas,
-}
+    return lambda factor: strategy.run(on_replica, (factor,))
 
 
 # What XLA compiles may keep messages that wait for Python: of one engine for each kind of calls.
 @pytest.mark.parametrize(
     ("kind", "jit_compile"),
-    [*((kind, False) for kind in STEPS), ("scale_loss", True), ("scaler", True)],
+    [
+        *((kind, False) for kind in ("rfc", "keras_3", "minimize", *steps.SCALERS, "replicas")),
+        *(("keras_3", True), ("scaler", True)),
+    ],
 )
 def test_no_graph_is_kept_alive(name, kind, jit_compile):
-    step, alive = STEPS[kind](name)
+    if kind == "replicas":
+        step = step_on_replicas(name)
+    else:
+        v, make = tf.Variable(1.0), functools.partial(make_optimizer, name)
+        step = steps.with_scale(kind, "dynamic", lambda factor: v * factor, [v], make=make)
     function = tf.function(step, jit_compile=jit_compile)
     for is_last in (False, True):  # What is made once, and stays, is made in the first round.
         before = graphs_alive() if is_last else {}
@@ -560,7 +511,6 @@ def test_no_graph_is_kept_alive(name, kind, jit_compile):
         assert graph() is None
     left = [each for key, each in graphs_alive().items() if key not in before]
     assert left == []
-    assert alive
 
 
 def test_fit_keeps_no_graph_alive(name):

@@ -1,6 +1,7 @@
 """Loss scales below 1: for gradients that overflow float16 although the loss is not scaled up."""
 
 import contextlib
+import functools
 import itertools
 
 import numpy as np
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.compat import v1
+from tests import steps
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,
@@ -43,106 +45,27 @@ def sgd():
     return tf.keras.optimizers.SGD(RATE)
 
 
-# Every way to make a step. Each takes a scale, and returns the function of a step.
+def step_of(kind, scale, v):
+    """A step of one of `steps.KINDS`, or one with the losses of two examples."""
+    loss = functools.partial(loss_of, v)
+    if kind == "of examples":
+        kind, loss = "minimize", lambda factor: loss_of(v, factor) * [0.25, 0.75]
+    return steps.with_scale(kind, scale, loss, [v], RATE)
 
 
-def minimize(scale, v):
-    optimizer = keras_mp.LossScaleOptimizer(sgd(), scale)
-    return lambda *factors: optimizer.minimize(lambda: loss_of(v, *factors), [v])
-
-
-def scaled_and_unscaled(scale, v):
-    optimizer = keras_mp.LossScaleOptimizer(sgd(), scale)
-
-    def step(factor):
-        with tf.GradientTape() as tape:
-            loss = optimizer.get_scaled_loss(loss_of(v, factor))
-        gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [v]))
-        optimizer.apply_gradients(zip(gradients, [v]))
-
-    return step
-
-
-def scaled_only(scale, v):
-    optimizer = keras_mp.LossScaleOptimizer(sgd(), scale)
-
-    def step(*factors):
-        with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(loss_of(v, *factors))
-        optimizer.apply_gradients(zip(tape.gradient(loss, [v]), [v]))
-
-    return step
-
-
-def of_examples(scale, v):
-    optimizer = keras_mp.LossScaleOptimizer(sgd(), scale)
-    return lambda factor: optimizer.minimize(lambda: loss_of(v, factor) * [0.25, 0.75], [v])
-
-
-def scaler(scale, v, **kwargs):
-    grad_scaler, optimizer = keras_mp.GradScaler(scale, **kwargs), sgd()
-
-    def step(*factors):
-        with tf.GradientTape() as tape:
-            loss = grad_scaler.scale(loss_of(v, *factors))
-        grad_scaler.step(optimizer, zip(tape.gradient(loss, [v]), [v]))
-        grad_scaler.update()
-
-    return step
-
-
-def scaler_that_unscales(scale, v):
-    grad_scaler, optimizer = keras_mp.GradScaler(scale), sgd()
-
-    def step(factor):
-        with tf.GradientTape() as tape:
-            loss = grad_scaler.scale(loss_of(v, factor))
-        gradients = grad_scaler.unscale(tape.gradient(loss, [v]))
-        grad_scaler.step(optimizer, zip(gradients, [v]))
-        grad_scaler.update()
-
-    return step
-
-
-def scaler_and_tape(scale, v):
-    grad_scaler, optimizer = keras_mp.GradScaler(scale), sgd()
-
-    def step(factor):
-        with keras_mp.LossScaleGradientTape(grad_scaler, max_retries=0) as tape:
-            loss = loss_of(v, factor)
-        grad_scaler.step(optimizer, zip(tape.gradient(loss, [v]), [v]))
-        grad_scaler.update()
-
-    return step
-
-
-def of_tensorflow_1(scale, v):
-    optimizer = v1.LossScaleOptimizer(V1.train.GradientDescentOptimizer(RATE), scale)
-    return lambda factor: optimizer.minimize(lambda: loss_of(v, factor), var_list=[v])
-
-
-STEPS = [
-    minimize,
-    scaled_and_unscaled,
-    scaled_only,
-    of_examples,
-    scaler,
-    scaler_that_unscales,
-    scaler_and_tape,
-    of_tensorflow_1,
-]
+KINDS = [*steps.KINDS, "of examples"]
 
 
 @pytest.mark.parametrize(
-    ("make", "mode", "factor"),
+    ("kind", "mode", "factor"),
     [
-        *zip(STEPS, itertools.repeat("eager"), itertools.cycle([NAN, INF])),
-        *zip(STEPS, itertools.cycle(["function", "jit"]), itertools.cycle([INF, NAN])),
+        *zip(KINDS, itertools.repeat("eager"), itertools.cycle([NAN, INF])),
+        *zip(KINDS, itertools.cycle(["function", "jit"]), itertools.cycle([INF, NAN])),
     ],
 )
-def test_the_scale_goes_below_1_where_only_gradients_overflow(make, mode, factor):
+def test_the_scale_goes_below_1_where_only_gradients_overflow(kind, mode, factor):
     scale, v = dynamic(), tf.Variable(0.0)
-    step = placed(mode, make(scale, v))
+    step = placed(mode, step_of(kind, scale, v))
     for _ in range(SKIPS):
         step(tf.constant(1.0))
     assert (float(scale), float(v)) == (2.0**-SKIPS, 0)
@@ -218,7 +141,7 @@ def test_the_schedule_below_1():
 @once
 def test_the_floor():
     scale, v = dynamic(2.0**-22), tf.Variable(1.0)
-    step = minimize(scale, v)
+    step = step_of("minimize", scale, v)
     bad, no_gradient = tf.Variable(0.0), tf.custom_gradient(lambda x: (x * 1, lambda dy: dy * NAN))
     optimizer = keras_mp.LossScaleOptimizer(sgd(), scale)
     optimizer.minimize(lambda: no_gradient(bad), [bad])
@@ -230,7 +153,7 @@ def test_the_floor():
     assert float(v) == 0
     # As in RFC 293.
     scale = dynamic(min_loss_scale=1.0)
-    minimize(scale, v)(tf.constant(1.0))
+    step_of("minimize", scale, v)(tf.constant(1.0))
     assert float(scale) == 1
 
 
@@ -275,12 +198,12 @@ def test_a_tape_that_finds_nothing(of_loss, expected):
 
 
 @pytest.mark.parametrize("mode", ["eager", "function"])
-@pytest.mark.parametrize("make", [minimize, scaled_only, scaler])
-def test_replicas_have_one_verdict(make, mode):
+@pytest.mark.parametrize("kind", ["minimize", "keras_3", "scaler"])
+def test_replicas_have_one_verdict(kind, mode):
     strategy = mirrored(2)
     with strategy.scope():
         scale, v = dynamic(), tf.Variable(0.0)
-        step = make(scale, v)
+        step = step_of(kind, scale, v)
 
     def run(factors):
         def of_replica():
@@ -379,10 +302,10 @@ def test_what_overflows_unscaled_is_skipped(mode, dtype):
 
 
 @once
-@pytest.mark.parametrize("make", STEPS)
-def test_a_fixed_scale(make):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fixed_scale(kind):
     v = tf.Variable(0.0)
-    step = make(keras_mp.FixedLossScale(2.0**-SKIPS), v)
+    step = step_of(kind, keras_mp.FixedLossScale(2.0**-SKIPS), v)
     step(tf.constant(1.0))
     assert float(v) == -1
 

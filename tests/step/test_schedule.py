@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.compat import v1
 from keras_mp.step.schedule import History, LossScaleState
-from tests.common import once
+from tests import steps
+from tests.common import MODES, once, placed
 
 STEPS = 4000
 
@@ -166,36 +166,11 @@ def test_tolerance_is_an_argument_that_is_saved():
             keras_mp.DynamicLossScale(tolerance=bad)
 
 
-def of_optimizer(scale, v):
-    optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.0), scale)
-    return lambda factor: optimizer.minimize(lambda: v * factor, [v])
-
-
-def of_scaler(scale, v):
-    scaler, optimizer = keras_mp.GradScaler(scale), tf.keras.optimizers.SGD(0.0)
-
-    def step(factor):
-        with tf.GradientTape() as tape:
-            loss = scaler.scale(v * factor)
-        scaler.step(optimizer, [(tape.gradient(loss, v), v)])
-        scaler.update()
-
-    return step
-
-
-def of_tensorflow_1(scale, v):
-    sgd = tf.compat.v1.train.GradientDescentOptimizer(0.0)
-    optimizer = v1.LossScaleOptimizer(sgd, scale)
-    return lambda factor: optimizer.minimize(lambda: v * factor, var_list=[v])
-
-
-@pytest.mark.parametrize("make", [of_optimizer, of_scaler, of_tensorflow_1])
-@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
-def test_tolerance_wherever_steps_are_made(make, mode):
+@pytest.mark.parametrize("kind", ["minimize", "scaler", "tensorflow 1"])
+@pytest.mark.parametrize("mode", MODES)
+def test_tolerance_wherever_steps_are_made(kind, mode):
     scale, v = keras_mp.DynamicLossScale(64, tolerance=0.25), tf.Variable(1.0)
-    step = make(scale, v)
-    if mode != "eager":
-        step = tf.function(step, jit_compile=mode == "jit")
+    step = placed(mode, steps.with_scale(kind, scale, lambda factor: v * factor, [v], 0.0))
     for _ in range(3):
         for factor in (1.0, 1.0, 1.0, float("inf")):
             step(tf.constant(factor))

@@ -14,7 +14,8 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.models import model_steps
 from keras_mp.step import state_rollback
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, value
+from tests import steps
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, placed, value
 
 layers = tf.keras.layers
 FLOAT32 = "float32"
@@ -194,29 +195,21 @@ def test_train_step_that_is_a_function():
 
 
 def own_loop(model, optimizer, calls="rfc"):
+    def loss(x, y):
+        return tf.reduce_mean((model(x, training=True) - y) ** 2)
+
+    make = steps.WAYS[calls](optimizer, loss, model.trainable_variables)
+
     def step(x, y):
         with keras_mp.training_step(model):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
-                if calls == "rfc":
-                    loss = optimizer.get_scaled_loss(loss)
-                elif calls == "keras_3":
-                    loss = optimizer.scale_loss(loss)
-            variables = model.trainable_variables
-            if calls == "minimize":
-                optimizer.minimize(loss, variables, tape=tape)
-                return
-            gradients = tape.gradient(loss, variables)
-            if calls == "rfc":
-                gradients = optimizer.get_unscaled_gradients(gradients)
-            optimizer.apply_gradients(zip(gradients, variables))
+            make(x, y)
 
     return step
 
 
 @pytest.mark.parametrize(
     ("mode", "calls"),
-    [("eager", "rfc"), ("function", "minimize"), ("function", "keras_3"), ("jit", "rfc")],
+    [("eager", "rfc"), ("function", "minimize_tensor"), ("function", "keras_3"), ("jit", "rfc")],
 )
 def test_own_loops(mode, calls):
     models = []
@@ -224,9 +217,7 @@ def test_own_loops(mode, calls):
         model = make_model(between=[normalized] if mode == "eager" else [])
         optimizer = keras_mp.LossScaleOptimizer(make_optimizer("new.SGD"))
         optimizer.build(model.trainable_variables)
-        step = own_loop(model, optimizer, calls)
-        if mode != "eager":
-            step = tf.function(step, jit_compile=mode == "jit")
+        step = placed(mode, own_loop(model, optimizer, calls))
         for i in range(0, len(x), 4):
             step(tf.constant(x[i : i + 4]), tf.constant(y[i : i + 4]))
         models.append(model)

@@ -1,0 +1,159 @@
+"""All ways to make a step, of what scales, a loss and variables.
+
+A step passes its arguments on to the loss, and returns nothing.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+import keras_mp
+
+Step = Callable[..., None]
+Loss = Callable[..., Any]
+
+
+def taped(
+    loss: Loss,
+    variables: list[Any],
+    apply: Callable[[Iterable[Any]], Any],
+    scale: Callable[[Any], Any] = lambda loss: loss,
+    unscale: Callable[[Any], Any] = lambda gradients: gradients,
+    tape: Callable[[], Any] = tf.GradientTape,
+) -> Step:
+    """Scales the loss on a tape, unscales the gradients, and applies them."""
+
+    def step(*args: Any) -> None:
+        with tape() as recorded:
+            scaled = scale(loss(*args))
+        apply(zip(unscale(recorded.gradient(scaled, variables)), variables))
+
+    return step
+
+
+def unscaled(optimizer: Any, loss: Loss, variables: list[Any]) -> Step:
+    """Without loss scaling, or with gradients that the optimizer takes for scaled."""
+    return taped(loss, variables, optimizer.apply_gradients)
+
+
+def rfc(optimizer: Any, loss: Loss, variables: list[Any]) -> Step:
+    """The calls of the RFC."""
+    scale, unscale = optimizer.get_scaled_loss, optimizer.get_unscaled_gradients
+    return taped(loss, variables, optimizer.apply_gradients, scale, unscale)
+
+
+def rfc_callable(optimizer: Any, loss: Loss, variables: list[Any]) -> Step:
+    """The calls of the RFC with a loss that is a function."""
+
+    def scaled(*args: Any) -> Any:
+        return optimizer.get_scaled_loss(lambda: loss(*args))()
+
+    unscale = optimizer.get_unscaled_gradients
+    return taped(scaled, variables, optimizer.apply_gradients, unscale=unscale)
+
+
+def keras_3(optimizer: Any, loss: Loss, variables: list[Any]) -> Step:
+    """The calls of Keras 3."""
+    return taped(loss, variables, optimizer.apply_gradients, optimizer.scale_loss)
+
+
+def keras_3_apply(optimizer: Any, loss: Loss, variables: list[Any]) -> Step:
+    """The calls of Keras 3, with the newer of its names."""
+
+    def apply(pairs: Iterable[Any]) -> None:
+        optimizer.apply(*map(list, zip(*pairs)))
+
+    return taped(loss, variables, apply, optimizer.scale_loss)
+
+
+def minimize(optimizer: Any, loss: Loss, variables: list[Any]) -> Step:
+    """One call, with a loss that is a function."""
+
+    def step(*args: Any) -> None:
+        optimizer.minimize(lambda: loss(*args), variables)
+
+    return step
+
+
+def minimize_tensor(optimizer: Any, loss: Loss, variables: list[Any]) -> Step:
+    """One call, with a tensor and its tape."""
+
+    def step(*args: Any) -> None:
+        with tf.GradientTape() as tape:
+            computed = loss(*args)
+        optimizer.minimize(computed, variables, tape=tape)
+
+    return step
+
+
+def compute_gradients(optimizer: Any, loss: Loss, variables: list[Any]) -> Step:
+    """Both halves of `minimize`."""
+
+    def step(*args: Any) -> None:
+        optimizer.apply_gradients(optimizer.compute_gradients(lambda: loss(*args), variables))
+
+    return step
+
+
+WAYS = {
+    way.__name__: way
+    for way in (
+        *(rfc, rfc_callable, keras_3, keras_3_apply),
+        *(minimize, minimize_tensor, compute_gradients),
+    )
+}
+
+
+def scaler(
+    grad_scaler: keras_mp.GradScaler,
+    optimizer: Any,
+    loss: Loss,
+    variables: list[Any],
+    kind: str = "scaler",
+) -> Step:
+    """The calls of a GradScaler, of one of the `SCALERS`."""
+
+    def apply(pairs: Iterable[Any]) -> None:
+        grad_scaler.step(optimizer, pairs)
+        grad_scaler.update()
+
+    if kind == "scaler and tape":
+        return taped(
+            *(loss, variables, apply),
+            tape=lambda: keras_mp.LossScaleGradientTape(grad_scaler, max_retries=0),
+        )
+    if kind == "scaler that unscales":
+        return taped(loss, variables, apply, grad_scaler.scale, grad_scaler.unscale)
+    return taped(loss, variables, apply, grad_scaler.scale)
+
+
+SCALERS = ["scaler", "scaler that unscales", "scaler and tape"]
+# What takes a loss scale and makes steps with it.
+KINDS = [*WAYS, *SCALERS, "tensorflow 1"]
+
+
+def with_scale(
+    kind: str,
+    loss_scale: Any,
+    loss: Loss,
+    variables: list[Any],
+    rate: float = 0.01,
+    make: Callable[[float], Any] = tf.keras.optimizers.SGD,
+) -> Step:
+    """A step of one of the `KINDS`, with an optimizer that is made for it."""
+    if kind == "tensorflow 1":
+        inner = tf.compat.v1.train.GradientDescentOptimizer(rate)
+        v1 = keras_mp.compat.v1.LossScaleOptimizer(inner, loss_scale)
+
+        def step(*args: Any) -> None:
+            v1.minimize(lambda: loss(*args), var_list=variables)
+
+        return step
+    if kind in SCALERS:
+        optimizer = make(rate)
+        keras_mp.OptimizerWrapper(optimizer).build(variables)
+        return scaler(keras_mp.GradScaler(loss_scale), optimizer, loss, variables, kind)
+    wrapper = keras_mp.LossScaleOptimizer(make(rate), loss_scale)
+    wrapper.build(variables)
+    return WAYS[kind](wrapper, loss, variables)
