@@ -12,10 +12,14 @@ import sklearn.datasets
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import keras_api
 from keras_mp.support import cpu
 
-IS_KERAS_3 = keras_api.ROOT_PACKAGE == "keras"
+IS_KERAS_3 = tf.keras.Model.__module__.startswith("keras.")
+# What Keras takes for an optimizer.
+OPTIMIZER_BASES = (
+    tf.keras.optimizers.Optimizer,
+    *(() if IS_KERAS_3 else (tf.keras.optimizers.legacy.Optimizer,)),
+)
 
 _NAMES = ("SGD", "Adam", "RMSprop")
 _NAMESPACES = {"new": "optimizers"} if IS_KERAS_3 else {"new": "optimizers", "legacy": "legacy"}

@@ -157,81 +157,6 @@ def test_what_comes_as_a_gradient_but_is_a_new_value_is_not_unscaled(mode, calls
         np.testing.assert_array_equal(value(quantization.value), [3, 4])
 
 
-# Keras computes in float8 in a graph only: in eager its gradient function fails.
-def float8_weights(optimizer, loop, scales_loss):
-    """The weights of a model with a layer in float8 after four steps, by path."""
-    tf.keras.utils.set_random_seed(1)
-    dense = tf.keras.layers.Dense(4, name="float8")
-    layers = [tf.keras.Input([8]), dense, tf.keras.layers.Dense(1, name="out")]
-    model = tf.keras.Sequential(layers, name="model")
-    dense.quantize("float8")
-    x = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
-    y = x.sum(1, keepdims=True) / 8
-    if loop == "train_step":
-        model = OwnTrainStep(model.inputs, model.outputs, name="model")
-        model.scales_loss = scales_loss
-    if loop in ("fit", "accumulating fit", "train_step"):
-        model.compile(optimizer, "mse", jit_compile=False)
-        model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-    else:
-        optimizer.build(model.trainable_variables)
-
-        def step(x, y):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
-                loss = optimizer.scale_loss(loss) if scales_loss else loss
-            variables = model.trainable_variables
-            gradients = tape.gradient(loss, [v.value for v in variables])
-            optimizer.apply_gradients(zip(gradients, variables))
-
-        compiled = placed(loop, step)
-        for i in range(0, 16, 4):
-            compiled(tf.constant(x[i : i + 4]), tf.constant(y[i : i + 4]))
-    return {v.path: value(v.value) for v in model.weights}
-
-
-class OwnTrainStep(tf.keras.Model):
-    """A model whose `train_step` calls the optimizer, with a scaled loss or without."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
-            scaled = self.optimizer.scale_loss(loss) if self.scales_loss else loss
-        gradients = tape.gradient(scaled, [v.value for v in self.trainable_variables])
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-        return {"loss": loss}
-
-
-@keras_3_only
-@pytest.mark.parametrize(
-    ("loop", "scales_loss"),
-    [
-        *(("fit", True), ("fit", False), ("accumulating fit", True), ("train_step", False)),
-        *(("function", False), ("jit", True)),
-    ],
-)
-def test_a_layer_in_float8_trains_as_with_the_optimizers_of_keras(loop, scales_loss):
-    def sgd():
-        steps = 2 if loop == "accumulating fit" else None
-        return tf.keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps)
-
-    control = tf.keras.optimizers.LossScaleOptimizer(sgd(), 128) if scales_loss else sgd()
-    expected = float8_weights(control, loop, scales_loss)
-    # `fit` scales the loss by itself.
-    scale = 128 if scales_loss else 1 if "fit" in loop else 1024
-    optimizer = keras_mp.LossScaleOptimizer(sgd(), scale)
-    with warnings.catch_warnings():
-        if not scales_loss:
-            warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
-        actual = float8_weights(optimizer, loop, scales_loss)
-    assert sum("amax_history" in path for path in actual) == 3
-    # XLA of TensorFlow 2.16 adds up in another order if a scale is multiplied.
-    rtol = 2**-20 if loop == "jit" else 0
-    for path, array in expected.items():
-        np.testing.assert_allclose(actual[path], array, rtol, err_msg=path)
-
-
 def make_model():
     tf.keras.utils.set_random_seed(1)
     return tf.keras.Sequential(
@@ -445,6 +370,10 @@ def test_float16_rows_that_overflow_only_when_they_are_added_up(name):
 def test_wrappers_are_converted_to_legacy():
     convert = tf.keras.__internal__.optimizers.convert_to_legacy_optimizer
     legacy = tf.keras.optimizers.legacy
+    with_master_weights = keras_mp.MasterWeightOptimizer(legacy.Adam())
+    for inner in (legacy.Adam(), with_master_weights):
+        wrapper = keras_mp.LossScaleOptimizer(inner)
+        assert convert(wrapper) is wrapper
     optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.Adam(0.25, beta_1=0.5))
     optimizer.loss_scale.loss_scale.assign(64.0)
     optimizer.loss_scale.num_good_steps.assign(7)

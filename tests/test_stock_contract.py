@@ -185,16 +185,6 @@ def test_growth_steps_can_be_set(name):
         fixed.dynamic_growth_steps = 2
 
 
-def test_arithmetic_with_the_loss_scale(name):
-    scale = keras_mp.LossScaleOptimizer(sgd(name), 8).loss_scale
-    assert [float(scale // 3), float(scale % 3), float(20 // scale), float(20 % scale)] == [
-        2,
-        2,
-        2,
-        4,
-    ]
-
-
 @keras_2_only
 def test_weights_load_into_an_optimizer_that_is_not_built(name, tmp_path):
     def model(optimizer):
@@ -223,19 +213,6 @@ def test_gradients_may_be_arrays(name):
         optimizer.apply_gradients([(None, v)])
     optimizer.apply_gradients([(gradient.numpy(), v)])
     assert float(v[0]) == 0.5
-
-
-def test_another_wrapper_behind_a_wrapper_is_refused(name):
-    inner = sgd(name)
-    first = keras_mp.LossScaleOptimizer(keras_mp.OptimizerWrapper(inner))
-    with pytest.raises(ValueError, match="is wrapped by a LossScaleOptimizer already"):
-        keras_mp.LossScaleOptimizer(inner)
-    other = sgd(name)
-    second = keras_mp.LossScaleOptimizer(other)
-    with pytest.raises(ValueError, match="is wrapped by a LossScaleOptimizer already"):
-        keras_mp.LossScaleOptimizer(keras_mp.OptimizerWrapper(other))
-    assert first.inner_optimizer.inner_optimizer is inner
-    assert second.inner_optimizer is other
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="loss_scale_factor is of Keras 3.")

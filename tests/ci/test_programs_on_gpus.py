@@ -102,7 +102,7 @@ def test_a_session(device, use_resource):
         V1.set_random_seed(1)
         x, y = V1.placeholder(tf.float32, [None, 8, 8, 1]), V1.placeholder(tf.int32, [None])
         with V1.variable_scope("network", use_resource=use_resource):
-            loss = V1.losses.sparse_softmax_cross_entropy(y, tf1_program.network(x))
+            loss = V1.losses.sparse_softmax_cross_entropy(y, tf1_program.network(x, tf.float32))
         opt = V1.train.GradientDescentOptimizer(0.1)
         opt = keras_mp.compat.v1.LossScaleOptimizer(opt, 128)
         grads, variables = zip(*opt.compute_gradients(loss))

@@ -67,15 +67,6 @@ def test_the_schedule_is_the_one_of_its_text(schedule, steps):
         assert (int(manager.good_steps), int(manager.bad_steps)) == (model.good, model.bad)
 
 
-def test_good_steps_count_in_a_row_and_bad_ones_add_up():
-    manager = v1.ExponentialUpdateLossScaleManager(64, 3)
-    said = []
-    for is_finite in (True, True, False, True, True, False, True, True, True):
-        manager.update_loss_scale(is_finite)
-        said.append(float(manager.get_loss_scale()))
-    assert said == pytest.approx([64, 64, 64, 64, 64, 51.2, 51.2, 51.2, 102.4])
-
-
 def test_defaults_are_those_of_tensorflow_1():
     manager = v1.ExponentialUpdateLossScaleManager(init_loss_scale=100, incr_every_n_steps=1)
     for is_finite, scale in ((True, 200), (False, 200), (False, 160)):

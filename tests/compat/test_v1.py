@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.compat import v1
-from tests.common import digits, mirrored, once, value
+from tests.common import mirrored, once, value
 
 V1 = tf.compat.v1
 INF = float("inf")
@@ -301,24 +301,6 @@ def test_many_skipped_steps_are_reported():
 # Misuse.
 
 
-def test_gradients_of_a_tape_are_noticed():
-    optimizer = wrapped()
-    v = tf.Variable(1.0)
-
-    def misuse():
-        with tf.GradientTape() as tape:
-            loss = v**2
-        optimizer.apply_gradients([(tape.gradient(loss, v), v)])
-
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="compute_gradients.. did not compute"):
-        misuse()
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="compute_gradients.. did not compute"):
-        tf.function(misuse)()
-    optimizer.apply_gradients(optimizer.compute_gradients(lambda: v**2, [v]))
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="compute_gradients.. did not compute"):
-        misuse()
-
-
 def test_gradients_of_a_graph_are_noticed():
     with tf.Graph().as_default():
         v = V1.get_variable("v", initializer=1.0)
@@ -574,56 +556,6 @@ def test_a_monitored_session_goes_on_from_a_file_of_float32(tmp_path):
             assert run.run(scale) == 8
     names = {name for name, _ in tf.train.list_variables(str(tmp_path / "goes_on"))}
     assert {"v/Adam", "current_loss_scale", "steps_skipped"} <= names
-
-
-# Seed 004's program, on digits.
-
-
-def float16_variable(getter, name, shape=None, dtype=None, **kwargs):
-    """Variables in float32, cast where they are used, as Nvidia's manual has it."""
-    variable = getter(name, shape, dtype=tf.float32, **kwargs)
-    return tf.cast(variable, dtype) if dtype == tf.float16 else variable
-
-
-def loss_and_logits(x, y, dtype):
-    with V1.variable_scope("net", custom_getter=float16_variable, reuse=V1.AUTO_REUSE):
-        h = tf.cast(x, dtype)
-        for i, units in enumerate((64, 10)):
-            kernel = V1.get_variable(
-                f"kernel{i}",
-                [h.shape[1], units],
-                dtype,
-                initializer=V1.glorot_uniform_initializer(1),
-            )
-            h = tf.matmul(h, kernel)
-            h = tf.nn.relu(h) if i == 0 else h
-    logits = tf.cast(h, tf.float32)
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
-    return tf.reduce_mean(losses), logits
-
-
-def accuracy_in_a_session(dtype):
-    images, labels = digits()
-    with tf.Graph().as_default():
-        x, y = V1.placeholder(tf.float32, [None, 64]), V1.placeholder(tf.int32, [None])
-        loss, logits = loss_and_logits(x, y, dtype)
-        opt = V1.train.AdamOptimizer(learning_rate=0.01)
-        if dtype == tf.float16:
-            loss_scale_manager = v1.FixedLossScaleManager(5000)
-            opt = v1.LossScaleOptimizer(opt, loss_scale_manager)
-        train_op = opt.minimize(loss)
-        with session() as run:
-            for start in [*range(0, 1400, 70)] * 6:
-                part = slice(start, start + 70)
-                run.run(train_op, {x: images[part], y: labels[part]})
-            found = run.run(logits, {x: images[1400:]})
-    return (found.argmax(1) == labels[1400:]).mean()
-
-
-def test_digits_are_learnt_in_a_session_as_well_as_in_float32():
-    in_float32 = accuracy_in_a_session(tf.float32)
-    assert in_float32 > 0.85
-    assert abs(accuracy_in_a_session(tf.float16) - in_float32) <= 0.01
 
 
 @pytest.mark.parametrize("bad", [False, True])

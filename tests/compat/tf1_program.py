@@ -23,13 +23,19 @@ data = sklearn.datasets.load_digits()
 images, labels = (data.images / 16).astype("float32")[..., None], data.target.astype("int32")
 
 
-def network(x):
-    """A convolution and a dense layer, with a moving average that is updated beside the step."""
-    kernel = tf.get_variable("kernel", [3, 3, 1, 8])
-    h = tf.nn.relu(tf.nn.conv2d(x, kernel, strides=[1, 2, 2, 1], padding="SAME"))
-    h = tf.reshape(h, [-1, 4 * 4 * 8])
-    weights, biases = tf.get_variable("weights", [128, 10]), tf.get_variable("biases", [10])
-    return tf.matmul(h, weights) + biases
+def in_float32(getter, name, shape=None, dtype=None, **kwargs):
+    """Variables in float32, cast where they are used, as Nvidia's manual has it."""
+    return tf.cast(getter(name, shape, dtype=tf.float32, **kwargs), dtype)
+
+
+def network(x, dtype):
+    """A convolution and a dense layer, in a dtype."""
+    with tf.variable_scope(tf.get_variable_scope(), dtype=dtype, custom_getter=in_float32):
+        kernel = tf.get_variable("kernel", [3, 3, 1, 8])
+        weights, biases = tf.get_variable("weights", [128, 10]), tf.get_variable("biases", [10])
+    h = tf.nn.conv2d(tf.cast(x, dtype), kernel, strides=[1, 2, 2, 1], padding="SAME")
+    h = tf.reshape(tf.nn.relu(h), [-1, 4 * 4 * 8])
+    return tf.cast(tf.matmul(h, weights) + biases, tf.float32)
 
 
 def train(kind, folder):
@@ -38,7 +44,7 @@ def train(kind, folder):
     tf.set_random_seed(1)
     x = tf.placeholder(tf.float32, [None, 8, 8, 1])
     y = tf.placeholder(tf.int32, [None])
-    logits = network(x)
+    logits = network(x, tf.float16 if kind == "contrib" else tf.float32)
     loss = tf.losses.sparse_softmax_cross_entropy(y, logits)
     factor = tf.placeholder_with_default(1.0, [])
     global_step = tf.train.get_or_create_global_step()

@@ -1,7 +1,5 @@
 """Replicas are logical CPU devices; they are as real to TensorFlow as GPUs are."""
 
-import itertools
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -42,42 +40,6 @@ def assert_same_everywhere(variables):
         first, *others = everywhere(variable)
         for other in others:
             np.testing.assert_array_equal(first, other)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_one_bad_replica_skips_the_step_on_all(name, way):
-    # Defect 1: Keras 3 looks at the first replica only and writes [-inf, -inf].
-    strategy = mirrored(2)
-    with strategy.scope():
-        v = tf.Variable([1.0, 2.0])
-        optimizer = keras_mp.LossScaleOptimizer(
-            make_optimizer(name, 0.25), keras_mp.DynamicLossScale(64)
-        )
-
-    @tf.function
-    def step(factors):
-        def replica_step():
-            factor = tf.gather(factors, replica_id())
-            make_step(way, optimizer, [v], lambda: tf.reduce_sum(v * factor))
-
-        strategy.run(replica_step)
-
-    step(tf.constant([0.5, 0.5]))
-    for i, (bad, bad_replica) in enumerate(itertools.product([INF, -INF, NAN], [0, 1])):
-        before = [everywhere(x) for x in (v, *optimizer.variables)]
-        factors = [0.5, 0.5]
-        factors[bad_replica] = bad
-        step(tf.constant(factors))
-        after = [everywhere(x) for x in (v, *optimizer.variables)]
-        np.testing.assert_equal(before, after)
-        assert int(value(optimizer.iterations)) == i + 1
-        assert int(optimizer.steps_skipped) == i + 1
-        assert optimizer.last_step_skipped
-        assert float(optimizer.loss_scale) == 64 / 2 ** (i + 1)
-        step(tf.constant([0.5, 0.5]))
-        assert not optimizer.last_step_skipped
-        assert_same_everywhere([v, *optimizer.variables, optimizer.loss_scale.loss_scale])
-        assert int(optimizer.steps_skipped) == i + 1
 
 
 @pytest.mark.parametrize(
@@ -355,54 +317,6 @@ def test_not_summed_but_one_verdict_all_the_same(name):
     assert int(optimizer.steps_skipped) == 2
 
 
-def test_sparse_gradients(name):
-    strategy = mirrored(2)
-    with strategy.scope():
-        table = tf.Variable(tf.ones([4, 1]))
-        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0))
-
-    @tf.function
-    def step(factor):
-        def replica_step():
-            row = tf.stack([replica_id(), 3])
-            loss = lambda: tf.reduce_sum(tf.gather(table, row)) * factor  # noqa: E731
-            make_step("rfc", optimizer, [table], loss)
-
-        strategy.run(replica_step)
-
-    step(tf.constant(0.25))
-    expected = [[0.75], [0.75], [1], [0.5]]
-    np.testing.assert_array_equal(value(table), expected)
-    step(tf.constant(INF))
-    np.testing.assert_array_equal(value(table), expected)
-    assert_same_everywhere([table])
-
-
-def test_fit(name):
-    images, labels = digits()
-    keras_mp.set_global_policy("mixed_float16")
-    strategy = mirrored(2)
-    with strategy.scope():
-        model = tf.keras.Sequential(
-            [
-                tf.keras.Input((64,)),
-                tf.keras.layers.Dense(32, activation="relu"),
-                tf.keras.layers.Dense(10, dtype="float32"),
-            ]
-        )
-        model.compile(
-            make_optimizer(name, 0.1),
-            tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-        )
-    model.fit(images, labels, batch_size=64, epochs=4, verbose=0)
-    assert model.evaluate(images, labels, verbose=0)[1] > 0.9
-    assert_same_everywhere(model.trainable_variables)
-    optimizer = model.optimizer
-    steps = 4 * -(-len(labels) // 64)
-    assert int(value(optimizer.iterations)) + int(optimizer.steps_skipped) == steps
-
-
 def test_cross_replica_context_is_refused(name):
     strategy = mirrored(2)
     with strategy.scope():
@@ -535,11 +449,3 @@ def test_without_a_strategy_nobody_is_met(monkeypatch):
     optimizer, v = keras_mp.LossScaleOptimizer("sgd"), tf.Variable(1.0)
     optimizer.build([v])
     tf.function(steps.minimize(optimizer, lambda: v * 2, [v]))()
-
-
-@pytest.mark.parametrize("bad", ["yes", 2, None])
-def test_aggregate_in_float16_is_a_bool(name, bad):
-    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name))
-    with pytest.raises(TypeError, match="Received: aggregate_in_float16="):
-        optimizer.aggregate_in_float16 = bad
-    assert optimizer.aggregate_in_float16 is True

@@ -1,7 +1,5 @@
 """Random faults on random replicas, against a control that makes only the steps without one."""
 
-import functools
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -142,66 +140,3 @@ def test_random_faults(name, replicas, xla):
                     np.testing.assert_array_equal(first, other)
     # Somewhere in all of this, most combinations of replica, variable and fault have been.
     assert len(seen) > 0.5 * replicas * len(VARIABLES) * len(FAULTS)
-
-
-@pytest.mark.parametrize(
-    ("name", "xla"), [pytest.param(OPTIMIZERS[0], False, marks=once), ("new.Adam", True)]
-)
-def test_random_faults_of_optimizers_that_share_a_scale(name, xla):
-    scale = keras_mp.DynamicLossScale(16, increment_period=3)
-    scaler = keras_mp.GradScaler(scale)
-    ours, controls = ([Training(make_optimizer(name)) for _ in range(2)] for _ in range(2))
-    start = [[value(v) for v in each.all_variables()] for each in ours]
-
-    def control_step(step, i):
-        _, gradients = controls[i].gradients(step, tf.ones([len(VARIABLES)]))
-        updates = keras_mp.OptimizerWrapper(controls[i].optimizer)
-        updates.apply_gradients(zip(gradients, controls[i].variables))
-
-    control_steps = [
-        tf.function(functools.partial(control_step, i=i), jit_compile=xla) for i in range(2)
-    ]
-
-    @tf.function(jit_compile=xla)
-    def our_step(step, factors):
-        applied = []
-        for i, each in enumerate(ours):
-            loss, gradients = each.gradients(step, factors[i])
-            scaler.scale(loss)
-            scaled = multiplied(gradients, scale())
-            applied.append(scaler.step(each.optimizer, zip(scaled, each.variables)))
-        scaler.update()
-        return tf.stack(applied)
-
-    generator = np.random.default_rng(0)
-    for _ in range(PATTERNS):
-        for training, state in [*zip(ours, start), *zip(controls, start)]:
-            training.set_state(state)
-        scale.loss_scale.assign(16.0)
-        scale.num_good_steps.assign(0)
-        skipped_before = int(scaler.steps_skipped)
-        expected, good, skipped = 16.0, 0, 0
-        for step in range(STEPS):
-            factors = np.ones([2, len(VARIABLES)], "float32")
-            if generator.random() < 0.5:
-                for _ in range(generator.integers(1, 4)):
-                    where = generator.integers(2), generator.integers(len(VARIABLES))
-                    factors[where] = FAULTS[generator.integers(len(FAULTS))]
-            applied = our_step(tf.constant(step), tf.constant(factors))
-            are_finite = np.isfinite(factors).all(1)
-            np.testing.assert_array_equal(applied, are_finite)
-            for i in np.flatnonzero(are_finite):
-                control_steps[i](tf.constant(step))
-            skipped += 2 - are_finite.sum()
-            good = good + 1 if are_finite.all() else 0
-            if good == 3:
-                expected, good = expected * 2, 0
-            elif not are_finite.all():
-                expected /= 2
-            assert float(scaler.loss_scale()) == expected
-            assert int(value(scale.num_good_steps)) == good
-            assert int(scaler.steps_skipped) == skipped_before + skipped
-            assert bool(scaler.last_step_skipped) == (not are_finite.all())
-            for our, control in zip(ours, controls):
-                for a, b in zip(our.all_variables(), control.all_variables(), strict=True):
-                    np.testing.assert_array_equal(value(a), value(b))

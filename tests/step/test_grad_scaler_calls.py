@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.step.grad_scaler_calls import GradScalerCalls
 from tests.common import once
 
 pytestmark = once
@@ -203,12 +202,12 @@ def test_neither_functions_nor_optimizers_are_kept_alive():
 
 
 def test_copies_begin_anew():
-    calls = GradScalerCalls(lambda: tf.constant(2.0))
-    calls.scale(tf.constant(1.0))
+    scaler, v = keras_mp.GradScaler(2), tf.Variable(8.0)
+    scaler.scale(v)
     with pytest.raises(ValueError, match="no loss was scaled"):
-        copy.deepcopy(calls).applying(sgd).__enter__()
-    with calls.applying(sgd) as given:
-        assert given.scaled is True
+        copy.deepcopy(scaler).step(sgd, [(tf.constant(2.0), v)])
+    scaler.step(sgd, [(tf.constant(2.0), v)])
+    assert float(v) == 7
 
 
 def test_loops_of_a_function():

@@ -179,6 +179,8 @@ def test_stands_for_its_tensor(make):
     assert float(2.0 * scale) == 16
     assert float(1.0 / scale) == 0.125
     assert float(scale**2 - 1) == 63
+    assert [float(scale // 3), float(scale % 3)] == [2, 2]
+    assert [float(20 // scale), float(20 % scale)] == [2, 4]
     assert float(-scale) == -8
     assert bool(scale > 7)
     assert bool(scale <= 8)

@@ -146,27 +146,6 @@ def test_the_warning_is_about_its_own_step(name):
             step(np.nan, np.nan)
 
 
-@pytest.mark.parametrize("calls", ["rfc", "keras_3"])
-def test_own_loops(name, calls):
-    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name), warn_after_skips=2)
-    v = tf.Variable(1.0)
-    optimizer.build([v])
-
-    @tf.function
-    def step(factor):
-        with tf.GradientTape() as tape:
-            loss = v * factor
-            scaled = getattr(optimizer, "get_scaled_loss" if calls == "rfc" else "scale_loss")(loss)
-        gradients = tape.gradient(scaled, [v])
-        if calls == "rfc":
-            gradients = optimizer.get_unscaled_gradients(gradients)
-        optimizer.apply_gradients(zip(gradients, [v]))
-
-    step(tf.constant(np.nan))
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match=LOSS):
-        step(tf.constant(np.nan))
-
-
 def test_a_loss_of_another_function_is_unknown(name):
     optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name), warn_after_skips=2)
     v = tf.Variable(1.0)
