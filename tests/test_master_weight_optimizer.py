@@ -8,7 +8,6 @@ import tensorflow as tf
 from absl import logging
 
 import keras_mp
-from keras_mp.wrappers.inner_optimizers import adapter_of, chain
 from tests import steps
 from tests.common import (
     FAMILIES,
@@ -59,6 +58,18 @@ def placed(mode, function):
     return tf.function(function, jit_compile=mode == "xla")
 
 
+def build(optimizer, variables):
+    """Builds an optimizer of any family."""
+    keras_mp.OptimizerWrapper(optimizer).build(variables)
+
+
+def chain(optimizer):
+    """An optimizer and those inside of it."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
 def master_weights_in(optimizer):
     return next(o for o in chain(optimizer) if isinstance(o, keras_mp.MasterWeightOptimizer))
 
@@ -96,7 +107,7 @@ class Run:
                 )
             if wrap is not None:
                 self.optimizer = wrap(self.optimizer)
-            adapter_of(self.optimizer).build([self.kernel, self.bias])
+            build(self.optimizer, [self.kernel, self.bias])
         self.inputs = tf.constant(generator.normal(size=[8, 16]), tf.float32)
         on_replicas = self.step
         if self.strategy:
@@ -205,12 +216,23 @@ def test_it_trains_as_with_float32_variables_on_two_replicas(name, mode):
     np.testing.assert_array_equal(first.numpy(), second.numpy())
 
 
-@once
-# A function on two replicas is what the next test has.
-@pytest.mark.parametrize(("replicas", "mode"), [(1, "eager"), (1, "function"), (2, "eager")])
-@pytest.mark.parametrize("name", ADAMS)
-def test_inside_of_a_loss_scale_optimizer(name, replicas, mode):
-    wrap = keras_mp.LossScaleOptimizer
+# With two replicas the update is in a branch. SGD of Keras 2 adds a variable to the weight in it.
+@pytest.mark.parametrize(
+    ("wrap", "name", "replicas", "mode"),
+    [
+        *((keras_mp.LossScaleOptimizer, name, 2, "function") for name in OPTIMIZERS),
+        *(
+            pytest.param(keras_mp.LossScaleOptimizer, name, *where, marks=once)
+            for name in ADAMS
+            for where in ((1, "eager"), (1, "function"), (2, "eager"))
+        ),
+        *(
+            pytest.param(keras_mp.AllReduceOptimizer, name, 2, "function", marks=once)
+            for name in ADAMS
+        ),
+    ],
+)
+def test_inside_of_another_wrapper(wrap, name, replicas, mode):
     assert_trains_as_in_float32(6, name=name, mode=mode, replicas=replicas, wrap=wrap)
 
 
@@ -225,20 +247,6 @@ def test_slots_of_weights_that_cast_themselves_are_in_float32():
     slots = [v for v in optimizer.inner_optimizer.variables if tuple(v.shape) == (6,)]
     assert len(slots) == 2
     assert {tf.as_dtype(each.dtype) for each in slots} == {tf.float32}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_optimizer_inside_of_a_loss_scale_optimizer_on_two_replicas(name):
-    # The update is in a branch. SGD of Keras 2 adds a variable to the weight in it.
-    wrap = keras_mp.LossScaleOptimizer
-    assert_trains_as_in_float32(6, name=name, mode="function", replicas=2, wrap=wrap)
-
-
-@once
-@pytest.mark.parametrize("name", ADAMS)
-def test_inside_of_an_all_reduce_optimizer(name):
-    wrap = keras_mp.AllReduceOptimizer
-    assert_trains_as_in_float32(6, name=name, mode="function", replicas=2, wrap=wrap)
 
 
 @pytest.mark.parametrize("method", ["split", "copy", "stochastic_rounding"])
@@ -303,7 +311,7 @@ def test_sparse_gradients(name, mode):
         optimizer = make_optimizer(name, 1e-3)
         if dtype == tf.bfloat16:
             optimizer = keras_mp.MasterWeightOptimizer(optimizer)
-        adapter_of(optimizer).build([table])
+        build(optimizer, [table])
 
         def step():
             values = tf.constant([[1.0] * 3, [0.25] * 3, [3.0] * 3], dtype)
@@ -390,7 +398,7 @@ def test_updates_that_are_rounded_stochastically_arrive_on_average(name, mode):
     optimizer = keras_mp.MasterWeightOptimizer(
         make_optimizer(name, 2.0**-11, momentum=0.0), "stochastic_rounding", seed=1
     )
-    adapter_of(optimizer).build([v])
+    build(optimizer, [v])
 
     def apply(gradient):
         optimizer.apply_gradients([(gradient, v)])
@@ -506,7 +514,7 @@ def test_a_second_moment_in_bfloat16_neither_stands_still_nor_vanishes(name):
     optimizer = keras_mp.MasterWeightOptimizer(
         namespace(name.split(".")[0]).Adam(1e-6), slot_dtype="bfloat16", seed=1
     )
-    adapter_of(optimizer).build([v])
+    build(optimizer, [v])
 
     @tf.function
     def step(gradient):
@@ -708,29 +716,25 @@ def test_training_goes_on_from_a_file(name, kind, form, tmp_path):
     assert int(value(loaded.optimizer.iterations)) == 6
 
 
+@pytest.mark.parametrize("form", sorted({"checkpoint", "weights"} & {*FORMS}))
 @pytest.mark.parametrize("name", ADAMS)
-def test_a_checkpoint_of_another_method_is_refused(name, tmp_path):
+def test_a_file_of_another_method_is_refused(name, form, tmp_path):
     model = make_model(name, "bfloat16", method="copy", run_eagerly=True)
     step(model, 0)
-    saved = tf.train.Checkpoint(optimizer=model.optimizer).save(str(tmp_path / "model"))
     other = make_model(name, "bfloat16", run_eagerly=True)
+    if form == "checkpoint":
+        path = tf.train.Checkpoint(optimizer=model.optimizer).save(str(tmp_path / "model"))
+        load = tf.train.Checkpoint(optimizer=other.optimizer).restore
+    else:
+        path, load = tmp_path / "model.weights.h5", other.load_weights
+        model.save_weights(path)
+        other.optimizer.build(other.trainable_variables)
     with pytest.raises(ValueError, match="by another method"):
-        tf.train.Checkpoint(optimizer=other.optimizer).restore(saved)
+        load(path)
     step(other, 0)
     other.optimizer.assign_float32_weights(model.optimizer.float32_weights())
     for our, their in zip(float32_weights(other), float32_weights(model), strict=True):
         np.testing.assert_array_equal(our, their)
-
-
-@keras_3_only
-def test_a_file_of_another_method_is_refused(tmp_path):
-    model = make_model("new.Adam", "bfloat16", method="copy", run_eagerly=True)
-    step(model, 0)
-    model.save_weights(tmp_path / "model.weights.h5")
-    other = make_model("new.Adam", "bfloat16", run_eagerly=True)
-    other.optimizer.build(other.trainable_variables)
-    with pytest.raises(ValueError, match="by another method"):
-        other.load_weights(tmp_path / "model.weights.h5")
 
 
 @pytest.mark.parametrize("method", ["split"] if IS_KERAS_3 else ["split", "stochastic_rounding"])
@@ -891,7 +895,7 @@ def test_bytes_a_weight(name, method, slots, expected):
     v = tf.Variable(tf.zeros([4096], tf.bfloat16))
     optimizer = keras_mp.MasterWeightOptimizer(make_optimizer(name), method, slots)
     assert optimizer.bytes_a_weight() is None
-    adapter_of(optimizer).build([v])
+    build(optimizer, [v])
     # The counter, the learning rate and the seed are 20 bytes at most.
     assert 0 <= optimizer.bytes_a_weight() - expected < 0.01
 
@@ -912,7 +916,7 @@ def ancestors(operation):
 def test_in_a_graph_one_weight_after_the_other_is_seen_in_float32(name, method):
     weights = [tf.Variable(tf.ones([4, 3 + i], tf.bfloat16)) for i in range(3)]
     optimizer = keras_mp.MasterWeightOptimizer(make_optimizer(name), method)
-    adapter_of(optimizer).build(weights)
+    build(optimizer, weights)
 
     @tf.function
     def step():

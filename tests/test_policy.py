@@ -1,5 +1,3 @@
-import copy
-import pickle
 import queue
 import re
 import threading
@@ -120,26 +118,6 @@ def test_repr_makes_no_variables():
     assert vars(policy)["_loss_scale"] is None
     policy.loss_scale.loss_scale.assign(4)
     assert "loss_scale=DynamicLossScale(loss_scale=4.0, " in repr(policy)
-
-
-POLICIES = [
-    ("mixed_float16", "auto"),
-    ("mixed_float16", None),
-    ("mixed_float16", 128),
-    ("mixed_bfloat16", "dynamic"),
-    ("float64", "auto"),
-]
-
-
-@pytest.mark.parametrize(("name", "loss_scale"), POLICIES)
-def test_round_trips(name, loss_scale):
-    policy = keras_mp.Policy(name, loss_scale)
-    assert keras_mp.Policy.from_config(policy.get_config()) == policy
-    assert pickle.loads(pickle.dumps(policy)) == policy
-    assert copy.copy(policy) is policy
-    assert copy.deepcopy(policy) is policy
-    serialized = tf.keras.utils.serialize_keras_object(policy)
-    assert tf.keras.utils.deserialize_keras_object(serialized) == policy
 
 
 def test_takes_the_stock_classes_config():
@@ -480,20 +458,3 @@ def test_a_map_of_policies_round_trips():
     assert again["model/logits"] == keras_mp.Policy("float32")
     assert again.default_policy == keras_mp.Policy("mixed_float16", loss_scale=8)
     assert tf.keras.layers.Dense(1, dtype=again).compute_dtype == "float16"
-
-
-@pytest.mark.parametrize("whose", ["ours", "Keras's"])
-def test_files_and_clones_keep_whose_policy_it_is(whose, tmp_path):
-    """Only layers with ours are in the reach of what keras_mp replaces."""
-    K = tf.keras
-    own = getattr(K, "DTypePolicy", None) or K.mixed_precision.Policy
-    policy = keras_mp.Policy("mixed_bfloat16") if whose == "ours" else own("mixed_bfloat16")
-    model = K.Sequential([K.Input([3]), K.layers.Dense(2, dtype=policy)])
-    models = [K.models.clone_model(model)]
-    for path in (tmp_path / "model.keras", tmp_path / "model.h5"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Keras warns of HDF5.
-            model.save(path)
-            models.append(K.models.load_model(path))
-    for each in models:
-        assert isinstance(each.layers[-1].dtype_policy, keras_mp.Policy) == (whose == "ours")

@@ -68,35 +68,3 @@ def test_a_loaded_subclassed_model_is_called_with_float32(policy, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     (loss,) = module.model.losses
     assert np.isfinite(float(loss))
-
-
-@tf.keras.utils.register_keras_serializable(package="tests")
-class Regularized(tf.keras.layers.Layer):
-    """A layer with a weight, whose config says nothing of its regularizer."""
-
-    def build(self, shape):
-        self.v = self.add_weight(name="v", shape=(), initializer="ones", regularizer="l2")
-
-    def call(self, x):
-        return x * self.v
-
-
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("is_known", [True, False])
-def test_a_layer_with_an_activity_regularizer_trains_on(policy, is_known, tmp_path):
-    keras_mp.set_global_policy(policy)
-    layer = Regularized(activity_regularizer="l2")
-    if not is_known:
-        layer = tf.keras.Sequential([layer])
-    model = tf.keras.Sequential([tf.keras.Input((1,)), layer])
-    model.compile("sgd", "mse", run_eagerly=True)
-    x, y = np.full([4, 1], 0.5, "float32"), np.ones([4, 1], "float32")
-    model.fit(x, y, verbose=0)
-    model.save(str(tmp_path / "model"), save_format="tf")
-    again = tf.keras.models.load_model(str(tmp_path / "model"))
-    losses = [one.evaluate(x, y, verbose=0) for one in (model, again)]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
-    before = again.get_weights()
-    history = again.fit(x, y, epochs=3, verbose=0)
-    assert np.isfinite(history.history["loss"][0])
-    assert (np.array(again.get_weights()) != np.array(before)).any()

@@ -19,7 +19,10 @@ POLICIES = {
     "no scale": keras_mp.Policy("mixed_float16", None),
     "scale in float32": keras_mp.Policy("float32", 8),
     "bfloat16": keras_mp.Policy("mixed_bfloat16", output_dtype="float32"),
+    "float64": keras_mp.Policy("float64"),
 }
+# Only layers with ours are in the reach of what keras_mp replaces.
+STOCK = {"Keras's own": tf.keras.mixed_precision.Policy("mixed_bfloat16")}
 
 
 @tf.keras.utils.register_keras_serializable(package="tests")
@@ -70,14 +73,14 @@ if not IS_KERAS_3:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *STOCK])
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_a_layer_keeps_its_policy(policy, way, tmp_path):
-    policy = POLICIES[policy]
+    policy = {**POLICIES, **STOCK}[policy]
     layer = WAYS[way](make_model(policy), tmp_path).layers[-1]
     assert type(layer.dtype_policy) is type(policy)
-    assert layer.dtype_policy == policy
+    assert layer.dtype_policy.get_config() == policy.get_config()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -87,7 +90,13 @@ def test_copies_of_a_policy(policy):
         again = pickle.loads(pickle.dumps(policy, protocol))
         assert (again, type(again)) == (policy, type(policy))
         assert pickle.loads(pickle.dumps(policy.name, protocol)) == policy.name
-    assert copy.copy(policy) == copy.deepcopy(policy) == policy
+    assert copy.copy(policy) is copy.deepcopy(policy) is policy
+    serialized = tf.keras.utils.serialize_keras_object(policy)
+    for again in (
+        type(policy).from_config(policy.get_config()),
+        tf.keras.utils.deserialize_keras_object(serialized),
+    ):
+        assert (again, type(again)) == (policy, type(policy))
     layer = tf.keras.layers.Dense(2, dtype=policy)
     assert pickle.loads(pickle.dumps(layer)).dtype_policy == policy
 
@@ -162,16 +171,3 @@ def test_a_saved_model_of_a_layer_without_its_class(cls, policy, tmp_path):
             assert ours.dtype == reference.dtype
             np.testing.assert_allclose(ours, reference, **rounded)
         np.testing.assert_allclose(loaded.predict(x, verbose=0), expected[0], **rounded)
-
-
-@keras_2
-def test_a_wrapper_of_a_legacy_optimizer_is_one_already():
-    convert = tf.keras.__internal__.optimizers.convert_to_legacy_optimizer
-    legacy = tf.keras.optimizers.legacy
-    for wrapper in (
-        keras_mp.LossScaleOptimizer(legacy.Adam()),
-        keras_mp.LossScaleOptimizer(keras_mp.MasterWeightOptimizer(legacy.Adam())),
-    ):
-        assert convert(wrapper) is wrapper
-    converted = convert(keras_mp.LossScaleOptimizer(tf.keras.optimizers.Adam()))
-    assert isinstance(converted.inner_optimizer, legacy.Adam)

@@ -228,23 +228,6 @@ def test_copies_of_a_compiled_model_train_on(is_pickled):
         np.testing.assert_array_equal(ours, reference)
 
 
-def test_model_checkpoint_and_backup(tmp_path):
-    set_policy("mixed_float16")
-    model = make_model("adam")
-    file = str(tmp_path / "model.keras")
-    callbacks = [
-        tf.keras.callbacks.ModelCheckpoint(file),
-        tf.keras.callbacks.BackupAndRestore(str(tmp_path / "backup")),
-    ]
-    model.fit(X, Y, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
-    keras_mp.set_global_policy(None)
-    again = tf.keras.models.load_model(file)
-    for one in (model, again):
-        step(one)
-    for ours, reference in zip(training_state(again), training_state(model), strict=True):
-        np.testing.assert_array_equal(ours, reference)
-
-
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_metrics_of_a_reloaded_model_see_float32_whatever_the_global_policy(tmp_path, suffix):

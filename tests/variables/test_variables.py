@@ -732,34 +732,6 @@ def test_assignments_chain_under_replicas(kind):
     assert not any(isinstance(not_read, tf.Variable) for _, not_read in seen)
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_gradients_and_casts_on_replicas(replicas):
-    strategy = mirrored(replicas)
-    with strategy.scope():
-        v = keras_mp.autocast_variable(tf.Variable([1.0, 2.0]))
-    x = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(float(context.replica_id_in_sync_group + 1))
-    )
-
-    @tf.function
-    def step(x):
-        with tf.GradientTape() as tape, keras_mp.autocast_scope("float16"):
-            y = tf.reduce_sum(v * v + v) * tf.cast(x, tf.float16)
-        gradient = tape.gradient(y, v)
-        context = tf.distribute.get_replica_context()
-        gradient = context.all_reduce(tf.distribute.ReduceOp.SUM, gradient)
-        v.assign_sub(gradient)
-        return gradient
-
-    gradients = strategy.experimental_local_results(strategy.run(step, (x,)))
-    factor = replicas * (replicas + 1) / 2
-    for gradient in gradients:
-        assert gradient.dtype == tf.float32
-        np.testing.assert_array_equal(gradient, [3 * factor, 5 * factor])
-    for component in strategy.experimental_local_results(v):
-        np.testing.assert_array_equal(component, [1 - 3 * factor, 2 - 5 * factor])
-
-
 def test_a_function_tells_two_mirrored_variables_apart():
     with mirrored(2).scope():
         one, other = (keras_mp.autocast_variable(tf.Variable(x)) for x in (1.0, 10.0))
