@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import keras_mp
-from keras_mp import keras_api
+from tests.common import IS_KERAS_3
 
 ROOT = pathlib.Path(keras_mp.__file__).parent
 
@@ -35,7 +35,7 @@ _NAME = re.compile(r"_[A-Za-z]\w*|[A-Za-z]\w*__")
 # namedtuple documents them.
 _PUBLIC = {"_asdict", "_fields", "_make", "_replace"}
 # What is for the Keras that is not there cannot be imported.
-_OTHER_ADAPTER = {"keras": "keras2", "tf_keras": "keras3"}[keras_api.ROOT_PACKAGE]
+_OTHER_ADAPTER = "keras2" if IS_KERAS_3 else "keras3"
 
 
 class _Use(NamedTuple):

@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import keras_api
 from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, ours, unscaled, value
 
 Stock = tf.keras.mixed_precision.LossScaleOptimizer
@@ -383,7 +382,7 @@ def test_compile_keeps_its_signature():
 
 def test_models_without_our_policy_train_exactly_as_before():
     keras_mp.Policy("mixed_float16")  # the hook is in place
-    keras_compile = keras_api.COMPILE_OWNER.compile.__wrapped__
+    keras_compile = tf.keras.Model.compile.__wrapped__
     weights = []
     for compile in (type(sequential()).compile, keras_compile):
         tf.keras.utils.set_random_seed(3)
@@ -401,20 +400,6 @@ def test_a_float32_model_of_stock_is_left_alone_whatever_it_is_compiled_with():
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
     model.compile(keras_mp.LossScaleOptimizer("sgd"), "mse", metrics=["mse"])
     assert model.loss == "mse"
-
-
-def test_fit_on_several_workers_is_mended_for_models_of_keras_mp(monkeypatch):
-    mended = []
-    monkeypatch.setattr(keras_api, "patch_fit", mended.append)
-    sequential().compile("sgd", "mse")
-    assert mended == []
-    wrapped = sequential()
-    wrapped.compile(keras_mp.LossScaleOptimizer("sgd"), "mse")
-    assert wrapped in mended
-    with keras_mp.policy_scope("mixed_bfloat16"):
-        unscaled = sequential()
-        unscaled.compile("sgd", "mse")
-    assert unscaled in mended
 
 
 @pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 takes no optimizers of TensorFlow 1.")

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import hardware, keras_api
+from keras_mp import hardware
 from keras_mp.support import cpu
 
 K = tf.keras
@@ -308,12 +308,3 @@ def test_prints_by_default(capsys):
 def test_what_is_no_model_is_refused():
     with pytest.raises(TypeError, match="Expected a model.*Received: model=<"):
         keras_mp.summary(L.Dense(1))
-
-
-def test_the_private_api_that_tells_layers_apart():
-    inputs, dense = K.Input([8]), L.Dense(8)
-    model = K.Model(inputs, dense(inputs))
-    assert keras_api.output_layers(model) == [dense]
-    assert keras_api.output_layers(Subclassed()) is None
-    block = Block()
-    assert keras_api.layers_inside(block) == [block.inner]

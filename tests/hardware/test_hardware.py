@@ -84,27 +84,45 @@ def model(policy):
     return tf.keras.Sequential(layers)
 
 
+NO_UNITS = "a CPU with bfloat16 units that TensorFlow uses, and there is none."
+UNITS = "this CPU, which has units"
+ON_A_GPU = "bfloat16 is fast on A GPU"
+FLOAT16_ON_A_GPU = "float16 is fast on A GPU"
+
+
+# What is fast on a machine, the best policy, and the reason for it.
 @pytest.mark.parametrize(
-    ("description", "float16_is_slow", "bfloat16_is_slow"),
+    ("description", "fast", "policy", "reason"),
     [
-        ({}, True, True),
-        ({"cpu_flags": "avx512_bf16"}, True, False),
-        ({"cpu_flags": "amx_bf16"}, True, False),
-        ({"gpus": [(6, 1)]}, True, True),
-        ({"gpus": [(7, 0)]}, False, True),
-        ({"gpus": [(7, 5)], "cpu_flags": "avx512_bf16"}, False, True),
-        ({"gpus": [(8, 0)]}, False, False),
-        ({"gpus": [(9, 0), (7, 0)]}, False, True),
-        ({"gpus": [(9, 0), (6, 0)]}, True, True),
-        ({"gpus": [None]}, True, True),
-        ({"tpus": 8}, True, False),
+        ({}, [], "float32", NO_UNITS),
+        ({"cpu_flags": "avx512_bf16"}, ["bfloat16"], "mixed_bfloat16", UNITS),
+        ({"cpu_flags": "amx_bf16"}, ["bfloat16"], "mixed_bfloat16", UNITS),
+        ({"cpu_flags": "avx512_fp16"}, [], "float32", "bfloat16 needs a GPU"),
+        ({"gpus": [(6, 1)]}, [], "float32", "there is A GPU (compute capability 6.1)"),
+        ({"gpus": [(7, 0)]}, ["float16"], "mixed_float16", FLOAT16_ON_A_GPU),
+        (
+            {"gpus": [(7, 5)], "cpu_flags": "avx512_bf16"},
+            *(["float16"], "mixed_float16", FLOAT16_ON_A_GPU),
+        ),
+        ({"gpus": [(8, 0)]}, ["float16", "bfloat16"], "mixed_bfloat16", ON_A_GPU),
+        ({"gpus": [(9, 0), (7, 0)]}, ["float16"], "mixed_float16", f"{FLOAT16_ON_A_GPU} (comp"),
+        ({"gpus": [(9, 0), (6, 0)]}, [], "float32", "there is A GPU (compute capability 6.0)"),
+        ({"gpus": [None]}, [], "float32", "probably not an Nvidia GPU"),
+        ({"tpus": 8}, ["bfloat16"], "mixed_bfloat16", "TPU"),
     ],
-    ids=repr,
+    ids=str,
 )
-def test_what_is_fast(machine, description, float16_is_slow, bfloat16_is_slow):
+def test_what_is_fast(machine, description, fast, policy, reason):
     machine(**description)
-    assert (hardware.why_slow("float16") is not None) == float16_is_slow
-    assert (hardware.why_slow("bfloat16") is not None) == bfloat16_is_slow
+    for dtype, needs in (("float16", "an Nvidia GPU"), ("bfloat16", "a GPU")):
+        assert (hardware.why_slow(dtype) is None) == (dtype in fast)
+        said = "fast here." if dtype in fast else f"slow here: {dtype} needs {needs}"
+        assert fast_dtypes.verdict(dtype).startswith(f"{dtype} is {said}")
+    assert hardware.best_policy() == policy
+    assert isinstance(hardware.best_policy(), str)
+    name, why = fast_dtypes.best_policy()
+    assert name == policy
+    assert reason in why
 
 
 def test_tensor_cores(machine):
@@ -232,47 +250,6 @@ def test_what_is_returned_may_be_changed_and_measured_anew(clock):
     assert len(asked) == 1
     hardware.speeds(anew=True)
     assert len(asked) == 2
-
-
-@pytest.mark.parametrize(
-    ("description", "policy", "reason"),
-    [
-        ({"gpus": [(7, 0)]}, "mixed_float16", "float16 is fast on A GPU"),
-        ({"gpus": [(8, 0)]}, "mixed_bfloat16", "bfloat16 is fast on A GPU"),
-        ({"gpus": [(9, 0), (7, 5)]}, "mixed_float16", "float16 is fast on A GPU (compute cap"),
-        ({"gpus": [(9, 0), (6, 0)]}, "float32", "there is A GPU (compute capability 6.0)"),
-        ({"tpus": 8}, "mixed_bfloat16", "TPU"),
-        ({"cpu_flags": "avx512_bf16"}, "mixed_bfloat16", "this CPU, which has units"),
-        ({"cpu_flags": "amx_bf16"}, "mixed_bfloat16", "this CPU, which has units"),
-        ({"cpu_flags": "avx512_fp16"}, "float32", "bfloat16 needs a GPU"),
-        ({}, "float32", "a CPU with bfloat16 units that TensorFlow uses, and there is none."),
-        ({"gpus": [None]}, "float32", "probably not an Nvidia GPU"),
-    ],
-    ids=str,
-)
-def test_the_best_policy(machine, description, policy, reason):
-    machine(**description)
-    assert hardware.best_policy() == policy
-    assert isinstance(hardware.best_policy(), str)
-    name, why = fast_dtypes.best_policy()
-    assert name == policy
-    assert reason in why
-
-
-@pytest.mark.parametrize(
-    ("description", "dtype", "verdict"),
-    [
-        ({"cpu_flags": "avx512_bf16"}, "bfloat16", "bfloat16 is fast here."),
-        ({}, "bfloat16", "bfloat16 is slow here: bfloat16 needs a GPU"),
-        ({"gpus": [(7, 0)]}, "float16", "float16 is fast here."),
-        ({"gpus": [(6, 0)]}, "float16", "float16 is slow here: float16 needs an Nvidia GPU"),
-        ({"tpus": 8}, "float16", "float16 is slow here: float16 needs an Nvidia GPU"),
-    ],
-    ids=str,
-)
-def test_what_is_said_of_a_dtype(machine, description, dtype, verdict):
-    machine(**description)
-    assert fast_dtypes.verdict(dtype).startswith(verdict)
 
 
 def test_the_program_prints_speeds_and_the_reason(clock, machine, capsys):

@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.variables import type_errors
 from tests.common import IS_KERAS_3, MODES, Mixes, pairs, unscaled
 
 L = tf.keras.layers
@@ -116,28 +115,6 @@ def test_a_branch_of_autograph():
         layer.function = tf.autograph.to_graph(branches)
     with pytest.raises(TypeError, match="Layer 'mine'.* computes in bfloat16"):
         tf.function(layer)(tf.cast(X, "bfloat16"))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_other_errors_are_those_of_tensorflow(mode):
-    def shapes(x):
-        return x @ tf.ones([3, 3], x.dtype)
-
-    def strings(x):
-        return x + tf.constant("a")
-
-    def own(x):
-        raise KeyError("float16 is not float32")
-
-    for function in (shapes, strings, own):
-        errors = []
-        for dtype in ("bfloat16", unscaled("bfloat16")):
-            layer = Mixes(function, dtype=dtype, name="mine")
-            with pytest.raises((*type_errors.ERRORS, KeyError, RuntimeError)) as caught:
-                traced(lambda x: layer(x), mode)(tf.cast(X, "bfloat16"))
-            errors.append(caught.value)
-        assert type(errors[0]) is type(errors[1])
-        assert "TensorFlow said" not in str(errors[1])
 
 
 def test_an_error_keeps_its_type():

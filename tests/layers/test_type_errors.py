@@ -3,9 +3,15 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import layers
-from keras_mp.kernels import slow
-from keras_mp.variables import type_errors
 from tests.common import IS_KERAS_3, MODES, pairs
+
+
+@pytest.fixture
+def kernels_of_tensorflow():
+    """Where 16 bits are slower, keras_mp multiplies float32 inside, which takes both dtypes."""
+    keras_mp.enable_float32_where_faster(False)
+    yield
+    keras_mp.enable_float32_where_faster()
 
 
 def layer_that_calls(function, **attributes):
@@ -74,11 +80,11 @@ WIDE_VARIABLE = tf.Variable([1.0, 2.0])
         for case in pairs(sorted(MISTAKES), MODES, ["mixed_float16", "mixed_bfloat16"])
         # TensorFlow multiplies bfloat16 with float32.
         if (case[0], case[-1]) != ("matmul", "mixed_bfloat16")
-        # keras_mp multiplies float32 inside where 16 bits are slower.
-        and not (case[0] == "einsum" and slow.is_slow("Einsum", case[-1].removeprefix("mixed_")))
     ],
 )
-def test_an_error_about_dtypes_names_layer_line_dtypes_and_cure(mistake, mode, policy):
+def test_an_error_about_dtypes_names_layer_line_dtypes_and_cure(
+    mistake, mode, policy, kernels_of_tensorflow
+):
     function, cure = MISTAKES[mistake]
     layer = layer_that_calls(function)(dtype=policy, name="mine")
     call = layer if mode == "eager" else tf.function(layer, jit_compile=mode == "jit")
@@ -208,11 +214,6 @@ def test_other_errors_stay_what_they_are(mode):
         with pytest.raises(error) as caught:
             call(tf.ones([2]))
         assert "computes in" not in str(caught.value)
-
-
-def test_dtypes_in_reads_only_dtypes():
-    path = TypeError("/float16/float32/file.py: has type string that does not match type int32")
-    assert type_errors.dtypes_in(path) == []
 
 
 class Branches(tf.keras.layers.Layer):

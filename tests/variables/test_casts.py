@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.kernels import slow, sums
 from tests.common import mirrored, once
 
 pytestmark = once
@@ -16,8 +15,9 @@ pytestmark = once
 @pytest.fixture(autouse=True)
 def kernels_of_tensorflow():
     """No casts but those of variables, on CPUs without units for 16 bits, too."""
-    with slow.switched_off():
-        yield
+    keras_mp.enable_float32_where_faster(False)
+    yield
+    keras_mp.enable_float32_where_faster()
 
 
 def autocast(value=(1.0, 2.0)):
@@ -234,9 +234,16 @@ def test_sparse_gradients_stay_sparse():
     np.testing.assert_array_equal(tf.convert_to_tensor(gradient)[:, 0], [0, 2, 0, 1, 0])
 
 
-def test_a_shape_that_may_change(monkeypatch):
-    # Of unknown shapes TensorFlow sums the gradients, which would bring casts of its own.
-    monkeypatch.setattr(sums.TABLE, "enabled", False)
+@pytest.fixture
+def sums_of_tensorflow():
+    """Of unknown shapes it sums the gradients, which would bring casts of their own."""
+    keras_mp.enable_float32_sums(False)
+    yield
+    keras_mp.enable_float32_sums()
+
+
+@pytest.mark.usefixtures("sums_of_tensorflow")
+def test_a_shape_that_may_change():
     v = keras_mp.autocast_variable(tf.Variable([1.0], shape=tf.TensorShape(None)))
 
     def function():
