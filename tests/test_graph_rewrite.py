@@ -13,7 +13,6 @@ from tests import steps
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,
-    digits,
     make_optimizer,
     needs_bfloat16_rewrite,
     needs_cuda,
@@ -24,6 +23,7 @@ K = tf.keras
 V1 = tf.compat.v1
 enable = keras_mp.enable_mixed_precision_graph_rewrite
 disable = keras_mp.disable_mixed_precision_graph_rewrite
+IN_SESSIONS = tf.__internal__.train.is_mixed_precision_graph_rewrite_enabled
 
 
 def ignored(function, *args, **kwargs):
@@ -231,7 +231,7 @@ def test_what_tensorflows_own_function_has_turned_on_stays_on():
         with pytest.warns(keras_mp.MixedPrecisionWarning, match=r"tf\.compat\.v1.*still will be"):
             disable()
         assert tf.config.optimizer.get_experimental_options()["auto_mixed_precision"]
-        assert tf.__internal__.train.is_mixed_precision_graph_rewrite_enabled()
+        assert IN_SESSIONS()
     finally:
         mixed_precision.disable_mixed_precision_graph_rewrite()
 
@@ -421,6 +421,41 @@ def test_sessions_are_rewritten_by_the_config():
         assert dtypes(None) == {"float32"}
 
 
+@once
+@pytest.mark.parametrize(
+    "dtype", ["float16", pytest.param("bfloat16", marks=needs_bfloat16_rewrite)]
+)
+def test_one_pass_is_on_and_a_config_for_sessions_has_it_and_all_else(dtype):
+    name = passes.PASSES[dtype]
+    given = V1.ConfigProto(allow_soft_placement=True)
+    given.graph_options.rewrite_options.remapping = 2
+    tf.config.optimizer.set_experimental_options({"min_graph_nodes": 7})
+    ignored(enable, sgd(), dtype=dtype)
+    try:
+        options = tf.config.optimizer.get_experimental_options()
+        assert {each for each in passes.PASSES.values() if options.get(each)} == {name}
+        assert IN_SESSIONS() == (dtype == "float16")
+        config = graph_rewrite.session_config(given)
+        rewriter = config.graph_options.rewrite_options
+        assert getattr(rewriter, name) == rewriter.ON
+        assert (rewriter.remapping, config.allow_soft_placement) == (rewriter.OFF, True)
+        assert getattr(given.graph_options.rewrite_options, name) == rewriter.DEFAULT
+        rewriter = graph_rewrite.session_config().graph_options.rewrite_options
+        assert (getattr(rewriter, name), rewriter.min_graph_nodes) == (rewriter.ON, 7)
+    finally:
+        tf.config.optimizer.set_experimental_options({"min_graph_nodes": 0})
+        disable()
+    assert not tf.config.optimizer.get_experimental_options().get(name)
+    assert not IN_SESSIONS()
+
+
+@needs_bfloat16_rewrite
+def test_what_tensorflow_turns_off_is_off():
+    enable(K.optimizers.SGD(), dtype="bfloat16")
+    tf.config.optimizer.set_experimental_options({passes.PASSES["bfloat16"]: False})
+    keras_mp.set_global_policy("mixed_bfloat16")
+
+
 @needs_bfloat16_rewrite
 def test_a_config_needs_the_rewrite():
     with pytest.raises(RuntimeError, match="session_config.. needs the graph rewrite"):
@@ -496,35 +531,6 @@ def test_the_gradient_of_a_bias_does_not_stop_at_256():
         keras_mp.enable_float32_sums(True)
     disable()
     assert "BiasAddGrad" in graph_rewrite.op_lists("bfloat16")["infer"]
-
-
-# Seed 003's program: opt = enable_mixed_precision_graph_rewrite(opt), compile, fit.
-
-
-def accuracy(is_rewritten):
-    K.utils.set_random_seed(1)
-    images, labels = digits()
-    opt = K.optimizers.SGD(0.1, momentum=0.9)
-    if is_rewritten:
-        opt = enable(opt, dtype="bfloat16")
-    model = K.models.Sequential(
-        [K.layers.Dense(64, activation="relu"), K.layers.Dense(10, activation="softmax")]
-    )
-    model.compile(loss="sparse_categorical_crossentropy", optimizer=opt, metrics=["accuracy"])
-    model.fit(images[:1400], labels[:1400], batch_size=70, epochs=6, verbose=0)
-    if is_rewritten:
-        report = graph_rewrite.report(model, images[:70], labels[:70])
-        assert report.by_dtype()["bfloat16"]["MatMul"] == 5
-        disable()
-    return model.evaluate(images[1400:], labels[1400:], verbose=0)[1]
-
-
-@needs_bfloat16_rewrite
-@once
-def test_digits_are_learnt_as_well_as_in_float32():
-    in_float32 = accuracy(False)
-    assert in_float32 > 0.85
-    assert abs(accuracy(True) - in_float32) <= 0.01
 
 
 def test_the_adapter_knows_no_optimizer_of_tensorflow_1():

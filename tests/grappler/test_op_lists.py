@@ -3,10 +3,8 @@
 import os
 
 import pytest
-import tensorflow as tf
-from tensorflow.python.eager import context
 
-from keras_mp.grappler import op_lists, passes
+from keras_mp.grappler import op_lists
 from tests.common import needs_bfloat16_rewrite, once
 
 pytestmark = once
@@ -82,23 +80,3 @@ def test_an_operation_on_two_lists_is_an_error(monkeypatch):
     monkeypatch.setenv(f"{PREFIX}DENYLIST_ADD", "MatMul")
     with pytest.raises(RuntimeError, match="put an operation on two of them"):
         op_lists.read("float16")
-
-
-@needs_bfloat16_rewrite
-def test_functions_are_rewritten_by_the_lists_as_they_are():
-    def product(x):
-        return tf.matmul(tf.tanh(tf.matmul(x, x)), x)
-
-    def dtype_of_tanh():
-        with context.collect_graphs() as graphs:
-            tf.function(product)(tf.ones([8, 8]))
-        [tanh] = [node for graph in graphs for node in graph.node if node.op == "Tanh"]
-        return tf.as_dtype(tanh.attr["T"].type).name
-
-    passes.turn_on("bfloat16")
-    try:
-        assert dtype_of_tanh() == "bfloat16"
-        op_lists.change({"deny": ["Tanh"]})
-        assert dtype_of_tanh() == "float32"
-    finally:
-        passes.turn_off()

@@ -149,16 +149,6 @@ def test_region_in_a_function_that_autograph_converts():
     assert rounded.numpy().item() == 1.0 != exact.numpy().item()
 
 
-def test_a_region_is_its_threads():
-    found = []
-    with keras_mp.autocast("bfloat16"):
-        thread = threading.Thread(target=lambda: found.append(is_autocast()))
-        thread.start()
-        thread.join()
-        assert is_autocast()
-    assert found == [False]
-
-
 def test_threads_that_enter_and_leave_at_the_same_time():
     wrong, barrier = [], threading.Barrier(4)
 

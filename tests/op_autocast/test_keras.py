@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.kernels import regions
 from tests.common import digits, once
 from tests.op_autocast.common import error, region
 
@@ -66,24 +65,6 @@ def test_fit(make):
     np.testing.assert_allclose(losses["bfloat16"], losses[None], rtol=0.05)
     # What was trained inside predicts in float32 outside.
     assert 0 < error(predictions, model(x)) < 0.05
-
-
-@once
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_what_runs_in_16_bits(run_eagerly, monkeypatch):
-    found = set()
-    own = regions._to_float32
-
-    def widened(result, dtype, op):
-        found.add((op, dtype.name))
-        return own(result, dtype, op)
-
-    monkeypatch.setattr(regions, "_to_float32", widened)
-    x, y = (each[:32] for each in digits())
-    model = compiled(convolutions, run_eagerly=run_eagerly)
-    with keras_mp.autocast("bfloat16"):
-        model.train_on_batch(x, y)
-    assert found >= {(op, "bfloat16") for op in ("Conv2D", "MatMul", "Relu")}
 
 
 def test_within_a_mixed_policy_nothing_changes():

@@ -1,7 +1,5 @@
 """What is replaced in TensorFlow for regions: only if it works, and only they notice."""
 
-import threading
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -23,23 +21,6 @@ def installed():
     kernels.install()
 
 
-def test_in_a_thread_without_a_region_nothing_is_autocast():
-    entered, end = threading.Event(), threading.Event()
-
-    def other():
-        with keras_mp.autocast("bfloat16"):
-            entered.set()
-            end.wait()
-
-    thread = threading.Thread(target=other)
-    with keras_mp.autocast("float16"):
-        thread.start()
-        entered.wait()
-    x = normal(4, 4)
-    z = x @ x
-    assert not tf.reduce_all(tf.cast(tf.cast(z, "bfloat16"), "float32") == z)
-    end.set()
-    thread.join()
 
 
 @pytest.mark.parametrize("when", ["in a region", "between regions"])
