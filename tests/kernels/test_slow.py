@@ -78,22 +78,6 @@ def test_what_is_slow_computes_in_float32(answer):
     assert found == {tf.float32 if answer else tf.float16}
 
 
-def test_depthwise_convolutions_that_are_slow_compute_in_float32(answer):
-    function = tf.function(
-        lambda x, w: tf.gradients(tf.nn.depthwise_conv2d(x, w, [1] * 4, "SAME"), [x, w])
-    )
-    spec = [tf.TensorSpec([1, 4, 4, 2], "float16"), tf.TensorSpec([3, 3, 2, 1], "float16")]
-    graph = function.get_concrete_function(*spec).graph
-    found = {
-        op.type: op.get_attr("T")
-        for op in graph.get_operations()
-        if op.type.startswith("DepthwiseConv2dNative")
-    }
-    if not answer:  # The gradient of a filter may be wrong in float16, and is float32 for that.
-        found.pop("DepthwiseConv2dNativeBackpropFilter")
-    assert set(found.values()) == {tf.float32 if answer else tf.float16}
-
-
 @pytest.mark.parametrize("is_training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize(
     ("dtype", "channels", "options", "expected"),

@@ -10,7 +10,7 @@ import keras_mp
 from keras_mp import hooks
 from keras_mp.hooks import reach
 from keras_mp.kernels import sums, trials
-from tests.common import mirrored, once
+from tests.common import once
 
 K = tf.keras
 ROWS = 10_000
@@ -197,19 +197,6 @@ def test_asking_takes_no_more_memory_for_many_axes(monkeypatch):
 
 
 @once
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_scattered_or_multiplied_sparsely(dtype):
-    ones = tf.ones([10_000], dtype)
-    at = tf.zeros([10_000, 1], tf.int64)
-    difference = tf.tensor_scatter_nd_sub(tf.zeros([1], dtype), at, ones)
-    row = tf.concat([at, tf.range(10_000, dtype=tf.int64)[:, None]], 1)
-    sparse = tf.SparseTensor(row, ones, [1, 10_000])
-    product = tf.sparse.sparse_dense_matmul(sparse, ones[:, None])
-    for found, expected in ((difference[0], -10_000), (product[0, 0], 10_000)):
-        assert float(found) == pytest.approx(expected, rel=ROUNDING[dtype])
-
-
-@once
 @pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
 def test_softmax_over_more_classes_than_float16_counts(mode):
     def function(logits):
@@ -325,40 +312,6 @@ def test_shapes_that_are_not_known():
         assert step(tf.ones([ROWS, 4], "float16"))[0] == ROWS
 
 
-def test_two_replicas():
-    strategy = mirrored(2)
-    with strategy.scope():
-        layer = K.layers.Dense(2, dtype=keras_mp.Policy("mixed_bfloat16"))
-        layer.build([None, 1])
-
-    @tf.function
-    def step():
-        def replica_step():
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(layer(tf.ones([ROWS, 1])))
-            gradient = tape.gradient(loss, layer.trainable_variables)[-1]
-            return tf.distribute.get_replica_context().all_reduce("SUM", gradient)
-
-        return strategy.experimental_local_results(strategy.run(replica_step))[0]
-
-    assert step()[0] == 2 * 9984
-
-
-def test_fit_of_a_model_from_a_file(tmp_path):
-    keras_mp.set_global_policy("mixed_bfloat16")
-    bias = K.initializers.Constant(4.0)
-    dense = K.layers.Dense(1, kernel_initializer="zeros", bias_initializer=bias)
-    model = K.Sequential([K.Input([1]), dense])
-    loss = K.losses.MeanAbsoluteError(reduction="sum")
-    model.compile(K.optimizers.SGD(1 / ROWS), loss, jit_compile=False)
-    model.save(tmp_path / "model.keras")
-    keras_mp.set_global_policy(None)
-    loaded = K.models.load_model(tmp_path / "model.keras")
-    for one in (model, loaded):
-        one.fit(np.ones([ROWS, 1]), np.zeros([ROWS, 1]), ROWS, verbose=0)
-        assert one.layers[-1].get_weights()[1] == pytest.approx(3, abs=0.01)
-
-
 @once
 def test_a_step_that_is_exported(tmp_path):
     module = tf.Module()
@@ -368,14 +321,6 @@ def test_a_step_that_is_exported(tmp_path):
     tf.saved_model.save(module, str(tmp_path))
     keras_mp.enable_float32_sums(False)
     assert tf.saved_model.load(str(tmp_path)).step(x)[0] == 9984
-
-
-@once
-def test_a_graph_of_tensorflow_1():
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        bias = tf.zeros([4], tf.bfloat16)
-        y = tf.nn.bias_add(tf.ones([ROWS, 4], tf.bfloat16), bias)
-        assert session.run(tf.gradients(y, bias)[0])[0] == 9984
 
 
 @once
