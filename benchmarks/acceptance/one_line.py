@@ -1,7 +1,7 @@
 """Is one line enough? Programs written for float32, each with that line in both 16-bit dtypes.
 
-`one_line_programs`, `one_line_layers` and `one_line_reported` have the programs. Each runs in
-float32, then under `mixed_float16` and `mixed_bfloat16`, from the same weights, on the same batch.
+`one_line_programs` has the programs. Each runs in float32, then under `mixed_float16` and
+`mixed_bfloat16`, from the same weights, on the same batch.
 """
 
 import json
@@ -27,10 +27,8 @@ def measure(names: list[str] | None = None) -> dict[str, dict]:
     Args:
         names: of the kinds; all by default.
     """
-    from benchmarks.acceptance import one_line_layers, one_line_programs, one_line_reported
+    from benchmarks.acceptance import one_line_programs
 
-    assert one_line_layers
-    assert one_line_reported
     results: dict[str, dict] = {}
     for name in names or one_line_programs.PROGRAMS:
         results[name] = {}

@@ -17,6 +17,7 @@ _TRANSFORMER = {
     "hidden_dim": 32,
     "intermediate_dim": 64,
 }
+_SEQUENCE = {**_TRANSFORMER, "dropout": 0.0, "max_sequence_length": LENGTH}
 
 
 class Example(NamedTuple):
@@ -82,27 +83,20 @@ def mask() -> Any:
 
 def _hub_bert():
     import keras_hub
-    import numpy as np
 
-    backbone = keras_hub.models.BertBackbone(
-        **_TRANSFORMER, dropout=0.0, max_sequence_length=LENGTH
-    )
+    backbone = keras_hub.models.BertBackbone(**_SEQUENCE)
     model = keras_hub.models.BertTextClassifier(backbone, CLASSES, dropout=0.0)
     ids = tokens()
-    inputs = {"token_ids": ids, "padding_mask": mask(), "segment_ids": np.zeros_like(ids)}
+    inputs = {"token_ids": ids, "padding_mask": mask(), "segment_ids": ids * 0}
     return Example(model, inputs, classes())
 
 
 def _hub_gpt2():
     import keras_hub
-    import numpy as np
 
-    backbone = keras_hub.models.GPT2Backbone(
-        **_TRANSFORMER, dropout=0.0, max_sequence_length=LENGTH
-    )
+    model = keras_hub.models.GPT2CausalLM(keras_hub.models.GPT2Backbone(**_SEQUENCE))
     ids = tokens()
-    inputs = {"token_ids": ids, "padding_mask": mask()}
-    return Example(keras_hub.models.GPT2CausalLM(backbone), inputs, np.roll(ids, -1, axis=1))
+    return Example(model, {"token_ids": ids, "padding_mask": mask()}, _next(ids))
 
 
 def _hub_resnet():
@@ -123,14 +117,8 @@ def _hub_resnet():
 def _hub_vit():
     import keras_hub
 
-    backbone = keras_hub.models.ViTBackbone(
-        image_shape=(SIDE, SIDE, 3),
-        patch_size=8,
-        num_layers=1,
-        num_heads=2,
-        hidden_dim=32,
-        mlp_dim=64,
-    )
+    sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64, "patch_size": 8}
+    backbone = keras_hub.models.ViTBackbone(image_shape=(SIDE, SIDE, 3), **sizes)
     return Example(keras_hub.models.ViTImageClassifier(backbone, CLASSES), images(), classes())
 
 
@@ -155,170 +143,95 @@ def _hub_segformer():
     return Example(model, pixels, np.eye(CLASSES)[(pixels[..., 0] > 0).astype("int32")])
 
 
-def _hub_whisper():
-    import keras_hub
-    import numpy as np
+def _decoder(backbone: Any, inputs: dict[str, Any]) -> Example:
+    """A model that tells the next of the decoder's tokens."""
     import tensorflow as tf
 
-    backbone = keras_hub.models.WhisperBackbone(
-        **_TRANSFORMER,
-        num_mels=8,
-        max_encoder_sequence_length=2 * LENGTH,
-        max_decoder_sequence_length=LENGTH,
-    )
     decoded = backbone.output["decoder_sequence_output"]
     logits = tf.keras.layers.Dense(VOCABULARY, dtype="float32")(decoded)
     ids = tokens()
-    features = np.random.default_rng(0).normal(size=(BATCH, 2 * LENGTH, 8)).astype("float32")
-    inputs = {
-        "encoder_features": features,
-        "decoder_token_ids": ids,
-        "decoder_padding_mask": mask(),
-    }
     model = tf.keras.Model(backbone.input, logits)
-    return Example(model, inputs, np.roll(ids, -1, axis=1), has_own_loss=False)
+    return Example(model, {**inputs, "decoder_token_ids": ids}, _next(ids), has_own_loss=False)
+
+
+def _hub_whisper():
+    import keras_hub
+    import numpy as np
+
+    lengths = {"max_encoder_sequence_length": 2 * LENGTH, "max_decoder_sequence_length": LENGTH}
+    backbone = keras_hub.models.WhisperBackbone(**_TRANSFORMER, **lengths, num_mels=8)
+    features = np.random.default_rng(0).normal(size=(BATCH, 2 * LENGTH, 8)).astype("float32")
+    inputs = {"encoder_features": features, "decoder_padding_mask": mask()}
+    return _decoder(backbone, inputs)
 
 
 def _hub_t5():
     import keras_hub
     import numpy as np
-    import tensorflow as tf
 
     # In float16 it cannot be trained, for the same reason as that of Hugging Face.
     backbone = keras_hub.models.T5Backbone(**_TRANSFORMER, dropout=0.0)
-    decoded = backbone.output["decoder_sequence_output"]
-    logits = tf.keras.layers.Dense(VOCABULARY, dtype="float32")(decoded)
-    ids = tokens()
-    inputs = {
-        "encoder_token_ids": tokens(1),
-        "encoder_padding_mask": mask(),
-        "decoder_token_ids": ids,
-        "decoder_padding_mask": np.ones_like(ids),
-    }
-    model = tf.keras.Model(backbone.input, logits)
-    return Example(model, inputs, np.roll(ids, -1, axis=1), has_own_loss=False)
+    masks = {"encoder_padding_mask": mask(), "decoder_padding_mask": np.ones_like(mask())}
+    return _decoder(backbone, {"encoder_token_ids": tokens(1), **masks})
 
 
-def _huggingface(name, config, inputs):
-    """A model that computes the loss itself, since the labels are among the inputs."""
-    import transformers
+def _next(ids: Any) -> Any:
+    """What comes after each token."""
+    import numpy as np
 
-    model = getattr(transformers, name)(config)
-    model({key: value for key, value in inputs.items() if key != "labels"})  # makes the weights
-    return Example(model, inputs)
+    return np.roll(ids, -1, axis=1)
 
 
-def _hf_bert():
-    import transformers
+class _HuggingFace(NamedTuple):
+    """A model of Hugging Face, which computes the loss itself: the labels are among the inputs.
 
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=LENGTH,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=CLASSES,
-    )
-    inputs = {"input_ids": tokens(), "attention_mask": mask(), "labels": classes()}
-    return _huggingface("TFBertForSequenceClassification", config, inputs)
+    Attributes:
+        model: str. The name of its class.
+        config: str. That of its configuration.
+        inputs: makes them.
+        arguments: of the configuration.
+    """
 
+    model: str
+    config: str
+    inputs: Callable[[], dict[str, Any]]
+    arguments: dict[str, Any]
 
-def _hf_distilbert():
-    import transformers
+    def __call__(self) -> Example:
+        import transformers
 
-    config = transformers.DistilBertConfig(
-        vocab_size=VOCABULARY,
-        dim=32,
-        n_layers=1,
-        n_heads=2,
-        hidden_dim=64,
-        max_position_embeddings=LENGTH,
-        dropout=0.0,
-        attention_dropout=0.0,
-        seq_classif_dropout=0.0,
-        num_labels=CLASSES,
-    )
-    inputs = {"input_ids": tokens(), "attention_mask": mask(), "labels": classes()}
-    return _huggingface("TFDistilBertForSequenceClassification", config, inputs)
+        config = getattr(transformers, self.config)(**self.arguments)
+        model, inputs = getattr(transformers, self.model)(config), self.inputs()
+        model({key: value for key, value in inputs.items() if key != "labels"})  # makes the weights
+        return Example(model, inputs)
 
 
-def _hf_gpt2():
-    import transformers
-
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        n_embd=32,
-        n_layer=1,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    ids = tokens()
-    inputs = {"input_ids": ids, "attention_mask": mask(), "labels": ids}
-    return _huggingface("TFGPT2LMHeadModel", config, inputs)
+def _sentences() -> dict[str, Any]:
+    return {"input_ids": tokens(), "attention_mask": mask(), "labels": classes()}
 
 
-def _hf_vit():
-    import transformers
-
-    config = transformers.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        image_size=SIDE,
-        patch_size=8,
-        num_labels=CLASSES,
-    )
-    inputs = {"pixel_values": images(channels_first=True), "labels": classes()}
-    return _huggingface("TFViTForImageClassification", config, inputs)
+def _texts() -> dict[str, Any]:
+    return {**_sentences(), "labels": tokens()}
 
 
-def _hf_resnet():
-    import transformers
-
-    config = transformers.ResNetConfig(
-        embedding_size=8,
-        hidden_sizes=[8, 16],
-        depths=[1, 1],
-        layer_type="basic",
-        num_labels=CLASSES,
-    )
-    inputs = {"pixel_values": images(channels_first=True), "labels": classes()}
-    return _huggingface("TFResNetForImageClassification", config, inputs)
+def _pictures() -> dict[str, Any]:
+    return {"pixel_values": images(channels_first=True), "labels": classes()}
 
 
-def _hf_t5():
-    import transformers
-
-    # Its masks are 0 * -1e9, which is NaN in float16 unless it is computed in float32.
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=16,
-        d_ff=64,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    ids = tokens()
-    inputs = {
-        "input_ids": tokens(1),
-        "attention_mask": mask(),
-        "decoder_input_ids": ids,
-        "labels": ids,
-    }
-    return _huggingface("TFT5ForConditionalGeneration", config, inputs)
+def _translations() -> dict[str, Any]:
+    return {**_texts(), "input_ids": tokens(1), "decoder_input_ids": tokens()}
 
 
+_WIDTHS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "num_labels": CLASSES,
+}
+_WORDS = {"vocab_size": VOCABULARY}
 MODELS: dict[str, dict[str, Callable[[], Example]]] = {
     "Keras 3": {
         "KerasHub BERT": _hub_bert,
@@ -330,12 +243,44 @@ MODELS: dict[str, dict[str, Callable[[], Example]]] = {
         "KerasHub SegFormer": _hub_segformer,
     },
     "tf_keras": {
-        "Hugging Face BERT": _hf_bert,
-        "Hugging Face DistilBERT": _hf_distilbert,
-        "Hugging Face GPT-2": _hf_gpt2,
-        "Hugging Face T5": _hf_t5,
-        "Hugging Face ResNet": _hf_resnet,
-        "Hugging Face ViT": _hf_vit,
+        "Hugging Face BERT": _HuggingFace(
+            *("TFBertForSequenceClassification", "BertConfig", _sentences),
+            {**_WORDS, **_WIDTHS, "max_position_embeddings": LENGTH},
+        ),
+        "Hugging Face DistilBERT": _HuggingFace(
+            *("TFDistilBertForSequenceClassification", "DistilBertConfig", _sentences),
+            {
+                **{**_WORDS, "dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 64},
+                **{"max_position_embeddings": LENGTH, "num_labels": CLASSES},
+                **{"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0},
+            },
+        ),
+        "Hugging Face GPT-2": _HuggingFace(
+            *("TFGPT2LMHeadModel", "GPT2Config", _texts),
+            {
+                **{**_WORDS, "n_positions": LENGTH, "n_embd": 32, "n_layer": 1, "n_head": 2},
+                **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+            },
+        ),
+        # Its masks are 0 * -1e9, which is NaN in float16 unless it is computed in float32.
+        "Hugging Face T5": _HuggingFace(
+            *("TFT5ForConditionalGeneration", "T5Config", _translations),
+            {
+                **{**_WORDS, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1},
+                **{"num_heads": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+            },
+        ),
+        "Hugging Face ResNet": _HuggingFace(
+            *("TFResNetForImageClassification", "ResNetConfig", _pictures),
+            {
+                **{"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+                **{"layer_type": "basic", "num_labels": CLASSES},
+            },
+        ),
+        "Hugging Face ViT": _HuggingFace(
+            *("TFViTForImageClassification", "ViTConfig", _pictures),
+            {**_WIDTHS, "image_size": SIDE, "patch_size": 8},
+        ),
     },
 }
 PACKAGES = {"Keras 3": "keras_hub", "tf_keras": "transformers"}

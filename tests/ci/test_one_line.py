@@ -2,10 +2,8 @@
 
 import pytest
 
-from benchmarks.acceptance import one_line, one_line_layers, one_line_programs, one_line_reported
+from benchmarks.acceptance import one_line, one_line_programs
 
-assert one_line_layers
-assert one_line_reported
 # Each program in one dtype here: `python -m benchmarks third_party` runs both.
 CASES = [(name, one_line.DTYPES[i % 2]) for i, name in enumerate(one_line_programs.PROGRAMS)]
 
