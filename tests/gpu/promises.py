@@ -15,7 +15,6 @@ from keras_mp import kernels
 from keras_mp.hooks import reach
 from keras_mp.kernels import convolutions, cudnn, slow, sums, trials
 from keras_mp.support.dtypes import LOW_PRECISION
-from tests.gpu import models
 
 Found = tuple[bool, str]
 _WAYS: dict[str, Callable[..., Any]] = {
@@ -281,9 +280,9 @@ def _layers(dtype: str) -> Found:
     x = tf.random.stateless_normal([8, 16, 16, 3], seed=(1, 2))
     tf.keras.utils.set_random_seed(0)
     with keras_mp.policy_scope("float32"):
-        exact = models.convolutional()
+        exact = _convolutional()
     with keras_mp.policy_scope(f"mixed_{dtype}"):
-        model = models.convolutional()
+        model = _convolutional()
     model.set_weights(exact.get_weights())
     right, found = exact(x), model(x)
     error = float(tf.norm(found - right) / tf.norm(right))
@@ -301,7 +300,7 @@ def _training(dtype: str) -> Found:
     for policy in ("float32", f"mixed_{dtype}"):
         tf.keras.utils.set_random_seed(0)
         with keras_mp.policy_scope(policy):
-            model = models.convolutional()
+            model = _convolutional()
             loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile(tf.keras.optimizers.Adam(0.003), loss)
         history = model.fit(x, y, batch_size=32, epochs=4, shuffle=False, verbose=0).history
@@ -337,3 +336,20 @@ PROMISES: dict[str, Callable[[], Found]] = {
         for dtype in ("float16", "bfloat16")
     },
 }
+
+
+def _convolutional() -> tf.keras.Model:
+    """A small network with two convolutions for images of 16x16.
+
+    Its outputs are float32.
+    """
+    layers = tf.keras.layers
+    return tf.keras.Sequential(
+        [
+            layers.Input([16, 16, 3]),
+            layers.Conv2D(8, 3, activation="relu"),
+            layers.Conv2D(8, 3, activation="relu"),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(3, dtype="float32"),
+        ]
+    )

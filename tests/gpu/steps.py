@@ -9,18 +9,29 @@ import functools
 import tensorflow as tf
 
 import keras_mp
+from benchmarks import models
+from benchmarks.models import Sizes
 from keras_mp import keras_api
 from keras_mp.hardware import devices, turns
-from tests.gpu import models, promises
+from tests.gpu import promises
 
 VARIANTS = (
     *("float32", "Keras's mixed_float16", "mixed_float16"),
     *("Keras's mixed_bfloat16", "mixed_bfloat16"),
 )
 _TURNS, _STEPS = 5, 10
-_QUICK = {"dense": 8}
-_OF_CPUS = {"dense": 1024, "residual": 16, "transformer": 128}
-_OF_GPUS = {"dense": 8192, "residual": 256, "transformer": 1024}
+_NAMES = {"dense": "MLP", "residual": "ResNet", "transformer": "transformer"}
+_QUICK = {"dense": Sizes(4, 8, 256)}
+_OF_CPUS = {
+    "dense": Sizes(4, 1024, 256),
+    "residual": Sizes(3, 16, 32, 32),
+    "transformer": Sizes(2, 128, 32, 64, 1000),
+}
+_OF_GPUS = {
+    "dense": Sizes(4, 8192, 256),
+    "residual": Sizes(3, 128, 32, 32),
+    "transformer": Sizes(2, 1024, 32, 64, 1000),
+}
 
 Seconds = dict[str, dict[str, float]]
 
@@ -52,18 +63,18 @@ def all_run(found: dict[str, Seconds | str]) -> tuple[bool, str]:
     return not errors, "; ".join(errors) or f"{', '.join(found)} under {len(VARIANTS)}"
 
 
-def _seconds_or_error(name: str, size: int, count: int) -> Seconds | str:
+def _seconds_or_error(name: str, size: Sizes, count: int) -> Seconds | str:
     try:
         return _seconds(name, size, count)
     except Exception as error:  # There may be no memory for one. The others are timed.
         return promises.first_line(error)
 
 
-def _seconds(name: str, size: int, count: int) -> Seconds:
+def _seconds(name: str, size: Sizes, count: int) -> Seconds:
     forward, step = {}, {}
     for variant in VARIANTS:
         with _in_force(variant):
-            model, x, y = models.make(name, size)
+            model, x, y = models.make(_NAMES[name], size)
             loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile("adam", loss)
         forward[variant] = functools.partial(model.predict_on_batch, x)  # pyright: ignore
