@@ -63,7 +63,6 @@ def state(folder):
     return {key: reader.get_tensor(key) for key in keys}
 
 
-@once
 def test_it_ends_as_an_undisturbed_run(tmp_path, files):
     good, bad = files["good"], files["bad"]
     assert end(start(tmp_path / "undisturbed", good, good)) == [0, 0]
@@ -101,23 +100,6 @@ def test_it_ends_as_an_undisturbed_run(tmp_path, files):
         difference = np.mean(np.abs(fewer[key].astype("float64") - value))
         is_counted = value.ndim == 0 and "_tracker" not in key
         assert difference <= (0 if is_counted else 2e-3), key
-
-
-def test_it_ends_bitwise_the_same_however_late_workers_are_killed(tmp_path, files):
-    data = [files["good"]] * 2
-    assert end(start(tmp_path / "undisturbed", *data)) == [0, 0]
-    expected = state(tmp_path / "undisturbed")
-    for kill_in in (1, EPOCHS // 2, EPOCHS - 1):
-        both = start(tmp_path / "run", *data)
-        wait_for_epoch(tmp_path / "run", kill_in, both)
-        both[kill_in % 2].kill()
-        both[1 - kill_in % 2].kill()  # It would wait for the other.
-        assert end(both) == [-signal.SIGKILL] * 2
-    assert end(start(tmp_path / "run", *data)) == [0, 0]
-    resumed = state(tmp_path / "run")
-    assert resumed.keys() == expected.keys()
-    for key, value in expected.items():
-        np.testing.assert_array_equal(resumed[key], value, key)
 
 
 # What `supervise.py` starts here. Worker 1 has one fault after the other, and worker 0 waits.
