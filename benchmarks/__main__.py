@@ -14,7 +14,6 @@ from benchmarks import (
     gpu_compiled,
     gpu_targets,
     memory,
-    numerics,
     overhead,
     soak,
     step,
@@ -22,20 +21,9 @@ from benchmarks import (
 )
 from benchmarks.acceptance import defects, faults, parity, third_party
 
-BENCHMARKS = {
-    "overhead": overhead.run,
-    "step": step.run,
-    "memory": memory.run,
-    "first": first.run,
-    "sums": sums.run,
-    "gpu_compiled": gpu_compiled.run,
-    "numerics": numerics.run,
-    "soak": soak.run,
-    "defects": defects.run,
-    "faults": faults.run,
-    "parity": parity.run,
-    "third_party": third_party.run,
-}
+_MODULES = (overhead, step, memory, first, sums, gpu_compiled, soak)
+_ACCEPTANCE = (defects, faults, parity, third_party)
+BENCHMARKS = {each.__name__.rpartition(".")[2]: each.run for each in _MODULES + _ACCEPTANCE}
 
 
 def main() -> int:

@@ -15,8 +15,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
-_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "bf16")
 KERASES = {"Keras 3": "0", "tf_keras": "1"}
+# Whose policy it is, and its name.
+POLICIES: dict[str, tuple[str | None, str]] = {
+    "float32": (None, "float32"),
+    "mixed_float16": ("keras_mp", "mixed_float16"),
+    "mixed_bfloat16": ("keras_mp", "mixed_bfloat16"),
+    "Keras's mixed_float16": ("Keras", "mixed_float16"),
+    "Keras's mixed_bfloat16": ("Keras", "mixed_bfloat16"),
+}
 
 
 def interleaved(
@@ -24,7 +31,6 @@ def interleaved(
     repeats: int,
     warm_up: int = 2,
     block: int = 1,
-    lead_in: int = 0,
 ) -> dict:
     """Times functions in turns, so that what else the machine does falls on all of them.
 
@@ -33,8 +39,6 @@ def interleaved(
         repeats: int. How often each is timed.
         warm_up: int. How often each is called before.
         block: int. How often each is called in a turn; the time is that of one call.
-        lead_in: int. How often each is called in a turn before it is timed, so that the caches
-            hold what it left there and not what another did.
 
     Returns:
         dict of names and lists of seconds.
@@ -42,8 +46,6 @@ def interleaved(
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(warm_up + repeats):
         for name, step in steps.items():
-            for _ in range(lead_in):
-                step()
             start = time.perf_counter()
             for _ in range(block):
                 step()
@@ -67,20 +69,20 @@ def machine() -> str:
     """Says what the figures were measured on."""
     import tensorflow as tf
 
-    model, flags = platform.processor() or platform.machine(), set()
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
-        fields = {key.strip(): value.strip() for key, _, value in lines}
-        model = fields.get("model name", model)
-        flags = set(fields.get("flags", "").split()) & set(_FLAGS)
-    gpus = map(tf.config.experimental.get_device_details, tf.config.get_visible_devices("GPU"))
-    parts = [
-        *(gpu.get("device_name", "a GPU of unknown name") for gpu in gpus),
-        *(model, platform.machine(), *sorted(flags), f"{os.cpu_count()} cores"),
-    ]
+    from keras_mp.hardware import devices
+    from keras_mp.support import cpu
+
+    units, _ = cpu.units()
+    gpus = [gpu.name for gpu in devices.gpus()]
+    parts = [*gpus, cpu.name(), *units, f"{os.cpu_count()} cores"]
     versions = f"TensorFlow {tf.__version__}, Python {platform.python_version()}"
     return f"{', '.join(parts)}; {versions}"
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
 
 
 def lines_of(
@@ -190,19 +192,6 @@ def loss_scale(optimizer: Any) -> float | None:
         if hasattr(optimizer, name):
             return float(getattr(optimizer, name))
     return None
-
-
-def minimize(optimizer: Any, loss: Callable[[], Any], variables: list) -> None:
-    """`optimizer.minimize`, or what it takes in its place with an optimizer of Keras 3."""
-    import tensorflow as tf
-
-    if hasattr(optimizer, "minimize"):
-        optimizer.minimize(loss, variables)
-        return
-    with tf.GradientTape() as tape:
-        value, unscale = scaled(optimizer, loss())
-    gradients = unscale(tape.gradient(value, variables))
-    optimizer.apply_gradients(zip(gradients, variables))
 
 
 def replicas(count: int) -> Any:

@@ -68,8 +68,8 @@ def compile_for(
         texts: a folder for what XLA has made of each; by default it is not kept.
 
     Returns:
-        dict by the stem of a file: the counts of `gpu_compiler.counts`, "temporary" bytes, and the
-        "seconds" it took; or an "error".
+        dict by the stem of a file: the counts of `gpu_compiler.counts` and "temporary" bytes; or
+        an "error".
 
     Raises:
         SystemExit: the compiler for this target is not there.
@@ -78,7 +78,7 @@ def compile_for(
         described = gpu_targets.TPUS.get(target)
         if described is None:
             described = os.path.join(folder, "gpu.txtpb")
-            text = gpu_targets.description(gpu_targets.GPUS[target])
+            text = gpu_targets.description(target)
             pathlib.Path(described).write_text(text)
         command = [python, _COMPILER, described, texts or "-", *files]
         done = subprocess.run(

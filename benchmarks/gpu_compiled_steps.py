@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from benchmarks import models, small_steps, step
+from benchmarks import common, models, small_steps, step
 from keras_mp.kernels import convolutions, sums, trials
 from keras_mp.support import attributes
 
@@ -34,20 +34,12 @@ MODELS = {
     **{name: (name, each) for name, each in models.SIZES["full"].items() if name != "LSTM"},
     "GPT of 12 blocks": ("language model", models.Sizes(12, 768, 16, 512, 32000)),
 }
-VARIANTS = {
-    "float32": (None, "float32"),
-    "mixed_bfloat16, Keras's own": ("Keras", "mixed_bfloat16"),
-    "mixed_bfloat16": ("keras_mp", "mixed_bfloat16"),
-    "mixed_float16, Keras's own": ("Keras", "mixed_float16"),
-    "mixed_float16": ("keras_mp", "mixed_float16"),
-}
-SEPARATOR = ", "
 _WRONG = pathlib.Path(__file__).parent.parent / "docs" / "h200.json"
 
 
 def names() -> list[str]:
     """Returns the names of all steps."""
-    return [*KINDS, *(f"{model}{SEPARATOR}{each}" for model in MODELS for each in VARIANTS)]
+    return [*KINDS, *(f"{model}, {each}" for model in MODELS for each in common.POLICIES)]
 
 
 @contextlib.contextmanager
@@ -79,19 +71,6 @@ def hlo(function: Callable[..., Any], *arguments: Any) -> bytes:
     return compiled.experimental_get_compiler_ir(*arguments)(stage="hlo_serialized")
 
 
-def model_step(name: str, variant: str) -> tuple[Callable[..., Any], Any, Any]:
-    """Returns a step of a model, in the words of whose guide, and what it is called with.
-
-    Args:
-        name: str. A key of `MODELS`.
-        variant: str. A key of `VARIANTS`.
-    """
-    whose, policy = VARIANTS[variant]
-    # Keras's guide asks for a head in float32; keras_mp gives float32 outputs by itself.
-    head = None if whose == "keras_mp" else "float32"
-    return step.training_step(*MODELS[name], whose, policy, head=head)
-
-
 def step_of(name: str) -> bytes:
     """Returns the HLO of a step.
 
@@ -100,8 +79,11 @@ def step_of(name: str) -> bytes:
     """
     if name in KINDS:
         return hlo(small_steps.STEPS[name].make().python_function, tf.zeros(small_steps.X.shape))
-    model = next(each for each in MODELS if name.startswith(f"{each}{SEPARATOR}"))
-    return hlo(*model_step(model, name.removeprefix(f"{model}{SEPARATOR}")))
+    model = next(each for each in MODELS if name.startswith(f"{each}, "))
+    whose, policy = common.POLICIES[name.removeprefix(f"{model}, ")]
+    # Keras's guide asks for a head in float32; keras_mp gives float32 outputs by itself.
+    head = None if whose == "keras_mp" else "float32"
+    return hlo(*step.training_step(*MODELS[model], whose, policy, head=head))
 
 
 def main() -> None:

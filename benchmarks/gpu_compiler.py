@@ -14,7 +14,6 @@ import os
 import pathlib
 import re
 import sys
-import time
 from typing import Any
 
 TPU = "tpu:"
@@ -89,7 +88,7 @@ def counts(text: str) -> dict[str, Any]:
 
     Returns:
         dict of "kernels", of which "in_conditions" only run in a branch; "copies" within the memory
-        of the device, "to_host", "conditions" and "loops"; "products" by dtype, matrix products and
+        of the device, "to_host" and "conditions"; "products" by dtype, matrix products and
         convolutions; "roundings", conversions to 16 bits, by dtype.
     """
     entry = text[text.index("\nENTRY ") :]
@@ -123,7 +122,6 @@ def counts(text: str) -> dict[str, Any]:
         "copies": ops["copy"] + ops["copy-start"],
         "to_host": sum(_HOST in line for line in entry.splitlines() if "copy" in line),
         "conditions": text.count(" conditional("),
-        "loops": text.count(" while("),
         "products": dict(products),
         "roundings": dict(rounded),
     }
@@ -150,7 +148,6 @@ def main() -> None:
     prepare()
     device = device_of(target)
     for path in map(pathlib.Path, files):
-        began = time.time()
         found: dict[str, Any] = {"name": path.stem}
         try:
             executable = compiled(path.read_bytes(), device)
@@ -161,7 +158,7 @@ def main() -> None:
                 pathlib.Path(folder, f"{path.stem}.txt").write_text(text)
         except Exception as error:  # Of XLA, whatever it is: the other files are compiled, too.
             found["error"] = " ".join(str(error).split())[:300]
-        print(json.dumps({**found, "seconds": round(time.time() - began, 1)}), flush=True)
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

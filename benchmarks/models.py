@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+import tensorflow as tf
+
 
 class Sizes(NamedTuple):
     """How large a model and its batch are.
@@ -51,8 +53,6 @@ def make(name: str, sizes: Sizes, head: str | None = "float32") -> tuple[Any, An
     Returns:
         The model, whose outputs are logits in float32, its inputs and labels.
     """
-    import tensorflow as tf
-
     layers, (blocks, width, batch, steps, classes) = tf.keras.layers, sizes
     words = name in ("transformer", "language model")
     shape = {

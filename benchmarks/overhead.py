@@ -10,18 +10,21 @@ import dataclasses
 import functools
 import gc
 import json
-import random
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 
+import tensorflow as tf
+
+import keras_mp
 from benchmarks import common
 
 SECONDS = 2.0  # to measure a cell
 BLOCK_SECONDS = 0.003
 REPEATS = (15, 300)
 SCALER = "GradScaler"
+ADDED = ("Keras", "keras_mp", SCALER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,24 +35,16 @@ class Cell:
     optimizer: str
     count: int  # of variables
     size: int  # of each, which is a square
-    clip: bool = False
-    minimize: bool = False
     scaler: bool = False  # with a GradScaler too?
 
     def __str__(self) -> str:
-        clip = ", global_clipnorm" if self.clip else ""
-        minimize = ", minimize" if self.minimize else ""
-        sizes = f"{self.count} of {self.size}x{self.size}"
-        return f"{self.mode}, {self.optimizer}{clip}{minimize}, {sizes}"
+        return f"{self.mode}, {self.optimizer}, {self.count} of {self.size}x{self.size}"
 
 
 CELLS = {
     1: [
         *(Cell("graph", optimizer, 60, 256) for optimizer in ("SGD", "Adam")),
         Cell("graph", "Adam", 10, 32, scaler=True),
-        Cell("graph", "AdamW", 60, 32),
-        Cell("graph", "Adam", 60, 32, clip=True),
-        Cell("graph", "Adam", 60, 32, minimize=True),
         Cell("XLA", "SGD", 60, 256),
         Cell("XLA", "Adam", 10, 32, scaler=True),
         Cell("eager", "SGD", 160, 32),
@@ -81,8 +76,6 @@ def measure(
 
 def make_variables(cell: Cell, strategy=None) -> list:
     """The variables of one cell."""
-    import tensorflow as tf
-
     shape = [cell.size, cell.size]
     with strategy.scope() if strategy else contextlib.nullcontext():
         return [tf.Variable(tf.random.normal(shape)) for _ in range(cell.count)]
@@ -90,15 +83,9 @@ def make_variables(cell: Cell, strategy=None) -> list:
 
 def make_step(cell: Cell, wrapper: str, variables: list, strategy=None):
     """A function that makes one step, and its argument, as a `functools.partial`."""
-    import tensorflow as tf
-
     with strategy.scope() if strategy else contextlib.nullcontext():
-        optimizer = getattr(tf.keras.optimizers, cell.optimizer)(
-            1e-3, global_clipnorm=1.0 if cell.clip else None
-        )
+        optimizer = getattr(tf.keras.optimizers, cell.optimizer)(1e-3)
         if wrapper == SCALER:
-            import keras_mp
-
             scaler = keras_mp.GradScaler()
         else:
             optimizer = common.WRAPPERS[wrapper](optimizer)
@@ -111,20 +98,12 @@ def make_step(cell: Cell, wrapper: str, variables: list, strategy=None):
         gradients = unscale([slope * factor for slope in slopes])
         optimizer.apply_gradients(zip(gradients, variables))
 
-    def minimize(factor):
-        def loss():
-            return factor * tf.add_n([tf.reduce_sum(v * s) for v, s in zip(variables, slopes)])
-
-        common.minimize(optimizer, loss, variables)
-
     def step_of_scaler(factor):
         factor = scaler.scale(factor)
         scaler.step(optimizer, zip([slope * factor for slope in slopes], variables))
         scaler.update()
 
-    step = minimize if cell.minimize else apply_gradients
-    if wrapper == SCALER:
-        step = step_of_scaler
+    step = step_of_scaler if wrapper == SCALER else apply_gradients
     if cell.mode == "XLA":
         step = tf.function(step, jit_compile=True)
     if strategy:
@@ -148,50 +127,27 @@ def _in_blocks(steps, seconds):
     turn = time.perf_counter() - start
     block = max(1, min(50, round(BLOCK_SECONDS * len(steps) / turn)))
     low, high = REPEATS
-    lead_in = int(block > 1)
-    repeats = max(low, min(high, round(seconds / (turn * (block + lead_in)))))
-    return common.interleaved(steps, repeats, block=block, lead_in=lead_in)
+    repeats = max(low, min(high, round(seconds / (turn * block))))
+    return common.interleaved(steps, repeats, block=block)
 
 
 def summary(seconds: dict[str, list[float]]) -> dict[str, float | list[float]]:
     """Medians and quartiles of one cell.
 
     Returns:
-        dict: "bare", seconds a step; "Keras" and "keras_mp", what they add to it (median and
-        quartiles over the turns); "ratio", keras_mp's part by Keras's, with the interval in which
-        it is for 90 % of resamples of the turns; "step", a whole step with keras_mp by one with
-        Keras's. Where a GradScaler was measured, "GradScaler", what that adds, and "scaler_ratio",
-        by keras_mp's part.
+        dict: "bare", seconds a step; for each other, what it adds to them: its median and its
+        quartiles over the turns. "step" is a whole step with keras_mp by one with Keras's.
     """
-    results = {
+    added = {
+        name: [whole - bare for whole, bare in zip(each, seconds["bare"])]
+        for name, each in seconds.items()
+        if name != "bare"
+    }
+    return {
         "bare": statistics.median(seconds["bare"]),
-        "Keras": _median_and_quartiles(_added(seconds, "Keras")),
-        "keras_mp": _median_and_quartiles(_added(seconds, "keras_mp")),
-        "ratio": _ratio(seconds, "keras_mp", "Keras"),
+        **{name: _median_and_quartiles(each) for name, each in added.items()},
         "step": statistics.median(seconds["keras_mp"]) / statistics.median(seconds["Keras"]),
     }
-    if SCALER in seconds:
-        results[SCALER] = _median_and_quartiles(_added(seconds, SCALER))
-        results["scaler_ratio"] = _ratio(seconds, SCALER, "keras_mp")
-    return results
-
-
-def _added(seconds, name):
-    return [whole - bare for whole, bare in zip(seconds[name], seconds["bare"])]
-
-
-def _ratio(seconds, name, reference):
-    """What one adds by what another adds, with an interval."""
-    turns = list(zip(_added(seconds, name), _added(seconds, reference)))
-
-    def ratio(turns):
-        ours, others = (statistics.median(each) for each in zip(*turns))
-        return ours / others if others else float("nan")
-
-    generator = random.Random(0)
-    resamples = [ratio(generator.choices(turns, k=len(turns))) for _ in range(200)]
-    cuts = statistics.quantiles(resamples, n=20)
-    return [ratio(turns), cuts[0], cuts[-1]]
 
 
 def _median_and_quartiles(values):
@@ -203,11 +159,8 @@ def run() -> dict:
     """Measures both Kerases on one device and on two, and prints each row when it is there."""
     common.print_header(
         "What a LossScaleOptimizer adds to a step of the bare optimizer, and a GradScaler (medians "
-        "of the differences, quartiles; for the ratio, 90 % of resamples)",
-        [
-            *("", "", "bare", "Keras adds", "keras_mp adds", "keras_mp / Keras", "whole steps"),
-            *(f"{SCALER} adds", f"{SCALER} / keras_mp"),
-        ],
+        "of the differences, quartiles)",
+        ["", "", "bare", *(f"{name} adds" for name in ADDED), "whole steps"],
     )
     results: dict[str, dict] = {}
     for keras in common.KERASES:
@@ -221,24 +174,13 @@ def run() -> dict:
 
 
 def _columns(of_cell):
-    columns = [
-        f"{of_cell['bare'] * 1e3:.3f} ms",
-        *(_in_milliseconds(of_cell[name]) for name in ("Keras", "keras_mp")),
-        _with_interval(of_cell["ratio"]),
-        f"{of_cell['step']:.2f}",
-    ]
-    if SCALER not in of_cell:
-        return [*columns, "", ""]
-    return [*columns, _in_milliseconds(of_cell[SCALER]), _with_interval(of_cell["scaler_ratio"])]
+    added = (_in_milliseconds(of_cell[name]) if name in of_cell else "" for name in ADDED)
+    return [f"{of_cell['bare'] * 1e3:.3f} ms", *added, f"{of_cell['step']:.2f}"]
 
 
 def _in_milliseconds(added):
     median, low, high = (1e3 * x for x in added)
     return f"{median:.3f} ms ({low:.3f}-{high:.3f})"
-
-
-def _with_interval(ratio):
-    return "{:.2f} ({:.2f}-{:.2f})".format(*ratio)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ def _loss(variables: list[tf.Variable], x: tf.Tensor) -> tf.Tensor:
 
 def _tape_step(
     optimizer: Any,
-    scales: bool,
     inside: Callable[[], Any] | None = None,
     dtype: str = "float32",
 ) -> Any:
@@ -42,12 +41,8 @@ def _tape_step(
             else:
                 with inside():
                     loss = _loss(variables, x)
-            if scales:
-                scale = getattr(optimizer, "get_scaled_loss", None) or optimizer.scale_loss
-                loss = scale(loss)
-        gradients = tape.gradient(loss, variables)
-        if scales and hasattr(optimizer, "get_unscaled_gradients"):
-            gradients = optimizer.get_unscaled_gradients(gradients)
+            loss, unscale = common.scaled(optimizer, loss)
+        gradients = unscale(tape.gradient(loss, variables))
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     return tf.function(step, autograph=False)
@@ -143,35 +138,29 @@ class Kind(NamedTuple):
 _FLOAT32, _KERAS = "float32, no wrapper", "Keras's LossScaleOptimizer"
 
 
-def _keras_scaled() -> Any:
-    return _tape_step(tf.keras.mixed_precision.LossScaleOptimizer(_adam()), True)
-
-
 def _dynamic(**arguments: Any) -> Any:
-    return _tape_step(keras_mp.LossScaleOptimizer(_adam(), **arguments), True)
+    return _tape_step(keras_mp.LossScaleOptimizer(_adam(), **arguments))
 
 
 def _master_weights(**arguments: Any) -> Any:
-    return _tape_step(keras_mp.MasterWeightOptimizer(_adam(), **arguments), False, dtype="bfloat16")
+    return _tape_step(keras_mp.MasterWeightOptimizer(_adam(), **arguments), dtype="bfloat16")
 
 
 def _autocast(dtype: str) -> Any:
     scales = dtype == "float16"
     optimizer = keras_mp.LossScaleOptimizer(_adam()) if scales else _adam()
-    return _tape_step(optimizer, scales, lambda: keras_mp.autocast(dtype))
+    return _tape_step(optimizer, lambda: keras_mp.autocast(dtype))
 
 
 # What is traced plainly, compiled by XLA, and on two replicas.
 _EVERYWHERE = {
-    _FLOAT32: Kind(lambda: _tape_step(_adam(), False)),
-    _KERAS: Kind(_keras_scaled),
+    _FLOAT32: Kind(lambda: _tape_step(_adam())),
+    _KERAS: Kind(lambda: _tape_step(common.WRAPPERS["Keras"](_adam()))),
     "LossScaleOptimizer, dynamic": Kind(_dynamic, _KERAS),
     "LossScaleOptimizer, fixed": Kind(lambda: _dynamic(loss_scale=1024), _FLOAT32),
     "GradScaler": Kind(_scaler_step, _KERAS),
     "LossScaleGradientTape": Kind(_scaling_tape_step, _KERAS),
-    "AllReduceOptimizer": Kind(
-        lambda: _tape_step(keras_mp.AllReduceOptimizer(_adam()), False), _FLOAT32
-    ),
+    "AllReduceOptimizer": Kind(lambda: _tape_step(keras_mp.AllReduceOptimizer(_adam())), _FLOAT32),
     "MasterWeightOptimizer, split": Kind(_master_weights, _FLOAT32),
     "autocast, float16": Kind(lambda: _autocast("float16"), _KERAS),
     "autocast, bfloat16": Kind(lambda: _autocast("bfloat16"), _FLOAT32),

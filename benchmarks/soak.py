@@ -6,12 +6,12 @@ Kerases, each kind in a process of its own.
 
 import gc
 import json
-import pathlib
 import statistics
 import sys
-import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
+
+import tensorflow as tf
 
 from benchmarks import common
 
@@ -20,26 +20,13 @@ TURNS = 10_000
 WARM_UP = 0.1
 # Objects and bytes are looked at so often afterwards. They grow if each look finds more.
 LOOKS = 10
+Turn = Callable[[], Any]
 # What takes longer than a step is turned less often.
 SLOWER = {"compile, fit, delete": 100, "the same with Keras's own": 100, "convert": 100}
 
 
-class Soak(NamedTuple):
-    """What is done again and again.
-
-    Attributes:
-        turn: makes a turn.
-        living: those models that turns have made and that still live.
-    """
-
-    turn: Callable[[], Any]
-    living: weakref.WeakSet
-
-
-def _steps(in_function: bool) -> Soak:
+def _steps(in_function: bool) -> Turn:
     """Good and skipped steps of a `LossScaleOptimizer`."""
-    import tensorflow as tf
-
     import keras_mp
 
     v = tf.Variable(tf.ones([8, 8]))
@@ -53,13 +40,11 @@ def _steps(in_function: bool) -> Soak:
     def step(factor):
         optimizer.minimize(lambda: tf.reduce_sum(v) * factor, [v])
 
-    return Soak(_alternating(tf.function(step) if in_function else step), weakref.WeakSet())
+    return _alternating(tf.function(step) if in_function else step)
 
 
 def _alternating(step: Callable[[Any], Any]) -> Callable[[], None]:
     """Every tenth step is skipped."""
-    import tensorflow as tf
-
     good, bad = tf.constant(1.0), tf.constant(float("inf"))
     turns = [0]
 
@@ -70,10 +55,8 @@ def _alternating(step: Callable[[Any], Any]) -> Callable[[], None]:
     return turn
 
 
-def _scaler() -> Soak:
+def _scaler() -> Turn:
     """Steps of a `GradScaler`, with a tape that scales."""
-    import tensorflow as tf
-
     import keras_mp
 
     v, optimizer = tf.Variable(tf.ones([8, 8])), tf.keras.optimizers.SGD(1e-6)
@@ -87,19 +70,16 @@ def _scaler() -> Soak:
         scaler.step(optimizer, [(tape.gradient(loss, v), v)])
         scaler.update()
 
-    return Soak(_alternating(step), weakref.WeakSet())
+    return _alternating(step)
 
 
-def _fit(is_ours: bool) -> Soak:
+def _fit(is_ours: bool) -> Turn:
     """A model is made, compiled, trained for a step and deleted."""
-    import tensorflow as tf
-
     policy = tf.keras.mixed_precision.Policy("mixed_float16")
     if is_ours:
         import keras_mp
 
         policy = keras_mp.Policy("mixed_float16")
-    living: weakref.WeakSet = weakref.WeakSet()
     x, y = tf.ones([4, 8]), tf.ones([4, 1])
 
     def turn():
@@ -112,40 +92,32 @@ def _fit(is_ours: bool) -> Soak:
             tf.keras.mixed_precision.set_global_policy(before)
         model.compile("sgd", "mse")
         model.fit(x, y, verbose=0)
-        living.add(model)
 
-    return Soak(turn, living)
+    return turn
 
 
 def _model(policy: Any) -> Any:
-    import tensorflow as tf
-
     layers = tf.keras.layers
     return tf.keras.Sequential(
         [tf.keras.Input([8]), *(layers.Dense(8, dtype=policy) for _ in range(2))]
     )
 
 
-def _convert() -> Soak:
+def _convert() -> Turn:
     """A model is converted, and the new one deleted."""
-    import tensorflow as tf
-
     import keras_mp
 
-    living: weakref.WeakSet = weakref.WeakSet()
     model = _model("float32")
 
     def turn():
         tf.keras.backend.clear_session()
-        living.add(keras_mp.convert(model, "mixed_bfloat16"))
+        keras_mp.convert(model, "mixed_bfloat16")
 
-    return Soak(turn, living)
+    return turn
 
 
-def _region() -> Soak:
+def _region() -> Turn:
     """A product in a region of `autocast`, in eager and in a function."""
-    import tensorflow as tf
-
     import keras_mp
 
     x = tf.ones([8, 8])
@@ -155,10 +127,10 @@ def _region() -> Soak:
         with keras_mp.autocast("bfloat16"):
             return x @ x, function()
 
-    return Soak(turn, weakref.WeakSet())
+    return turn
 
 
-KINDS: dict[str, Callable[[], Soak]] = {
+KINDS: dict[str, Callable[[], Turn]] = {
     "eager": lambda: _steps(in_function=False),
     "graph": lambda: _steps(in_function=True),
     "compile, fit, delete": lambda: _fit(is_ours=True),
@@ -181,23 +153,28 @@ def measure(kind: str, turns: int) -> dict[str, float]:
         the warm-up, as the slope of a line through what was found (of the medians, so that what
         comes once does not count); and `alive`, how many of the models that were made still live.
     """
-    soak = KINDS[kind]()
+    turn = KINDS[kind]()
+    before = _models()
     for _ in range(max(2, round(turns * WARM_UP))):
-        soak.turn()
+        turn()
     found = [_look()]
     block = max(1, turns // LOOKS)
     for _ in range(LOOKS):
         for _ in range(block):
-            soak.turn()
+            turn()
         found.append(_look())
     grown = {name: _slope([each[name] for each in found]) / block for name in found[0]}
-    return {"turns": block * LOOKS, **grown, "alive": len(soak.living)}
+    return {"turns": block * LOOKS, **grown, "alive": _models() - before}
 
 
-def _look() -> dict[str, float]:
+def _models() -> int:
     gc.collect()
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    return {"bytes": pages * 4096.0, "objects": float(len(gc.get_objects()))}
+    return sum(issubclass(type(each), tf.keras.Model) for each in gc.get_objects())
+
+
+def _look() -> dict[str, int]:
+    gc.collect()
+    return {"bytes": common.resident(), "objects": len(gc.get_objects())}
 
 
 def _slope(values: list[float]) -> float:

@@ -1,5 +1,7 @@
 """A step of training: float32, Keras's own policies, ours, `autocast`, the rewrite, and PyTorch.
 
+And ours with histograms of exponents: in steps that count, and in those between.
+
 All of them take turns in one process. Where the time of TensorFlow's goes is added up by class of
 operation, from its profiler.
 """
@@ -13,7 +15,12 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tensorflow as tf
+
+import keras_mp
 from benchmarks import common, models
+from keras_mp.numerics.counting import ExponentHistograms
+from keras_mp.numerics.profile import UPDATE, profiled
 
 REPEATS, PROFILED = 7, 3
 REWRITE = "auto_mixed_precision_onednn_bfloat16"
@@ -25,6 +32,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "float16": {"whose": "keras_mp", "policy": "mixed_float16"},
     "autocast": {"autocast": True},
     "graph rewrite": {"rewrite": True},
+    "counting": {"whose": "keras_mp", "policy": "mixed_bfloat16", "counts_every": 1},
+    "counting, not due": {"whose": "keras_mp", "policy": "mixed_bfloat16", "counts_every": 2**40},
 }
 TORCH = {"torch float32": False, "torch autocast": True}
 
@@ -36,6 +45,7 @@ def training_step(
     policy: str = "float32",
     autocast: bool = False,
     head: str | None = "float32",
+    counts_every: int | None = None,
 ) -> tuple[Callable[..., Any], Any, Any]:
     """A Python function that makes one step of training with Adam, and what it is called with.
 
@@ -46,15 +56,11 @@ def training_step(
         policy: the global policy.
         autocast: whether the forward pass is in a region of bfloat16.
         head: the dtype of the last layer; None for the policy.
+        counts_every: in how many steps exponents are counted once; None for never.
 
     Returns:
         The function, inputs and labels.
     """
-    import tensorflow as tf
-
-    import keras_mp
-    from keras_mp.numerics.profile import UPDATE
-
     with common.policy(whose, policy):
         model, x, y = models.make(name, sizes, head)
     optimizer: Any = tf.keras.optimizers.Adam(1e-4)
@@ -64,14 +70,19 @@ def training_step(
     loss = losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer.build(model.trainable_variables)
 
+    counts = None
+    if counts_every is not None:
+        counts = ExponentHistograms(model, every=counts_every, optimizer=optimizer)
+
     def step(x: Any, y: Any) -> Any:
         region = keras_mp.autocast("bfloat16") if autocast else contextlib.nullcontext()
-        with region, tf.GradientTape() as tape:
-            value = loss(y, model(x, training=True))
-            scaled, unscale = common.scaled(optimizer, value)
-        gradients = unscale(tape.gradient(scaled, model.trainable_variables))
-        with tf.name_scope(UPDATE):
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        with counts.step() if counts else contextlib.nullcontext():
+            with region, tf.GradientTape() as tape:
+                value = loss(y, model(x, training=True))
+                scaled, unscale = common.scaled(optimizer, value)
+            gradients = unscale(tape.gradient(scaled, model.trainable_variables))
+            with tf.name_scope(UPDATE):
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return value
 
     return step, x, y
@@ -88,8 +99,6 @@ def make_step(
         rewrite: whether grappler rewrites the graph to bfloat16.
         **how: the other arguments of `training_step`.
     """
-    import tensorflow as tf
-
     function, x, y = training_step(name, sizes, **how)
     step = tf.function(function)
 
@@ -103,8 +112,6 @@ def make_step(
 @contextlib.contextmanager
 def rewriting(is_on: bool) -> Iterator[None]:
     """A context manager in which grappler rewrites graphs to bfloat16, or does not."""
-    import tensorflow as tf
-
     # The option is part of how a function is called: it holds where it was set.
     tf.config.optimizer.set_experimental_options({REWRITE: is_on})
     yield
@@ -113,8 +120,6 @@ def rewriting(is_on: bool) -> Iterator[None]:
 
 def measure(name: str, size: str) -> dict[str, Any]:
     """Seconds a step of each variant, and where those of TensorFlow's go."""
-    from keras_mp.numerics.profile import profiled
-
     sizes = models.SIZES[size][name]
     steps = {variant: make_step(name, sizes, **how) for variant, how in VARIANTS.items()}
     if importlib.util.find_spec("torch"):
@@ -156,9 +161,12 @@ def run(small: bool = False) -> dict:
         [[keras, name, *_milliseconds(seconds, columns)] for keras, name, seconds, _ in found],
     )
     pairs = [
-        *((dtype, against) for dtype in ("bfloat16", "float16") for against in _against(dtype)),
+        *(("bfloat16", against) for against in ("float32", "Keras's bfloat16")),
+        *(("float16", against) for against in ("float32", "Keras's float16")),
         ("autocast", "bfloat16"),
         ("graph rewrite", "bfloat16"),
+        ("counting", "bfloat16"),
+        ("counting, not due", "bfloat16"),
         ("bfloat16", "torch autocast"),
     ]
     common.print_table(
@@ -180,10 +188,6 @@ def run(small: bool = False) -> dict:
         ],
     )
     return results
-
-
-def _against(dtype: str) -> tuple[str, str]:
-    return "float32", f"Keras's {dtype}"
 
 
 def _milliseconds(seconds: dict[str, list[float]], variants: tuple[str, ...]) -> list[str]:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import keras_mp
 
-CLASSES, ROWS = 10, 8
+CLASSES, ROWS, SIDE = 10, 8, 32
 
 L = tf.keras.layers
 apps = tf.keras.applications
@@ -24,13 +24,11 @@ class Model(NamedTuple):
     Attributes:
         make: called with arguments of the function of `tf.keras.applications`.
         arguments: of the smallest one that is worth a look.
-        side: int. Of the images, in pixels.
         largest: float. Of the pixels: what does not scale its inputs gets what a file has.
     """
 
     make: Callable[..., Any]
     arguments: dict[str, Any]
-    side: int = 32
     largest: float = 1.0
 
 
@@ -49,8 +47,7 @@ MODELS = {
 
 def images(name: str) -> np.ndarray:
     """A batch of noise, of which two images are blank."""
-    side, largest = MODELS[name].side, MODELS[name].largest
-    batch = np.random.default_rng(0).uniform(0, largest, [ROWS, side, side, 3])
+    batch = np.random.default_rng(0).uniform(0, MODELS[name].largest, [ROWS, SIDE, SIDE, 3])
     batch[:2] = 0
     return batch.astype("float32")
 
@@ -79,10 +76,8 @@ def make(
     replaced = replaced or {}
     tf.keras.utils.set_random_seed(0)
     with keras_mp.policy_scope(policy):
-        side = MODELS[name].side
-        base = MODELS[name].make(
-            weights=None, input_shape=(side, side, 3), **MODELS[name].arguments
-        )
+        shape = (SIDE, SIDE, 3)
+        base = MODELS[name].make(weights=None, input_shape=shape, **MODELS[name].arguments)
 
         def clone(layer: Any) -> Any:
             if layer.name in replaced:
@@ -104,13 +99,35 @@ def compiled(name: str, replaced: Any = None, policy: Any = "mixed_float16", **k
     return model
 
 
-# Layers with a defect. Each does what the activation or pooling that it replaces does, and more.
+class Defect(NamedTuple):
+    """A defect, and what should be said of it.
+
+    Attributes:
+        model: str. The name of the model.
+        make: returns the model with the defect, and a batch for `fit`.
+        where: str. The end of the path of the layer, or what else is to be named.
+        said: dict of tools and of what they should say, or a part of it.
+    """
+
+    model: str
+    make: Callable[[], tuple[Any, tuple[Any, ...]]]
+    where: str
+    said: dict[str, str]
 
 
-def _number(like: Any, value: float) -> Any:
-    """Makes a number in the dtype of a tensor by way of NumPy: it may be infinite there."""
-    with np.errstate(over="ignore"):
-        return like.dtype.as_numpy_dtype(value)
+DEFECTS: dict[str, Defect] = {}
+_EPSILON, _INFINITE = "an epsilon that is 0", "a constant that is infinite"
+_OVERFLOW = "an overflow in the forward pass"
+
+
+def batch(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Images and their classes."""
+    return images(name), classes()
+
+
+def in_the_step(what: str, name: str, where: str, **said: str) -> Callable[[Any], Any]:
+    """Notes a defect that a function plants: see `Defect`."""
+    return lambda make: DEFECTS.setdefault(what, Defect(name, make, where, said)).make
 
 
 class Planted(L.Layer):
@@ -125,133 +142,198 @@ class Planted(L.Layer):
         return super().get_config()
 
 
-class EpsilonInAVariance(Planted):
+def in_a_layer(
+    what: str, name: str, layer: str, policy: str = "mixed_float16", **said: str
+) -> Callable[[Any], Any]:
+    """Notes a defect of what a layer computes: of a function, or of a class of layers."""
+
+    def note(planted: Any) -> Any:
+        cls = planted
+        if not isinstance(planted, type):
+            cls = type("Computes", (Planted,), {"call": lambda self, x: planted(x)})
+        in_the_step(what, name, layer, **said)(
+            lambda: (compiled(name, {layer: cls}, policy), batch(name))
+        )
+        return planted
+
+    return note
+
+
+# Layers with a defect. Each does what the activation or pooling that it replaces does, and more.
+
+
+def _number(like: Any, value: float) -> Any:
+    """Makes a number in the dtype of a tensor by way of NumPy: it may be infinite there."""
+    with np.errstate(over="ignore"):
+        return like.dtype.as_numpy_dtype(value)
+
+
+@in_a_layer(
+    *("an epsilon of 1e-8 in a variance", "MobileNet", "conv1_relu"),
+    audit=_EPSILON,
+    compare="a constant of 1e-08, which is 0",
+    watch="Rsqrt",
+)
+def _epsilon_in_a_variance(x):
     """An instance normalization: a blank image has no variance."""
-
-    def call(self, x):
-        mean, variance = tf.nn.moments(x, [1, 2], keepdims=True)
-        return tf.nn.relu((x - mean) * tf.math.rsqrt(variance + tf.constant(1e-8, x.dtype)))
+    mean, variance = tf.nn.moments(x, [1, 2], keepdims=True)
+    return tf.nn.relu((x - mean) * tf.math.rsqrt(variance + tf.constant(1e-8, x.dtype)))
 
 
-class EpsilonInANorm(Planted):
+@in_a_layer(
+    *("an epsilon of 1e-12 in a norm", "VGG16", "block4_pool"),
+    audit=_EPSILON,
+    compare="a constant of 1e-12, which is 0",
+)
+def _epsilon_in_a_norm(x):
     """Vectors of length 1; those of a blank image are zero."""
-
-    def call(self, x):
-        x = tf.nn.max_pool2d(x, 2, 2, "VALID")
-        squares = tf.reduce_sum(tf.square(x), -1, keepdims=True)
-        return x * tf.math.rsqrt(squares + tf.constant(1e-12, x.dtype))
+    x = tf.nn.max_pool2d(x, 2, 2, "VALID")
+    squares = tf.reduce_sum(tf.square(x), -1, keepdims=True)
+    return x * tf.math.rsqrt(squares + tf.constant(1e-12, x.dtype))
 
 
-class EpsilonInALogarithm(Planted):
+@in_a_layer(
+    *("an epsilon of 1e-9 in a logarithm", "MobileNetV2", "block_1_expand_relu"),
+    audit=_EPSILON,
+    compare="a constant of 1e-09, which is 0",
+)
+def _epsilon_in_a_logarithm(x):
     """A logarithmic compression."""
-
-    def call(self, x):
-        return tf.math.log(tf.nn.relu6(x) + tf.constant(1e-9, x.dtype)) * 0.01
+    return tf.math.log(tf.nn.relu6(x) + tf.constant(1e-9, x.dtype)) * 0.01
 
 
-class EpsilonInAMaximum(Planted):
+@in_a_layer(
+    *("a maximum with 1e-10 before a division", "DenseNet121", "conv2_block1_0_relu"),
+    audit=_EPSILON,
+)
+def _epsilon_in_a_maximum(x):
     """Each channel divided by its largest number."""
-
-    def call(self, x):
-        x = tf.nn.relu(x)
-        return x / tf.maximum(tf.reduce_max(x, [1, 2], keepdims=True), tf.constant(1e-10, x.dtype))
+    x = tf.nn.relu(x)
+    return x / tf.maximum(tf.reduce_max(x, [1, 2], keepdims=True), tf.constant(1e-10, x.dtype))
 
 
-class MeanOfCubes(Planted):
+@in_a_layer(
+    *("cubes that overflow", "VGG16", "block1_pool"),
+    audit=_OVERFLOW,
+    compare="Overflow: Mul",
+    watch="Mul",
+)
+def _mean_of_cubes(x):
     """Pools with the generalized mean of the exponent 3."""
-
-    def call(self, x):
-        cubes = tf.nn.avg_pool2d(x * x * x, 2, 2, "VALID")
-        return tf.pow(cubes + 1e-3, 1 / 3)
+    cubes = tf.nn.avg_pool2d(x * x * x, 2, 2, "VALID")
+    return tf.pow(cubes + 1e-3, 1 / 3)
 
 
-class SumOfSquares(Planted):
+@in_a_layer(
+    *("a sum over all positions that overflows", "VGG16", "block1_pool"),
+    audit=_OVERFLOW,
+    compare="Overflow: Sum",
+)
+def _sum_of_squares(x):
     """A global response normalization: the sum is over all positions."""
-
-    def call(self, x):
-        x = tf.nn.max_pool2d(x, 2, 2, "VALID")
-        total = tf.sqrt(tf.reduce_sum(tf.square(x), [1, 2], keepdims=True) + 1e-3)
-        return x + x * total / (tf.reduce_mean(total, -1, keepdims=True) + 1e-3)
+    x = tf.nn.max_pool2d(x, 2, 2, "VALID")
+    total = tf.sqrt(tf.reduce_sum(tf.square(x), [1, 2], keepdims=True) + 1e-3)
+    return x + x * total / (tf.reduce_mean(total, -1, keepdims=True) + 1e-3)
 
 
-class RunningSum(Planted):
+@in_a_layer(
+    *("a sum in bfloat16 that stops at 256", "MobileNet", "conv_dw_1_relu"),
+    compare="",
+    policy="mixed_bfloat16",
+)
+def _running_sum(x):
     """A gate that is the mean of many numbers, which are added up one by one."""
-
-    def call(self, x):
-        x = tf.nn.silu(x)
-        numbers = tf.reshape(tf.nn.sigmoid(x), [-1, np.prod(x.shape[1:])])[:, :1024]
-        total = sum(tf.unstack(numbers, axis=1))
-        return x * (total / numbers.shape[1])[:, None, None, None]
+    x = tf.nn.silu(x)
+    numbers = tf.reshape(tf.nn.sigmoid(x), [-1, np.prod(x.shape[1:])])[:, :1024]
+    total = sum(tf.unstack(numbers, axis=1))
+    return x * (total / numbers.shape[1])[:, None, None, None]
 
 
-class SoftmaxByHand(Planted):
+@in_a_layer(
+    *("exponentials that overflow", "EfficientNetB0", "block2a_expand_activation"),
+    audit=_OVERFLOW,
+    compare="Overflow: Exp",
+)
+def _softmax_by_hand(x):
     """Attention over positions, without the largest score taken from all."""
-
-    def call(self, x):
-        powers = tf.exp(20 * tf.nn.relu(x))
-        return x * powers / tf.reduce_sum(powers, [1, 2], keepdims=True)
+    powers = tf.exp(20 * tf.nn.relu(x))
+    return x * powers / tf.reduce_sum(powers, [1, 2], keepdims=True)
 
 
-class VarianceBySquares(Planted):
+@in_a_layer(
+    *("a variance by squares", "MobileNetV2", "block_2_expand_relu"),
+    compare="Cancellation: Sub",
+)
+def _variance_by_squares(x):
     """The mean of the squares less the square of the mean, of numbers around 100."""
-
-    def call(self, x):
-        x = tf.nn.relu(x)
-        shifted = x + 100
-        mean = tf.reduce_mean(shifted, -1, keepdims=True)
-        return x * tf.nn.relu(tf.reduce_mean(shifted * shifted, -1, keepdims=True) - mean * mean)
+    x = tf.nn.relu(x)
+    shifted = x + 100
+    mean = tf.reduce_mean(shifted, -1, keepdims=True)
+    return x * tf.nn.relu(tf.reduce_mean(shifted * shifted, -1, keepdims=True) - mean * mean)
 
 
-class ThereAndBack(Planted):
+@in_a_layer("3000 added and taken away", "MobileNet", "conv_pw_2_relu", compare="Cancellation: Sub")
+def _there_and_back(x):
     """A large number is added and taken away again."""
-
-    def call(self, x):
-        return tf.nn.relu6((x + 3000) - 3000)
+    return tf.nn.relu6((x + 3000) - 3000)
 
 
-class Mask(Planted):
+@in_a_layer("a mask of -1e9 times zero", "EfficientNetB0", "stem_activation", audit=_INFINITE)
+def _mask(x):
     """Attention over positions, of which one half is masked with -1e9."""
-
-    def call(self, x):
-        keep = tf.cast(tf.range(x.shape[1]) < x.shape[1] // 2, x.dtype)[:, None, None]
-        scores = tf.reduce_mean(x, -1, keepdims=True)
-        scores = scores * keep + (1 - keep) * _number(x, -1e9)
-        return tf.nn.relu(x * tf.nn.softmax(scores, 1))
+    keep = tf.cast(tf.range(x.shape[1]) < x.shape[1] // 2, x.dtype)[:, None, None]
+    scores = tf.reduce_mean(x, -1, keepdims=True)
+    scores = scores * keep + (1 - keep) * _number(x, -1e9)
+    return tf.nn.relu(x * tf.nn.softmax(scores, 1))
 
 
-class MaskedRows(Planted):
+@in_a_layer(
+    *("a mask of -1e9 over whole rows", "VGG16", "block3_pool"),
+    audit=_INFINITE,
+    compare="which is infinite in float16",
+)
+def _masked_rows(x):
     """Attention over positions that have something: blank images have none."""
-
-    def call(self, x):
-        x = tf.nn.max_pool2d(x, 2, 2, "VALID")
-        scores = tf.reduce_mean(x, -1, keepdims=True)
-        scores = tf.where(scores > 0, scores, scores + _number(x, -1e9))
-        return x * tf.nn.softmax(scores, 1)
+    x = tf.nn.max_pool2d(x, 2, 2, "VALID")
+    scores = tf.reduce_mean(x, -1, keepdims=True)
+    scores = tf.where(scores > 0, scores, scores + _number(x, -1e9))
+    return x * tf.nn.softmax(scores, 1)
 
 
-class LargeConstant(Planted):
+@in_a_layer(
+    *("a constant of 1e5", "MobileNet", "conv_pw_3_relu"),
+    audit=_INFINITE,
+    compare="which is infinite in float16",
+)
+def _large_constant(x):
     """A temperature that float16 does not hold."""
-
-    def call(self, x):
-        return tf.nn.relu(x) * _number(x, 1e5) / _number(x, 1e5)
+    return tf.nn.relu(x) * _number(x, 1e5) / _number(x, 1e5)
 
 
-class SmallSteps(Planted):
+@in_a_layer(
+    *("squares of small numbers", "MobileNetV2", "block_3_expand_relu"),
+    compare="are 0 in float16",
+)
+def _small_steps(x):
     """Squares of small numbers are zero."""
-
-    def call(self, x):
-        small = tf.nn.relu(x) * 1e-4
-        return x * tf.sqrt(tf.reduce_sum(tf.square(small), -1, keepdims=True)) * 1e4
+    small = tf.nn.relu(x) * 1e-4
+    return x * tf.sqrt(tf.reduce_sum(tf.square(small), -1, keepdims=True)) * 1e4
 
 
-class FarPositions(Planted):
+@in_a_layer(
+    *("positions counted in 16 bits", "MobileNet", "conv_pw_4_relu"),
+    compare="Sin of numbers of about",
+)
+def _far_positions(x):
     """Sine waves of positions, counted in 16 bits."""
-
-    def call(self, x):
-        far = tf.cast(tf.range(5000, 5000 + x.shape[-1]), x.dtype)
-        return tf.nn.relu(x) + tf.sin(far)
+    far = tf.cast(tf.range(5000, 5000 + x.shape[-1]), x.dtype)
+    return tf.nn.relu(x) + tf.sin(far)
 
 
+@in_a_layer(
+    *("a layer that casts to float32", "MobileNetV2", "block_1_expand_relu"),
+    audit="a layer that ignores its policy",
+)
 class IgnoresItsPolicy(Planted):
     """A projection that casts to float32."""
 
@@ -263,6 +345,10 @@ class IgnoresItsPolicy(Planted):
         return tf.nn.relu6(tf.nn.conv2d(tf.cast(x, tf.float32), kernel, 1, "SAME"))
 
 
+@in_a_layer(
+    *("a variable that nothing casts", "MobileNet", "conv_pw_1_relu"),
+    audit="a variable that is not cast",
+)
 class BareVariable(Planted):
     """A projection with a `tf.Variable`, which nothing casts."""
 
@@ -278,11 +364,13 @@ def _rounded(x):
     return tf.round(x * 8) / 8, lambda upstream: tf.cast(upstream, tf.float32)
 
 
-class GradientWithoutDtypes(Planted):
+@in_a_layer(
+    *("a custom gradient without dtypes", "ResNet50", "conv1_relu"),
+    audit="a custom gradient without dtypes",
+)
+def _gradient_without_dtypes(x):
     """A straight-through estimator whose gradient is float32 whatever it is of."""
-
-    def call(self, x):
-        return _rounded(tf.nn.relu6(x))
+    return _rounded(tf.nn.relu6(x))
 
 
 @tf.custom_gradient
@@ -290,11 +378,13 @@ def _reversed(x):
     return tf.identity(x), lambda upstream: -upstream * tf.constant(1e-9, upstream.dtype) * 1e9
 
 
-class GradientThatVanishes(Planted):
+@in_a_layer(
+    *("a gradient times 1e-9", "MobileNet", "conv_pw_5_relu"),
+    compare="a constant of 1e-09, which is 0",
+)
+def _gradient_that_vanishes(x):
     """A gradient reversal with a small constant."""
-
-    def call(self, x):
-        return _reversed(tf.nn.relu(x))
+    return _reversed(tf.nn.relu(x))
 
 
 @tf.custom_gradient
@@ -302,26 +392,30 @@ def _amplified(x):
     return tf.identity(x), lambda upstream: upstream * 60_000 * 60_000 / 3.6e9
 
 
-class GradientThatOverflows(Planted):
+@in_a_layer(
+    *("a gradient that is infinite in between", "MobileNet", "conv_pw_6_relu"),
+    compare="Overflow",
+)
+def _gradient_that_overflows(x):
     """A gradient that is infinite in between."""
-
-    def call(self, x):
-        return _amplified(tf.nn.relu(x))
+    return _amplified(tf.nn.relu(x))
 
 
-class RootOfZero(Planted):
+@in_a_layer(
+    *("a root of zero, whose gradient is infinite", "MobileNet", "conv_pw_2_relu"),
+    watch="SqrtGrad",
+    policy="mixed_bfloat16",
+)
+def _root_of_zero(x):
     """Its gradient at zero is infinite, in float32 too."""
-
-    def call(self, x):
-        return tf.sqrt(tf.nn.relu(x))
+    return tf.sqrt(tf.nn.relu(x))
 
 
-class DividesByItsMean(Planted):
+@in_a_layer("zero by zero", "VGG16", "block2_pool", watch="RealDiv", policy="mixed_bfloat16")
+def _divides_by_its_mean(x):
     """Zero by zero, for channels that are zero in a blank image."""
-
-    def call(self, x):
-        x = tf.nn.max_pool2d(x, 2, 2, "VALID")
-        return x / tf.reduce_mean(x, [1, 2], keepdims=True)
+    x = tf.nn.max_pool2d(x, 2, 2, "VALID")
+    return x / tf.reduce_mean(x, [1, 2], keepdims=True)
 
 
 # Training steps with a defect.
@@ -378,3 +472,115 @@ def log_of_probabilities(labels, probabilities):
     wanted = tf.one_hot(tf.reshape(tf.cast(labels, tf.int32), [-1]), CLASSES)
     logs = tf.math.log(tf.clip_by_value(tf.cast(probabilities, tf.float32), 1e-7, 1.0))
     return -tf.reduce_sum(wanted * logs, -1)
+
+
+# Models with a defect that no class of a layer has.
+
+
+@in_the_step(
+    *("a layer that was given float32", "MobileNet", "conv_pw_3"),
+    audit="a layer of another policy",
+)
+def _a_layer_in_float32() -> Any:
+    arguments = {"padding": "same", "use_bias": False, "dtype": "float32"}
+    replaced = {"conv_pw_3": lambda name: L.Conv2D(128, 1, **arguments, name=name)}
+    return compiled("MobileNet", replaced), batch("MobileNet")
+
+
+@in_the_step("weights that are NaN", "MobileNet", "conv_pw_2", watch="ReadVariableOp")
+def _nan_among_weights() -> Any:
+    model = compiled("MobileNet", policy="mixed_bfloat16")
+    layer = model.get_layer("conv_pw_2")
+    layer.set_weights([value * np.nan for value in layer.get_weights()])
+    return model, batch("MobileNet")
+
+
+def _returning_16_bits(name: str) -> Any:
+    return keras_mp.Policy(name, model_outputs=None)
+
+
+def _compiled_for(policy: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+    with keras_mp.policy_scope(policy):
+        model.compile(*arguments, jit_compile=False, **options)
+    return model
+
+
+@in_the_step(
+    *("outputs in float16, of years", "MobileNetV2", "the model's outputs"),
+    audit="outputs in 16 bits",
+)
+def _years() -> Any:
+    policy = _returning_16_bits("mixed_float16")
+    model = make("MobileNetV2", policy=policy, head=lambda: L.Dense(1, name="head"))
+    labels = np.linspace(20_000, 20_010, ROWS, dtype="float32")[:, None]
+    return _compiled_for(policy, model, "sgd", "mse"), (images("MobileNetV2"), labels)
+
+
+@in_the_step(
+    *("a softmax in float16 before a logarithm", "MobileNet", "head"), audit="a softmax in 16 bits"
+)
+def _probabilities() -> Any:
+    policy = _returning_16_bits("mixed_float16")
+    model = make("MobileNet", policy=policy, head=lambda: L.Dense(CLASSES, "softmax", name="head"))
+    kernel, bias = model.get_layer("head").get_weights()
+    model.get_layer("head").set_weights([kernel * 40, bias])
+    return _compiled_for(policy, model, "sgd", log_of_probabilities), batch("MobileNet")
+
+
+@in_the_step("a loss in bfloat16", "MobileNet", "outside of layers", audit="a loss in 16 bits")
+def _loss_in_bfloat16() -> Any:
+    policy = _returning_16_bits("mixed_bfloat16")
+    model = make(
+        *("MobileNet", None, policy), lambda: L.Dense(CLASSES, name="head"), cls=LossIn16Bits
+    )
+    kernel, _ = model.get_layer("head").get_weights()
+    # All are classified well: a loss of log(1 + 9 exp(-8)), of which log sees 1.
+    model.get_layer("head").set_weights([kernel * 0, np.eye(CLASSES)[3] * 8])
+    return _compiled_for(policy, model, "sgd"), (images("MobileNet"), classes() * 0 + 3)
+
+
+@in_the_step(
+    *("a loss times 1024", "ResNet50", "outside of layers"), audit="a loss multiplied by a number"
+)
+def _times_1024() -> Any:
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = _compiled_for("mixed_float16", make("ResNet50"), "sgd", loss, loss_weights=1024.0)
+    return model, batch("ResNet50")
+
+
+@in_the_step(
+    *("clipping before unscaling", "EfficientNetB0", "outside of layers"),
+    audit="clipping before unscaling",
+)
+def _clipped() -> Any:
+    model = make("EfficientNetB0", cls=ClipsScaled)
+    return _compiled_for("mixed_float16", model, "sgd"), batch("EfficientNetB0")
+
+
+@in_the_step(
+    *("variables in float16, and Adam's epsilon", "MobileNet", "the optimizer (Adam)"),
+    audit=_EPSILON,
+)
+def _all_in_float16() -> Any:
+    model = compiled("MobileNet", policy="float16")
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(tf.keras.optimizers.Adam(epsilon=1e-8), loss, jit_compile=False)
+    return model, batch("MobileNet")
+
+
+@in_the_step(
+    *("a fixed scale that is too large", "MobileNetV2", "the optimizer (LossScaleOptimizer)"),
+    audit="a step that cannot be skipped",
+)
+def _fixed_scale() -> Any:
+    policy = keras_mp.Policy("mixed_float16", loss_scale=2.0**40)
+    return compiled("MobileNetV2", policy=policy), batch("MobileNetV2")
+
+
+@in_the_step(
+    *("float16 without loss scaling", "VGG16", "the training step"),
+    audit="float16 without loss scaling",
+)
+def _without_scaling() -> Any:
+    policy = keras_mp.Policy("mixed_float16", loss_scale=None)
+    return compiled("VGG16", policy=policy), (images("VGG16") / 255, classes())

@@ -1,11 +1,10 @@
 """Small programs of the kinds that people publish, written for float32: none names a policy.
 
 Each function builds a program under the policy in force, trains it for `STEPS` steps, and returns
-the losses and the seconds of each step. What a program does beside the loss (it draws from
+the losses of the steps. What a program does beside the loss (it draws from
 probabilities, decodes, samples) fails if its numbers are not those of float32.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +12,15 @@ import numpy as np
 import tensorflow as tf
 
 L = tf.keras.layers
-Steps = list[tuple[float, float]]
+Losses = list[float]
 
 STEPS = 8
-PROGRAMS: dict[str, Callable[[], Steps]] = {}
+PROGRAMS: dict[str, Callable[[], Losses]] = {}
 CROSS_ENTROPY = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 LABELS = np.arange(16) % 3
 
 
-def _program(kind: str) -> Callable[[Callable[[], Steps]], Callable[[], Steps]]:
+def _program(kind: str) -> Callable[[Callable[[], Losses]], Callable[[], Losses]]:
     return lambda function: PROGRAMS.setdefault(kind, function)
 
 
@@ -38,39 +37,20 @@ def _dense(*units: int, last: str | None = None) -> tf.keras.Sequential:
     return tf.keras.Sequential([tf.keras.Input((units[0],)), *hidden, L.Dense(units[-1], last)])
 
 
-class _Clock(tf.keras.callbacks.Callback):
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: Steps = []
+def _fit(model: tf.keras.Model, x: Any, y: Any = None, callbacks: Any = ()) -> Losses:
+    losses: Losses = []
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.start = time.perf_counter()
+    def record(batch: int, logs: Any) -> None:
+        losses.append(float(next(iter(logs.values()))))
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        loss = next(iter(logs.values()))
-        self.steps.append((float(loss), time.perf_counter() - self.start))
-
-
-def _fit(model: tf.keras.Model, x: Any, y: Any = None, callbacks: Any = ()) -> Steps:
-    data = (x,) if y is None else (x, y)
-    clock = _Clock()
-    model.fit(
-        tf.data.Dataset.from_tensors(data),
-        epochs=STEPS,
-        shuffle=False,
-        verbose=0,
-        callbacks=[clock, *callbacks],
-    )
-    return clock.steps
+    data = tf.data.Dataset.from_tensors((x,) if y is None else (x, y))
+    recorder = tf.keras.callbacks.LambdaCallback(on_train_batch_end=record)
+    model.fit(data, epochs=STEPS, shuffle=False, verbose=0, callbacks=[recorder, *callbacks])
+    return losses
 
 
-def _loop(step: Callable[[], tf.Tensor]) -> Steps:
-    steps = []
-    for _ in range(STEPS):
-        start = time.perf_counter()
-        loss = float(step())
-        steps.append((loss, time.perf_counter() - start))
-    return steps
+def _loop(step: Callable[[], tf.Tensor]) -> Losses:
+    return [float(step()) for _ in range(STEPS)]
 
 
 def _features(data: Any) -> Any:
@@ -86,28 +66,40 @@ def _adam(rate: float = 1e-2) -> Any:
     return tf.keras.optimizers.Adam(rate)
 
 
-def _trained(loss_of: Callable[..., tf.Tensor], networks: list, *data: Any) -> Steps:
-    """`fit` of networks with a `train_step` that has a loss of its own."""
+def _stepped(step: Callable, networks: list, *data: Any, **compiled: Any) -> Losses:
+    """`fit` of networks with a `train_step` of their own: a function of the model and the data."""
 
     class Model(tf.keras.Model):
         def __init__(self) -> None:
             super().__init__()
             self.networks = networks
 
+        def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+            return self.networks[0](x, training=training)
+
         def train_step(self, data: Any) -> dict:
-            with tf.GradientTape() as tape:
-                loss = loss_of(*data) if isinstance(data, tuple) else loss_of(data)
-            _apply(self.optimizer, tape, loss, self.trainable_variables)
-            return {"loss": loss}
+            return {"loss": step(self, data)}
 
     model = Model()
-    model.compile(optimizer=_adam())
+    model.compile(**{"optimizer": _adam(), **compiled})
     return _fit(model, *data)
+
+
+def _trained(loss_of: Callable[..., tf.Tensor], networks: list, *data: Any) -> Losses:
+    """The same, with a loss of their own."""
+
+    def step(model: tf.keras.Model, data: Any) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = loss_of(*data) if isinstance(data, tuple) else loss_of(data)
+        _apply(model.optimizer, tape, loss, model.trainable_variables)
+        return loss
+
+    return _stepped(step, networks, *data)
 
 
 def _looped(
     loss_of: Callable[[], tf.Tensor], variables: list, rate: float = 1e-2, is_eager: bool = False
-) -> Steps:
+) -> Losses:
     """A loop with a tape."""
     optimizer = _adam(rate)
 
@@ -159,25 +151,19 @@ class _GAN(tf.keras.Model):
         return {"d_loss": loss / self.size, "g_loss": g_loss}
 
 
-@_program("GAN")
-def _gan() -> Steps:
-    model = _GAN()
-    model.compile(_adam(), _adam())
+def _gan(optimizer: Callable[[], Any], cls: Any = _GAN, **options: Any) -> Losses:
+    model = cls(**options)
+    model.compile(optimizer(), optimizer())
     return _fit(model, _numbers(16, 8))
 
 
-@_program("GAN with losses of 1e-6")
-def _small_gan() -> Steps:
-    model = _GAN(size=1e-6)
-    model.compile(tf.keras.optimizers.SGD(1e5), tf.keras.optimizers.SGD(1e5))
-    return _fit(model, _numbers(16, 8))
+def _large_steps() -> Any:
+    return tf.keras.optimizers.SGD(1e5)
 
 
-@_program("WGAN with a gradient penalty")
-def _wgan() -> Steps:
-    model = _GAN(penalty=10.0)
-    model.compile(_adam(1e-3), _adam(1e-3))
-    return _fit(model, _numbers(16, 8))
+_program("GAN")(lambda: _gan(_adam))
+_program("GAN with losses of 1e-6")(lambda: _gan(_large_steps, size=1e-6))
+_program("WGAN with a gradient penalty")(lambda: _gan(lambda: _adam(1e-3), penalty=10.0))
 
 
 class _Sampled(L.Layer):
@@ -187,7 +173,7 @@ class _Sampled(L.Layer):
 
 
 @_program("variational autoencoder")
-def _vae() -> Steps:
+def _vae() -> Losses:
     inputs = tf.keras.Input((8,))
     hidden = L.Dense(16, "relu")(inputs)
     mean, log_variance = L.Dense(2)(hidden), L.Dense(2)(hidden)
@@ -204,7 +190,7 @@ def _vae() -> Steps:
 
 
 @_program("autoencoder with a likelihood, own loop")
-def _likelihood() -> Steps:
+def _likelihood() -> Losses:
     encoder, decoder = _dense(8, 16, 4), _dense(2, 16, 8)
     x = tf.constant(_numbers(16, 8) > 0, tf.float32)
 
@@ -223,7 +209,7 @@ def _likelihood() -> Steps:
 
 
 @_program("codebook with a straight-through gradient")
-def _codebook() -> Steps:
+def _codebook() -> Losses:
     class Quantizer(L.Layer):
         def build(self, shape: Any) -> None:
             self.codes = tf.Variable(_noise((4, 6), 5), trainable=True)
@@ -245,7 +231,7 @@ def _codebook() -> Steps:
 
 
 @_program("image enhancement by curves")
-def _curves() -> Steps:
+def _curves() -> Losses:
     net = L.Conv2D(4, 3, padding="same", activation="tanh")
 
     def loss_of(images: tf.Tensor) -> tf.Tensor:
@@ -259,37 +245,30 @@ def _curves() -> Steps:
 
 
 @_program("diffusion with an average of the network")
-def _diffusion() -> Steps:
-    class Diffusion(tf.keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.normalizer = L.Normalization()
-            self.network, self.average = _dense(9, 16, 8), _dense(9, 16, 8)
-            self.average.set_weights(self.network.get_weights())
+def _diffusion() -> Losses:
+    x, normalizer = _numbers(16, 8), L.Normalization()
+    network, average = _dense(9, 16, 8), _dense(9, 16, 8)
+    average.set_weights(network.get_weights())
+    normalizer.adapt(x)
 
-        def train_step(self, data: Any) -> dict:
-            images = self.normalizer(_features(data))
-            noise = _noise(tf.shape(images))
-            angles = tf.random.stateless_uniform((tf.shape(images)[0], 1), (1, 2), 0.1, 1.4)
-            signal, rate = tf.cos(angles), tf.sin(angles)
-            noisy = signal * images + rate * noise
-            with tf.GradientTape() as tape:
-                found = self.network(tf.concat([noisy, rate**2], axis=1), training=True)
-                clean = (noisy - rate * found) / signal
-                loss = tf.reduce_mean(tf.abs(noise - found))
-            _apply(self.optimizer, tape, loss, self.network.trainable_weights)
-            for weight, average in zip(self.network.weights, self.average.weights):
-                average.assign(0.99 * average + 0.01 * weight)
-            return {"loss": loss, "image_loss": tf.reduce_mean(tf.abs(images - clean))}
+    def step(model: tf.keras.Model, data: Any) -> tf.Tensor:
+        images = normalizer(_features(data))
+        noise = _noise(tf.shape(images))
+        angles = tf.random.stateless_uniform((tf.shape(images)[0], 1), (1, 2), 0.1, 1.4)
+        noisy = tf.cos(angles) * images + tf.sin(angles) * noise
+        with tf.GradientTape() as tape:
+            found = network(tf.concat([noisy, tf.sin(angles) ** 2], axis=1), training=True)
+            loss = tf.reduce_mean(tf.abs(noise - found))
+        _apply(model.optimizer, tape, loss, network.trainable_weights)
+        for weight, mean in zip(network.weights, average.weights):
+            mean.assign(0.99 * mean + 0.01 * weight)
+        return loss
 
-    x, model = _numbers(16, 8), Diffusion()
-    model.normalizer.adapt(x)
-    model.compile(optimizer=_adam())
-    return _fit(model, x)
+    return _stepped(step, [network, normalizer, average], x)
 
 
 @_program("diffusion with a schedule of betas")
-def _schedule() -> Steps:
+def _schedule() -> Losses:
     betas = np.linspace(1e-4, 0.02, 50)
     signal_share = tf.constant(np.cumprod(1 - betas), tf.float32)
     times, network, error = L.Embedding(50, 8), _dense(8, 16, 8), tf.keras.losses.MeanSquaredError()
@@ -304,7 +283,7 @@ def _schedule() -> Steps:
 
 
 @_program("coupling flow")
-def _flow() -> Steps:
+def _flow() -> Losses:
     nets = [_dense(4, 16, 8) for _ in range(2)]
 
     def loss_of(x: tf.Tensor) -> tf.Tensor:
@@ -321,7 +300,7 @@ def _flow() -> Steps:
     return _trained(loss_of, nets, _numbers(16, 8))
 
 
-def _classify(layer: Any, x: np.ndarray | None = None) -> Steps:
+def _classify(layer: Any, x: np.ndarray | None = None) -> Losses:
     """Trains a classifier with a layer, and draws from its probabilities."""
     x = _numbers(16, 6, 8) if x is None else x
     inputs = tf.keras.Input(x.shape[1:], dtype=x.dtype.name)
@@ -337,7 +316,7 @@ def _classify(layer: Any, x: np.ndarray | None = None) -> Steps:
 
 
 @_program("attention in windows, with a table of biases")
-def _windows() -> Steps:
+def _windows() -> Losses:
     class Windowed(L.Layer):
         def build(self, shape: Any) -> None:
             self.qkv = L.Dense(24)
@@ -353,8 +332,7 @@ def _windows() -> Steps:
     return _classify(Windowed())
 
 
-@_program("attention with a float32 scale and a mask")
-def _scaled_attention() -> Steps:
+def _attention(masked: float) -> Losses:
     class Attention(L.Layer):
         def build(self, shape: Any) -> None:
             self.q, self.k, self.v = L.Dense(8), L.Dense(8), L.Dense(8)
@@ -363,14 +341,18 @@ def _scaled_attention() -> Steps:
             k = self.k(x)
             scores = tf.matmul(self.q(x), k, transpose_b=True)
             scores = scores / tf.math.sqrt(tf.cast(tf.shape(k)[-1], tf.float32))
-            mask = tf.linalg.band_part(tf.ones((6, 6)), -1, 0)
-            return tf.matmul(tf.nn.softmax(scores - 1e9 * (1.0 - mask)), self.v(x))
+            later = 1 - tf.linalg.band_part(tf.ones_like(scores), -1, 0)
+            return tf.matmul(tf.nn.softmax(scores + later * masked), self.v(x))
 
     return _classify(Attention())
 
 
+_program("attention with a float32 scale, masked with -1e9")(lambda: _attention(-1e9))
+_program("attention masked with -1e36")(lambda: _attention(-1e36))
+
+
 @_program("mixture of experts with a balance loss")
-def _experts() -> Steps:
+def _experts() -> Losses:
     class Experts(L.Layer):
         def build(self, shape: Any) -> None:
             self.router, self.experts = L.Dense(3), [L.Dense(8) for _ in range(3)]
@@ -387,7 +369,7 @@ def _experts() -> Steps:
 
 
 @_program("soft decision tree")
-def _tree() -> Steps:
+def _tree() -> Losses:
     class Tree(L.Layer):
         def build(self, shape: Any) -> None:
             self.features = tf.one_hot([0, 3, 5, 6], 8)
@@ -406,7 +388,7 @@ def _tree() -> Steps:
 
 
 @_program("embeddings times float32 positions")
-def _positions() -> Steps:
+def _positions() -> Losses:
     class Embedded(L.Layer):
         def build(self, shape: Any) -> None:
             self.tokens = L.Embedding(20, 8)
@@ -420,7 +402,7 @@ def _positions() -> Steps:
 
 
 @_program("recurrent cell with tf.while_loop")
-def _recurrent() -> Steps:
+def _recurrent() -> Losses:
     class Recurrent(L.Layer):
         def build(self, shape: Any) -> None:
             self.cell = L.Dense(8, "tanh")
@@ -440,7 +422,7 @@ def _recurrent() -> Steps:
 
 
 @_program("graph convolution by segments")
-def _graph() -> Steps:
+def _graph() -> Losses:
     class Graph(L.Layer):
         def build(self, shape: Any) -> None:
             self.transform, edges = L.Dense(8), np.arange(6)
@@ -456,7 +438,7 @@ def _graph() -> Steps:
 
 
 @_program("physics: derivatives of the network in the loss")
-def _physics() -> Steps:
+def _physics() -> Losses:
     network = _dense(1, 16, 1)
 
     def loss_of(t: tf.Tensor) -> tf.Tensor:
@@ -471,7 +453,7 @@ def _physics() -> Steps:
 
 
 @_program("distillation with a temperature")
-def _distillation() -> Steps:
+def _distillation() -> Losses:
     teacher, student, kl = _dense(8, 32, 3), _dense(8, 3), tf.keras.losses.KLDivergence()
     teacher.trainable = False
 
@@ -484,7 +466,7 @@ def _distillation() -> Steps:
 
 
 @_program("contrastive loss with a temperature variable")
-def _contrastive() -> Steps:
+def _contrastive() -> Losses:
     class Contrastive(tf.keras.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -510,7 +492,7 @@ def _contrastive() -> Steps:
 
 
 @_program("siamese network with a triplet loss")
-def _triplets() -> Steps:
+def _triplets() -> Losses:
     embed = _dense(8, 16, 4)
 
     def loss_of(x: tf.Tensor) -> tf.Tensor:
@@ -522,79 +504,55 @@ def _triplets() -> Steps:
 
 
 @_program("adversarial examples in the step")
-def _adversarial() -> Steps:
-    class Robust(tf.keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = _dense(8, 16, 3)
+def _adversarial() -> Losses:
+    def step(model: tf.keras.Model, data: Any) -> tf.Tensor:
+        x, y = data
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = model.compute_loss(x=x, y=y, y_pred=model(x, training=True))
+        x = x + 0.05 * tf.sign(tape.gradient(loss, x))
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(x=x, y=y, y_pred=model(x, training=True))
+        _apply(model.optimizer, tape, loss, model.trainable_variables)
+        return loss
 
-        def call(self, x: tf.Tensor) -> tf.Tensor:
-            return self.network(x)
-
-        def train_step(self, data: Any) -> dict:
-            x, y = data
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
-            x = x + 0.05 * tf.sign(tape.gradient(loss, x))
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
-            _apply(self.optimizer, tape, loss, self.trainable_variables)
-            return {"loss": loss}
-
-    model = Robust()
-    model.compile(_adam(), CROSS_ENTROPY)
-    return _fit(model, _numbers(16, 8), LABELS)
+    return _stepped(step, [_dense(8, 16, 3)], _numbers(16, 8), LABELS, loss=CROSS_ENTROPY)
 
 
 @_program("graph network that applies the optimizer given to compile")
-def _own_optimizer() -> Steps:
+def _own_optimizer() -> Losses:
     optimizer = tf.keras.optimizers.SGD(1e5)
 
-    class Network(tf.keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = _dense(8, 16, 1)
+    def step(model: tf.keras.Model, data: Any) -> tf.Tensor:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x) - y)) * 1e-6
+        _apply(optimizer, tape, loss, model.trainable_variables)
+        return loss * 1e6
 
-        def train_step(self, data: Any) -> dict:
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(self.network(x) - y)) * 1e-6
-            _apply(optimizer, tape, loss, self.trainable_variables)
-            return {"loss": loss * 1e6}
-
-    model = Network()
-    model.compile(optimizer, "mse")
-    return _fit(model, _numbers(16, 8), _numbers(16, 1))
+    networks, data = [_dense(8, 16, 1)], (_numbers(16, 8), _numbers(16, 1))
+    return _stepped(step, networks, *data, optimizer=optimizer, loss="mse")
 
 
 @_program("gradients accumulated by hand")
-def _accumulated() -> Steps:
-    class Accumulating(tf.keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = _dense(8, 16, 1)
+def _accumulated() -> Losses:
+    def step(model: tf.keras.Model, data: Any) -> tf.Tensor:
+        x, y = data
+        sums = [tf.zeros_like(v) for v in model.trainable_variables]
+        for part in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x[part::2]) - y[part::2]))
+            found = tape.gradient(loss, model.trainable_variables)
+            sums = [a + b / 2.0 for a, b in zip(sums, found)]
+        sums, _ = tf.clip_by_global_norm(sums, 1.0)
+        model.optimizer.apply_gradients(zip(sums, model.trainable_variables))
+        return loss
 
-        def train_step(self, data: Any) -> dict:
-            x, y = data
-            sums = [tf.zeros_like(v) for v in self.trainable_variables]
-            for part in range(2):
-                with tf.GradientTape() as tape:
-                    error = self.network(x[part::2]) - y[part::2]
-                    loss = tf.reduce_mean(tf.square(error))
-                found = tape.gradient(loss, self.trainable_variables)
-                sums = [a + b / 2.0 for a, b in zip(sums, found)]
-            sums, _ = tf.clip_by_global_norm(sums, 1.0)
-            self.optimizer.apply_gradients(zip(sums, self.trainable_variables))
-            return {"loss": loss}
-
-    model = Accumulating()
-    model.compile(optimizer=_adam())
-    return _fit(model, _numbers(16, 8), _numbers(16, 1))
+    return _stepped(step, [_dense(8, 16, 1)], _numbers(16, 8), _numbers(16, 1))
 
 
 @_program("captions: a sampler in a callback")
-def _sampler() -> Steps:
+def _sampler() -> Losses:
     class Sampler(tf.keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             tokens = [1]
@@ -614,7 +572,7 @@ def _sampler() -> Steps:
 
 
 @_program("speech: CTC, and its decoder")
-def _ctc() -> Steps:
+def _ctc() -> Losses:
     class Loss(L.Layer):
         def call(self, labels: tf.Tensor, found: tf.Tensor) -> tf.Tensor:
             ones = tf.ones((tf.shape(found)[0],), tf.int32)
@@ -638,7 +596,7 @@ def _ctc() -> Steps:
 
 
 @_program("actor and critic, by np.random.choice")
-def _actor_critic() -> Steps:
+def _actor_critic() -> Losses:
     inputs = tf.keras.Input((4,))
     hidden = L.Dense(16, "relu")(inputs)
     model = tf.keras.Model(inputs, [L.Dense(2, "softmax")(hidden), L.Dense(1)(hidden)])
@@ -657,21 +615,8 @@ def _actor_critic() -> Steps:
     return _looped(loss_of, model.trainable_variables, is_eager=True)
 
 
-@_program("REINFORCE with returns")
-def _reinforce() -> Steps:
-    policy = _dense(4, 16, 2)
-    states, returns = tf.constant(_numbers(8, 4)), tf.constant(_numbers(8))
-
-    def loss_of() -> tf.Tensor:
-        log_p = tf.nn.log_softmax(policy(states))
-        chosen = tf.gather(log_p, tf.range(8) % 2, axis=1, batch_dims=1)
-        return -tf.reduce_mean(chosen * returns)
-
-    return _looped(loss_of, policy.trainable_variables)
-
-
 @_program("clipped policy ratios")
-def _ratios() -> Steps:
+def _ratios() -> Losses:
     policy = _dense(4, 16, 2)
     states, advantages = tf.constant(_numbers(8, 4)), tf.constant(_numbers(8))
     actions = tf.one_hot(tf.range(8) % 2, 2)
@@ -686,7 +631,7 @@ def _ratios() -> Steps:
 
 
 @_program("DDPG with target networks")
-def _ddpg() -> Steps:
+def _ddpg() -> Losses:
     def critic() -> tf.keras.Model:
         state, action = tf.keras.Input((3,)), tf.keras.Input((1,))
         both = L.Concatenate()([state, action])
@@ -714,105 +659,8 @@ def _ddpg() -> Steps:
     return _loop(step)
 
 
-@_program("sparse autoencoder by an activity regularizer")
-def _sparse() -> Steps:
-    model = tf.keras.Sequential(
-        [
-            tf.keras.Input((8,)),
-            L.Dense(16, "relu", activity_regularizer=tf.keras.regularizers.L1(1e-3)),
-            L.Dense(8),
-        ]
-    )
-    model.compile(_adam(), "mse", metrics=["mae"])
-    x = _numbers(16, 8)
-    return _fit(model, x, x)
-
-
-class _Attention(L.Layer):
-    """Attention that adds a number to what is masked."""
-
-    def __init__(self, masked: float) -> None:
-        super().__init__()
-        self.masked = masked
-        self.query, self.key, self.value = L.Dense(4), L.Dense(4), L.Dense(4)
-
-    def call(self, x: tf.Tensor) -> tf.Tensor:
-        scores = tf.matmul(self.query(x), self.key(x), transpose_b=True) / 2.0
-        later = 1 - tf.linalg.band_part(tf.ones_like(scores), -1, 0)
-        return tf.matmul(tf.nn.softmax(scores + later * self.masked), self.value(x))
-
-
-def _attention(masked: float) -> Steps:
-    inputs = tf.keras.Input((6, 8))
-    outputs = L.Dense(3)(L.GlobalAveragePooling1D()(_Attention(masked)(inputs)))
-    model = tf.keras.Model(inputs, outputs)
-    model.compile(_adam(), CROSS_ENTROPY)
-    return _fit(model, _numbers(16, 6, 8), LABELS)
-
-
-@_program("attention masked with -1e9")
-def _masked() -> Steps:
-    return _attention(-1e9)
-
-
-@_program("attention masked with -1e36")
-def _masked_far() -> Steps:
-    return _attention(-1e36)
-
-
-@_program("model with an input signature")
-def _signature() -> Steps:
-    class Vocoder(tf.keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = _dense(4, 16, 2)
-
-        def call(self, x: tf.Tensor) -> tf.Tensor:
-            return self.inference(x)
-
-        @tf.function(input_signature=[tf.TensorSpec([None, 4], tf.float32)])
-        def inference(self, x: tf.Tensor) -> tf.Tensor:
-            return self.net(x)
-
-    model = Vocoder()
-    model.compile(_adam(), "mse")
-    return _fit(model, _numbers(16, 4), _numbers(16, 2))
-
-
-@_program("labels and boxes beside images in a map")
-def _detection() -> Steps:
-    flip = L.RandomFlip("horizontal", seed=1)
-    of_images = L.Rescaling(1 / 255)
-    takes_boxes = hasattr(L, "MaxNumBoundingBoxes")
-    if takes_boxes:
-        flip = L.RandomFlip("horizontal", seed=1, bounding_box_format="xyxy")
-
-    def prepared(data: dict) -> dict:
-        if takes_boxes:
-            data = flip(data, training=True)
-        else:
-            data = {**data, "images": flip(data["images"], training=True)}
-        return {**data, "images": of_images(data["images"])}
-
-    ids, boxes = np.array([[1001], [2049]], "int32"), np.float32([[[101.3, 3.7, 333.1, 7.9]]] * 2)
-    data = {
-        "images": (np.abs(_numbers(2, 8, 640, 3)) * 100).astype("uint8"),
-        "bounding_boxes": {"boxes": boxes, "labels": ids},
-    }
-    batch = next(iter(tf.data.Dataset.from_tensors(data).map(prepared)))
-    found = batch["bounding_boxes"]
-    assert (np.asarray(found["labels"], "int32") == ids).all()
-    width = np.asarray(found["boxes"])[..., 2] - np.asarray(found["boxes"])[..., 0]
-    np.testing.assert_allclose(width, 231.8, rtol=1e-5)
-    model = tf.keras.Sequential(
-        [tf.keras.Input((8, 640, 3)), L.Conv2D(4, 3, strides=4), L.Flatten(), L.Dense(4)]
-    )
-    model.compile(_adam(1e-3), "mse")
-    return _fit(model, batch["images"], tf.reshape(found["boxes"], [2, 4]) / 640)
-
-
 @_program("style transfer with Gram matrices")
-def _style() -> Steps:
+def _style() -> Losses:
     class Style(tf.keras.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -829,7 +677,7 @@ def _style() -> Steps:
 
 
 @_program("GAN with both tapes in one with")
-def _two_tapes() -> Steps:
+def _two_tapes() -> Losses:
     class TwoTapes(_GAN):
         def train_step(self, data: Any) -> dict:
             real = _features(data)
@@ -843,13 +691,11 @@ def _two_tapes() -> Steps:
             _apply(self.g_optimizer, g_tape, g_loss, self.generator.trainable_variables)
             return {"loss": (g_loss + d_loss) * 1e6}
 
-    model = TwoTapes()
-    model.compile(tf.keras.optimizers.SGD(1e5), tf.keras.optimizers.SGD(1e5))
-    return _fit(model, _numbers(16, 8))
+    return _gan(_large_steps, TwoTapes)
 
 
 @_program("Grad-CAM as a loss")
-def _grad_cam() -> Steps:
+def _grad_cam() -> Losses:
     inputs = tf.keras.Input((8, 8, 3))
     maps = L.Conv2D(4, 3, activation="relu")(inputs)
     logits = L.Dense(3)(L.GlobalAveragePooling2D()(maps))
@@ -867,20 +713,6 @@ def _grad_cam() -> Steps:
     return _looped(loss_of, model.trainable_variables)
 
 
-@_program("layer that adds the loss")
-def _endpoint() -> Steps:
-    class Endpoint(L.Layer):
-        def call(self, inputs: Any) -> tf.Tensor:
-            labels, predictions = inputs
-            self.add_loss(tf.reduce_mean(tf.square(labels - predictions)))
-            return predictions
-
-    x, y = tf.keras.Input((8,)), tf.keras.Input((1,))
-    model = tf.keras.Model([x, y], Endpoint()([y, L.Dense(1)(L.Dense(16, "relu")(x))]))
-    model.compile(_adam())
-    return _fit(model, (_numbers(16, 8), _numbers(16, 1) + 10))
-
-
 class _Normal:
     """A distribution, as libraries make them: an object with tensors."""
 
@@ -892,7 +724,7 @@ class _Normal:
 
 
 @_program("model that returns a distribution")
-def _distribution() -> Steps:
+def _distribution() -> Losses:
     class Model(tf.keras.Model):
         def __init__(self) -> None:
             super().__init__()

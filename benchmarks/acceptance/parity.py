@@ -15,6 +15,10 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
+import keras_mp
 from benchmarks import common
 from benchmarks.acceptance import parity_page
 
@@ -22,21 +26,12 @@ SEEDS = 5
 RESULTS = pathlib.Path("parity.jsonl")
 # Trained with one seed; its loss scale is recorded.
 LONG = "long"
-# Who computes, and under which policy. "bfloat16" has its weights in bfloat16, too.
-VARIANTS: dict[str, tuple[str | None, str]] = {
-    "float32": (None, "float32"),
-    "mixed_float16": ("keras_mp", "mixed_float16"),
-    "mixed_bfloat16": ("keras_mp", "mixed_bfloat16"),
-    "bfloat16": ("keras_mp", "bfloat16"),
-    "Keras's mixed_float16": ("Keras", "mixed_float16"),
-    "Keras's mixed_bfloat16": ("Keras", "mixed_bfloat16"),
-}
+# "bfloat16" has its weights in bfloat16, too.
+VARIANTS = {**common.POLICIES, "bfloat16": ("keras_mp", "bfloat16")}
 
 
 def _wrapped(variant: str, optimizer: Any) -> Any:
     """Wraps an optimizer by hand, as a program must where `compile` does not."""
-    import keras_mp
-
     if variant == "bfloat16":
         return keras_mp.MasterWeightOptimizer(optimizer)
     scales = variant == "Keras's mixed_float16"
@@ -53,8 +48,6 @@ class Trainer:
     """
 
     def __init__(self, task: Any, variant: str, folder: str) -> None:
-        import tensorflow as tf
-
         self.task = task
         with common.policy(*VARIANTS[variant]):
             self.model = task.make(
@@ -73,8 +66,6 @@ class Trainer:
             self._fit(seed=0, steps=1)
 
     def _fit(self, seed: int, steps: int, callbacks: tuple = ()) -> None:
-        import numpy as np
-
         x, y = self.task.batches(np.random.default_rng(seed), steps * self.task.batch)
         options = {"batch_size": self.task.batch, "shuffle": False, "verbose": 0}
         self.model.fit(x, y, callbacks=[*callbacks], **options)
@@ -97,8 +88,6 @@ class Trainer:
 
 
 def _scale_recorder(scales: list[tuple[int, float]]) -> Any:
-    import tensorflow as tf
-
     class Recorder(tf.keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             scale = common.loss_scale(self.model.optimizer)
@@ -110,8 +99,6 @@ def _scale_recorder(scales: list[tuple[int, float]]) -> Any:
 
 def _first_weights(task: Any, seed: int) -> list[Any]:
     """Those of a seed, with which all variants begin."""
-    import tensorflow as tf
-
     tf.keras.utils.set_random_seed(seed)
     with common.policy(None, "float32"):
         return task.make().get_weights()
@@ -189,8 +176,6 @@ def run(seeds: int = SEEDS, only: Iterable[str] = ()) -> list[dict]:
 
 def main(keras: str, path: str, seeds: str, *only: str) -> None:
     """Trains in this process, on one thread, so that seconds of the CPU mean something."""
-    import tensorflow as tf
-
     from benchmarks.acceptance import parity_tasks
 
     tf.config.threading.set_inter_op_parallelism_threads(1)

@@ -2,26 +2,95 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from benchmarks.acceptance import parity, parity_data, parity_models
-from benchmarks.acceptance.parity_task import (
-    Task,
-    accuracy,
-    as_float32,
-    batches_from,
-    bits,
-    root_mean_square,
-    rows_of_epochs,
-)
 
 layers = tf.keras.layers
 _WINDOW = 48
 # Images whose labels the test of the contrastive model knows.
 _LABELLED = 100
+
+
+def as_float32(outputs: Any) -> np.ndarray:
+    """Outputs in float32, in which they are judged."""
+    return tf.cast(outputs, tf.float32).numpy()
+
+
+class Task(NamedTuple):
+    """Something to learn.
+
+    Attributes:
+        make: makes a compiled model under the global policy. For a model with a `train_step`, it
+            takes `scaled`, which makes the calls that Keras's guide asks for, and `wrap`, for an
+            optimizer that `compile` does not wrap.
+        batches: x and y of so many samples, in the order of training, from a random generator.
+        quality: of a trained model, on data that it has not seen.
+        measure: what that is.
+        is_error: whether less is better.
+        steps: of training.
+        batch: samples of a step.
+        records_scale: whether to note each change of the loss scale.
+    """
+
+    make: Callable[..., Any]
+    batches: Callable[[np.random.Generator, int], tuple[Any, Any]]
+    quality: Callable[[Any], float]
+    measure: str
+    is_error: bool
+    steps: int
+    batch: int = 32
+    records_scale: bool = False
+
+
+def rows_of_epochs(generator: np.random.Generator, length: int, count: int) -> np.ndarray:
+    """Rows of an epoch after the other, each in another order."""
+    epochs = [generator.permutation(length) for _ in range(-(-count // length))]
+    return np.concatenate(epochs)[:count]
+
+
+def batches_from(part: tuple[Any, Any]) -> Callable:
+    """Batches of a training part."""
+
+    def batches(generator: np.random.Generator, count: int) -> tuple[Any, Any]:
+        x, y = part
+        rows = rows_of_epochs(generator, len(y), count)
+        of_x = {name: a[rows] for name, a in x.items()} if isinstance(x, dict) else x[rows]
+        return of_x, y[rows]
+
+    return batches
+
+
+def accuracy(test: tuple[Any, Any]) -> Callable:
+    """The share of a test part that a model tells right, in percent."""
+
+    def quality(model: Any) -> float:
+        return 100 * float(np.mean(np.argmax(as_float32(model(test[0])), -1) == test[1]))
+
+    return quality
+
+
+def root_mean_square(test: tuple[Any, Any]) -> Callable:
+    """The error of a model on a test part."""
+
+    def quality(model: Any) -> float:
+        return float(np.sqrt(np.mean((as_float32(model(test[0])) - test[1]) ** 2)))
+
+    return quality
+
+
+def bits(test: tuple[Any, Any]) -> Callable:
+    """The cross entropy of a test part, in bits."""
+
+    def quality(model: Any) -> float:
+        logits = as_float32(model(test[0]))
+        entropy = tf.nn.sparse_softmax_cross_entropy_with_logits(test[1], logits)
+        return float(tf.reduce_mean(entropy) / np.log(2))
+
+    return quality
 
 
 def _compiled(
@@ -30,6 +99,17 @@ def _compiled(
     def make(**_: Any) -> Any:
         model = network()
         model.compile(getattr(tf.keras.optimizers, name)(learning_rate), loss)
+        return model
+
+    return make
+
+
+def _own_step(cls: Any, learning_rate: float) -> Callable:
+    """The same of a model with a `train_step`."""
+
+    def make(scaled: Callable | None = None, **_: Any) -> Any:
+        model = cls(scaled)
+        model.compile(tf.keras.optimizers.Adam(learning_rate))
         return model
 
     return make
@@ -125,76 +205,63 @@ def _normalized(x: np.ndarray) -> Any:
     return normalization
 
 
+def _of_numbers(
+    network: Callable, parts: parity_data.Parts, learning_rate: float, steps: int
+) -> Task:
+    """A model that is made for the inputs of the training part."""
+    train, test = parts
+    make = _compiled(lambda: network(train[0]), "mse", learning_rate)
+    measure = "root mean square error"
+    return Task(make, batches_from(train), root_mean_square(test), measure, True, steps)
+
+
 def regression() -> Task:
     """Targets as they are in the table."""
-    (x, y), test = parity_data.diabetes()
 
-    def network() -> Any:
+    def network(x: np.ndarray) -> Any:
         hidden = [layers.Dense(32, activation="relu"), layers.Dense(32, activation="relu")]
         return tf.keras.Sequential([tf.keras.Input([10]), _normalized(x), *hidden, layers.Dense(1)])
 
-    return Task(
-        _compiled(network, "mse", 2e-3),
-        batches_from((x, y)),
-        root_mean_square(test),
-        "root mean square error",
-        is_error=True,
-        steps=1500,
-    )
-
-
-def _recurrent(
-    cell: str, parts: parity_data.Parts, network: Callable, learning_rate: float, steps: int
-) -> Task:
-    train, test = parts
-    return Task(
-        _compiled(lambda: network(getattr(layers, cell), train[0]), "mse", learning_rate),
-        batches_from(train),
-        root_mean_square(test),
-        "root mean square error",
-        is_error=True,
-        steps=steps,
-    )
+    return _of_numbers(network, parity_data.diabetes(), 2e-3, steps=1500)
 
 
 def forecast_lstm() -> Task:
     """An LSTM that forecasts sunspots."""
 
-    def network(cell: Any, x: np.ndarray) -> Any:
+    def network(x: np.ndarray) -> Any:
         inputs = tf.keras.Input(x.shape[1:])
-        return tf.keras.Model(inputs, layers.Dense(1)(cell(32)(_normalized(x)(inputs))))
+        return tf.keras.Model(inputs, layers.Dense(1)(layers.LSTM(32)(_normalized(x)(inputs))))
 
-    return _recurrent("LSTM", parity_data.sunspots(), network, 1e-2, steps=1500)
+    return _of_numbers(network, parity_data.sunspots(), 1e-2, steps=1500)
 
 
 def forecast_gru() -> Task:
     """A GRU that forecasts by how much carbon dioxide will differ from the last month."""
 
-    def network(cell: Any, x: np.ndarray) -> Any:
+    def network(x: np.ndarray) -> Any:
         inputs = tf.keras.Input(x.shape[1:])
         last = layers.Flatten()(layers.Cropping1D((x.shape[1] - 1, 0))(inputs))
         relative = layers.Subtract()([inputs, layers.Reshape([1, 1])(last)])
-        change = layers.Dense(1)(cell(24)(relative))
+        change = layers.Dense(1)(layers.GRU(24)(relative))
         return tf.keras.Model(inputs, layers.Add()([last, change]))
 
-    return _recurrent("GRU", parity_data.carbon_dioxide(), network, 5e-3, steps=1000)
+    return _of_numbers(network, parity_data.carbon_dioxide(), 5e-3, steps=1000)
 
 
-_CHARACTERS_LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+def _of_characters(
+    network: Callable, learning_rate: float, parts: parity_data.Parts, **options: Any
+) -> Task:
+    train, test = parts
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    make = _compiled(network, loss, learning_rate)
+    return Task(make, batches_from(train), bits(test), "bits a character", True, **options)
 
 
 def characters() -> Task:
     """A language model on characters of Python's help."""
-    train, test = parity_data.help_pages(_WINDOW)
-    return Task(
-        _compiled(lambda: parity_models.language_model(_WINDOW), _CHARACTERS_LOSS, 3e-3),
-        batches_from(train),
-        bits(test),
-        "bits a character",
-        is_error=True,
-        steps=800,
-        batch=16,
-    )
+    parts = parity_data.help_pages(_WINDOW)
+    network = functools.partial(parity_models.language_model, _WINDOW)
+    return _of_characters(network, 3e-3, parts, steps=800, batch=16)
 
 
 @functools.cache
@@ -215,7 +282,6 @@ def _pretrained() -> list[np.ndarray]:
 
 def lora() -> Task:
     """That language model, with LoRA on Python's source code."""
-    train, test = parity_data.source_code(_WINDOW)
 
     def network() -> Any:
         model = parity_models.language_model(_WINDOW, parity_models.LoraDense)
@@ -233,15 +299,8 @@ def lora() -> Task:
             v.assign(tf.cast(value, v.dtype))
         return model
 
-    return Task(
-        _compiled(network, _CHARACTERS_LOSS, 5e-3),
-        batches_from(train),
-        bits(test),
-        "bits a character",
-        is_error=True,
-        steps=400,
-        batch=16,
-    )
+    parts = parity_data.source_code(_WINDOW)
+    return _of_characters(network, 5e-3, parts, steps=400, batch=16)
 
 
 def denoising() -> Task:
@@ -282,17 +341,12 @@ def autoencoder() -> Task:
     (images, _), (test, _) = parity_data.digits(900)
     test_noise = np.random.default_rng(1).normal(size=[len(test), 6]).astype("float32")
 
-    def make(scaled: Callable | None = None, **_: Any) -> Any:
-        model = parity_models.Autoencoder(scaled)
-        model.compile(tf.keras.optimizers.Adam(3e-3))
-        return model
-
     def batches(generator: np.random.Generator, count: int) -> tuple[Any, Any]:
         noise = generator.normal(size=[count, 6]).astype("float32")
         return images[rows_of_epochs(generator, len(images), count)], noise
 
     return Task(
-        make,
+        _own_step(parity_models.Autoencoder, 3e-3),
         batches,
         lambda model: float(np.mean(as_float32(model.bound(test, test_noise)))),
         "negative evidence bound, nats",
@@ -320,11 +374,6 @@ def contrastive() -> Task:
 
     (images, labels), (test, test_labels) = parity_data.digits(900)
 
-    def make(scaled: Callable | None = None, **_: Any) -> Any:
-        model = parity_models.Contrastive(scaled)
-        model.compile(tf.keras.optimizers.Adam(1e-3))
-        return model
-
     def batches(generator: np.random.Generator, count: int) -> tuple[Any, Any]:
         chosen = images[rows_of_epochs(generator, len(images), count)]
         return _view(generator, chosen), _view(generator, chosen)
@@ -337,6 +386,7 @@ def contrastive() -> Task:
             as_float32(tf.math.l2_normalize(model.encoder(test), 1)), test_labels
         )
 
+    make = _own_step(parity_models.Contrastive, 1e-3)
     return Task(
         make, batches, quality, "accuracy of neighbors, %", is_error=False, steps=500, batch=64
     )
@@ -373,22 +423,13 @@ def gan() -> Task:
 
 def long() -> Task:
     """The next character from the eight before it, for 20,000 steps."""
-    train, test = parity_data.contexts(8)
 
     def network() -> Any:
         hidden = [layers.Embedding(128, 16), layers.Flatten(), layers.Dense(128, "relu")]
         return tf.keras.Sequential([tf.keras.Input([8]), *hidden, layers.Dense(128)])
 
-    return Task(
-        _compiled(network, _CHARACTERS_LOSS, 1e-3),
-        batches_from(train),
-        bits(test),
-        "bits a character",
-        is_error=True,
-        steps=20_000,
-        batch=64,
-        records_scale=True,
-    )
+    options = {"steps": 20_000, "batch": 64, "records_scale": True}
+    return _of_characters(network, 1e-3, parity_data.contexts(8), **options)
 
 
 TASKS: dict[str, Callable[[], Task]] = {

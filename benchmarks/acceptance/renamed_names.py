@@ -8,7 +8,6 @@ whose loss Keras itself does not survive is left out.
 """
 
 import argparse
-import json
 import os
 import pathlib
 import re
@@ -94,8 +93,6 @@ def _run(copy: Copy, keras: str, *arguments: str) -> str:
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     command = [sys.executable, "-m", "benchmarks.acceptance.core_program", *arguments]
-    if os.environ.get("KERAS_MP_SLOT"):
-        command = [os.environ["KERAS_MP_SLOT"], *command]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
@@ -110,10 +107,8 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--keras", choices=["2", "3"], default="3")
-    parser.add_argument("--output", type=pathlib.Path)
     parser.add_argument("--folder", type=pathlib.Path, help="on the disk of the packages")
     given = parser.parse_args()
-    results = {}
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         copy = Copy(pathlib.Path(folder), PACKAGES[given.keras])
         for name in given.names or names(given.keras):
@@ -125,11 +120,8 @@ def main() -> int:
                     if re.search(r"^(?!warning)[^:]*: (?!passed)", outcome, re.MULTILINE):
                         plain = _run(copy, given.keras, "--plain")
                         outcome += f"\nwithout keras_mp:\n{plain}"
-            results[name] = outcome
             bad = [line for line in outcome.splitlines() if not line.endswith(": passed")]
             print(f"{name}:", *(bad or ["passed"]), sep="\n    ", flush=True)
-            if given.output:
-                given.output.write_text(json.dumps(results, indent=1))
     return 0
 
 

@@ -12,24 +12,22 @@ import sys
 import traceback
 import warnings
 
+import numpy as np
+import tensorflow as tf
+
+import keras_mp
 from benchmarks import common
 from benchmarks.acceptance import one_line, third_party_models, third_party_programs
+from keras_mp import keras_api
 
 STEPS, MORE_STEPS, LEARNING_RATE = 12, 3, 3e-3
-UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+UNIT_ROUNDOFF = {"float32": 2.0**-24, **one_line.UNIT_ROUNDOFF}
 # A model of this size rounds some dozens of times from its input to its loss. In the worst case
 # the errors add up, so as many units are the tolerance, in terms of what there is to lose: how far
 # the loss falls in float32. A model that does not learn is 100 % away.
 ROUNDINGS = 32
 # What was loaded computes the same as what was saved, but for the order of sums.
 RESUMED = 1e-3
-VARIANTS = {
-    "float32": (None, "float32"),
-    "keras_mp mixed_float16": ("keras_mp", "float16"),
-    "Keras mixed_float16": ("Keras", "float16"),
-    "keras_mp mixed_bfloat16": ("keras_mp", "bfloat16"),
-    "Keras mixed_bfloat16": ("Keras", "bfloat16"),
-}
 
 
 def measure(keras: str, names: list[str] | None = None) -> dict[str, dict]:
@@ -43,11 +41,11 @@ def measure(keras: str, names: list[str] | None = None) -> dict[str, dict]:
     for name in names or third_party_models.MODELS[keras]:
         results[name] = of_model = {}
         reference = None
-        for variant, (who, dtype) in VARIANTS.items():
+        for variant, (who, policy) in common.POLICIES.items():
             print(f"{name}, {variant} ...", file=sys.stderr, flush=True)
             try:
                 reference, of_model[variant] = _train(
-                    third_party_models.MODELS[keras][name], who, dtype, reference
+                    third_party_models.MODELS[keras][name], who, policy, reference
                 )
             except Exception as error:  # a model of others that fails must not hide the rest
                 traceback.print_exc()
@@ -56,11 +54,8 @@ def measure(keras: str, names: list[str] | None = None) -> dict[str, dict]:
     return results
 
 
-def _train(make, who, dtype, reference):
-    """Trains a model in a dtype; a reference holds the first weights and the float32 losses."""
-    import tensorflow as tf
-
-    import keras_mp
+def _train(make, who, policy, reference):
+    """Trains a model under a policy; a reference holds the first weights and the float32 losses."""
 
     def compile_model(model):
         model.compile(
@@ -68,8 +63,7 @@ def _train(make, who, dtype, reference):
         )
 
     tf.keras.utils.set_random_seed(0)
-    policy = common.policy(who, f"mixed_{dtype}" if who else dtype)
-    with policy, warnings.catch_warnings(record=True) as caught:
+    with common.policy(who, policy), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         example = make()
         model = example.model
@@ -104,10 +98,6 @@ def _most(losses, others):
 
 def _distance(inputs, model, converted):
     """How far what a float32 model gives is from what a mixed one does, in its largest number."""
-    import numpy as np
-
-    from keras_mp import keras_api
-
     dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(converted)}
     if dtypes & {"float16", "bfloat16"}:
         raise AssertionError(f"Layers of the converted model compute in {dtypes}.")
@@ -119,8 +109,6 @@ def _distance(inputs, model, converted):
 
 def _fit(model, example, steps):
     """The losses of each step, and which of them were skipped."""
-    import tensorflow as tf
-
     third_party_models.turn_dropout_off(model)
     optimizer, counts = model.optimizer, [common.steps_skipped(model.optimizer)]
 
@@ -144,7 +132,7 @@ def verdict(of_model: dict[str, dict], variant: str) -> str:
     result = of_model[variant]
     if "error" in result:
         return result["error"]
-    tolerance = ROUNDINGS * UNIT_ROUNDOFF[VARIANTS[variant][1]]
+    tolerance = ROUNDINGS * UNIT_ROUNDOFF[variant.rpartition("_")[2]]
     tolerances = {"deviation": tolerance, "resumed": RESUMED, "converted": tolerance}
     wrong = [what for what in tolerances if not result.get(what, 0) <= tolerances[what]]
     return f"too far: {', '.join(wrong)}" if wrong else "ok"

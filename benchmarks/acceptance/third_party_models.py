@@ -8,6 +8,11 @@ import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+import tensorflow as tf
+
+from keras_mp import keras_api
+
 VOCABULARY, CLASSES, LENGTH, BATCH, SIDE = 64, 4, 12, 8, 32
 # Arguments of KerasHub's.
 _TRANSFORMER = {
@@ -43,8 +48,6 @@ class Example(NamedTuple):
     @property
     def compile_arguments(self) -> dict[str, Any]:
         """What `compile` takes beside the optimizer."""
-        import tensorflow as tf
-
         if self.has_own_loss:
             return {}
         return {"loss": tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
@@ -52,30 +55,22 @@ class Example(NamedTuple):
 
 def tokens(seed: int = 0) -> Any:
     """Token ids; the same each time."""
-    import numpy as np
-
     return np.random.default_rng(seed).integers(1, VOCABULARY, size=(BATCH, LENGTH)).astype("int32")
 
 
 def images(channels_first: bool = False) -> Any:
     """Images of noise; the same each time."""
-    import numpy as np
-
     shape = (BATCH, 3, SIDE, SIDE) if channels_first else (BATCH, SIDE, SIDE, 3)
     return np.random.default_rng(0).normal(size=shape).astype("float32")
 
 
 def classes() -> Any:
     """A class for each example."""
-    import numpy as np
-
     return np.arange(BATCH, dtype="int32") % CLASSES
 
 
 def mask() -> Any:
     """Which tokens count: the last ones of every other sequence do not."""
-    import numpy as np
-
     result = np.ones((BATCH, LENGTH), "int32")
     result[::2, -3:] = 0
     return result
@@ -124,7 +119,6 @@ def _hub_vit():
 
 def _hub_segformer():
     import keras_hub
-    import numpy as np
 
     encoder = keras_hub.models.MiTBackbone(
         layerwise_depths=[1, 1],
@@ -145,8 +139,6 @@ def _hub_segformer():
 
 def _decoder(backbone: Any, inputs: dict[str, Any]) -> Example:
     """A model that tells the next of the decoder's tokens."""
-    import tensorflow as tf
-
     decoded = backbone.output["decoder_sequence_output"]
     logits = tf.keras.layers.Dense(VOCABULARY, dtype="float32")(decoded)
     ids = tokens()
@@ -156,7 +148,6 @@ def _decoder(backbone: Any, inputs: dict[str, Any]) -> Example:
 
 def _hub_whisper():
     import keras_hub
-    import numpy as np
 
     lengths = {"max_encoder_sequence_length": 2 * LENGTH, "max_decoder_sequence_length": LENGTH}
     backbone = keras_hub.models.WhisperBackbone(**_TRANSFORMER, **lengths, num_mels=8)
@@ -167,7 +158,6 @@ def _hub_whisper():
 
 def _hub_t5():
     import keras_hub
-    import numpy as np
 
     # In float16 it cannot be trained, for the same reason as that of Hugging Face.
     backbone = keras_hub.models.T5Backbone(**_TRANSFORMER, dropout=0.0)
@@ -177,8 +167,6 @@ def _hub_t5():
 
 def _next(ids: Any) -> Any:
     """What comes after each token."""
-    import numpy as np
-
     return np.roll(ids, -1, axis=1)
 
 
@@ -288,10 +276,6 @@ PACKAGES = {"Keras 3": "keras_hub", "tf_keras": "transformers"}
 
 def turn_dropout_off(model: Any) -> None:
     """Also where it is no argument: its masks would differ between dtypes."""
-    import tensorflow as tf
-
-    from keras_mp import keras_api
-
     for layer in keras_api.flatten_layers(model):
         if isinstance(layer, tf.keras.layers.Dropout):
             layer.rate = 0.0
@@ -310,8 +294,6 @@ def saved_and_loaded(model: Any, compile_model: Callable[[Any], None]) -> Any:
     Returns:
         The model that was loaded, compiled.
     """
-    import tensorflow as tf
-
     is_huggingface = hasattr(model, "save_pretrained")
     with tempfile.TemporaryDirectory() as folder:
         file = str(pathlib.Path(folder) / "model.keras")

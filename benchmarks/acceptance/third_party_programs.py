@@ -29,6 +29,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+import tensorflow as tf
+
+import keras_mp
 from benchmarks import common
 
 STEPS, LEARNING_RATE = 12, 1e-2
@@ -58,16 +62,10 @@ class Variant(NamedTuple):
 
     def region(self) -> contextlib.AbstractContextManager:
         """What goes around a forward pass and its gradients."""
-        import keras_mp
-
         return keras_mp.autocast(self.dtype) if self.is_region else contextlib.nullcontext()
 
     def optimizer(self, optimizer: Any) -> Any:
         """The optimizer, wrapped where the gradients of float16 need it."""
-        import tensorflow as tf
-
-        import keras_mp
-
         if self.dtype != "float16":
             return optimizer
         if self.who == "Keras":
@@ -92,51 +90,28 @@ SONNET_VARIANTS = {
 }
 
 
-class Trained(NamedTuple):
-    """What a program gave.
-
-    Attributes:
-        losses: of the steps.
-        optimizer: what made them, or what counts those that were skipped; None if nothing does.
-    """
-
-    losses: list[float]
-    optimizer: Any = None
+# The losses of the steps, and what made them or counts those that were skipped, if anything does.
+Trained = tuple[list[float], Any]
 
 
 def _data():
-    import numpy as np
-
     x = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
     return x, x.sum(1, keepdims=True)
 
 
 def _adam():
-    import tensorflow as tf
-
     return tf.keras.optimizers.Adam(LEARNING_RATE)
 
 
 def _dense(units=8):
-    import tensorflow as tf
-
     layers = tf.keras.layers
     return tf.keras.Sequential(
         [tf.keras.Input([8]), layers.Dense(units), layers.Dense(1, dtype="float32")]
     )
 
 
-def _fit(model, optimizer):
-    x, y = _data()
-    model.compile(optimizer, "mse", jit_compile=False)
-    history = model.fit(x, y, epochs=STEPS, shuffle=False, verbose=0)
-    return Trained(history.history["loss"], model.optimizer)
-
-
 def _steps(variant, variables, loss, optimizer):
     """Trains in a loop of one's own, inside a region if there is one."""
-    import tensorflow as tf
-
     optimizer, losses = variant.optimizer(optimizer), []
     for _ in range(STEPS):
         with variant.region():
@@ -146,21 +121,22 @@ def _steps(variant, variables, loss, optimizer):
             gradients = unscale(tape.gradient(scaled, variables()))
         optimizer.apply_gradients(zip(gradients, variables()))
         losses.append(float(value))
-    return Trained(losses, optimizer)
+    return losses, optimizer
 
 
-def _regression(variant, model, own_loop=False):
+def _regression(variant, model, data=None, loss=None, own_loop=False):
     """`fit` under a policy; a loop of one's own with a region, or in any case."""
-    import tensorflow as tf
-
+    x, y = data or _data()
+    loss = loss or tf.keras.losses.MeanSquaredError()
     if not (own_loop or variant.is_region):
-        return _fit(model, variant.optimizer(_adam()))
-    x, y = _data()
+        model.compile(variant.optimizer(_adam()), loss, jit_compile=False)
+        history = model.fit(x, y, epochs=STEPS, shuffle=False, verbose=0)
+        return history.history["loss"], model.optimizer
     return _steps(
         variant,
         lambda: model.trainable_variables,
         lambda: (
-            tf.reduce_mean((tf.cast(model(x, training=True), "float32") - y) ** 2)
+            tf.reduce_mean(loss(y, tf.cast(model(x, training=True), "float32")))
             + tf.reduce_sum([tf.cast(each, "float32") for each in model.losses])
         ),
         _adam(),
@@ -170,9 +146,6 @@ def _regression(variant, model, own_loop=False):
 def _sonnet(variant):
     """A module casts nothing by itself: a region does, or Sonnet's own modes."""
     import sonnet as snt
-    import tensorflow as tf
-
-    import keras_mp
 
     x, y = (tf.constant(each) for each in _data())
     net = snt.nets.MLP([16, 1], w_init=snt.initializers.Constant(0.05))
@@ -196,14 +169,11 @@ def _sonnet(variant):
                 losses.append(float(loss))
     finally:
         snt.Linear.__call__ = linear
-    return Trained(losses, scaler)
+    return losses, scaler
 
 
 def _orbit(variant):
     import orbit
-    import tensorflow as tf
-
-    import keras_mp
 
     x, y = _data()
     model, optimizer = _dense(), variant.optimizer(_adam())
@@ -238,12 +208,11 @@ def _orbit(variant):
     controller = orbit.Controller(global_step=step, trainer=Trainer(), steps_per_loop=1)
     with contextlib.redirect_stdout(sys.stderr):
         controller.train(STEPS)
-    return Trained(losses, optimizer)
+    return losses, optimizer
 
 
 def _model_garden(variant):
     """Its `Task.train_step`, which scales with `LossScaleOptimizer`, run by its own trainer."""
-    import tensorflow as tf
     from official.core import base_task, base_trainer, config_definitions
 
     x, y = _data()
@@ -273,16 +242,12 @@ def _model_garden(variant):
     trainer = base_trainer.Trainer(
         config, Task(config.task), model, optimizer, train=True, evaluate=False
     )
-    losses = []
-    for _ in range(STEPS):
-        losses.append(float(trainer.train(tf.constant(1))["training_loss"]))
-    return Trained(losses, optimizer)
+    losses = [float(trainer.train(tf.constant(1))["training_loss"]) for _ in range(STEPS)]
+    return losses, optimizer
 
 
 def _lora(variant):
     import keras_hub
-    import numpy as np
-    import tensorflow as tf
 
     backbone = keras_hub.models.GPT2Backbone(
         vocabulary_size=64,
@@ -299,17 +264,7 @@ def _lora(variant):
     inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
     frozen = [np.array(weight) for weight in backbone.non_trainable_weights]
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    if variant.is_region:
-        trained = _steps(
-            variant,
-            lambda: model.trainable_variables,
-            lambda: loss(ids, tf.cast(model(inputs, training=True), "float32")),
-            _adam(),
-        )
-    else:
-        model.compile(variant.optimizer(_adam()), loss, jit_compile=False)
-        history = model.fit(inputs, ids, batch_size=8, epochs=STEPS, shuffle=False, verbose=0)
-        trained = Trained(history.history["loss"], model.optimizer)
+    trained = _regression(variant, model, (inputs, ids), loss)
     for before, weight in zip(frozen, backbone.non_trainable_weights):
         np.testing.assert_array_equal(before, np.array(weight))
     return trained
@@ -336,15 +291,12 @@ def _keras_tuner(variant):
 
 def _weights(model):
     """The same ones each time, however many models a search has built before."""
-    import numpy as np
-
     generator = np.random.default_rng(1)
     return [generator.normal(scale=0.3, size=weight.shape) for weight in model.get_weights()]
 
 
 def _keras_rs(variant):
     import keras_rs
-    import tensorflow as tf
 
     inputs, cross = tf.keras.Input([8]), keras_rs.layers.FeatureCross()
     crossed = cross(inputs, cross(inputs, inputs))
@@ -354,7 +306,6 @@ def _keras_rs(variant):
 
 def _bayesflow(variant):
     import bayesflow
-    import tensorflow as tf
 
     network = bayesflow.networks.CouplingFlow(depth=2)
     z = tf.random.stateless_normal([32, 2], [1, 2])
@@ -368,7 +319,6 @@ def _bayesflow(variant):
 
 
 def _flipout(variant):
-    import tensorflow as tf
     import tensorflow_probability as tfp
 
     layers = [tfp.layers.DenseFlipout(8, seed=0), tf.keras.layers.Dense(1, dtype="float32")]
@@ -377,7 +327,6 @@ def _flipout(variant):
 
 
 def _quantized(variant):
-    import tensorflow as tf
     import tensorflow_model_optimization as tfmot
 
     layers = tf.keras.layers
@@ -386,8 +335,6 @@ def _quantized(variant):
 
 
 def _dqn(variant):
-    import numpy as np
-    import tensorflow as tf
     from tf_agents.agents.dqn import dqn_agent
     from tf_agents.networks import sequential
     from tf_agents.specs import tensor_spec
@@ -417,11 +364,10 @@ def _dqn(variant):
     for _ in range(STEPS):
         with variant.region():
             losses.append(float(agent.train(experience).loss))
-    return Trained(losses)
+    return losses, None
 
 
 def _privacy(variant):
-    import tensorflow as tf
     from tensorflow_privacy.privacy.optimizers import dp_optimizer_keras
 
     x, y = _data()
@@ -438,7 +384,7 @@ def _privacy(variant):
         losses.append(float(tf.reduce_mean((model(x) - y) ** 2)))
         with variant.region():
             model.fit(x, y, batch_size=32, shuffle=False, verbose=0)
-    return Trained(losses, model.optimizer)
+    return losses, model.optimizer
 
 
 class Program(NamedTuple):
@@ -481,8 +427,6 @@ def measure(name: str) -> dict[str, dict]:
     Returns:
         dict by variant, of `losses`, `skipped` and `deviation`, or of the `error`.
     """
-    import tensorflow as tf
-
     program = PROGRAMS[name]
     # Before seeds are set, since some draw numbers then. Without its switch, TensorFlow Privacy
     # imports the estimators that TensorFlow has no longer.
@@ -495,17 +439,17 @@ def measure(name: str) -> dict[str, dict]:
         try:
             with warnings.catch_warnings(), common.policy(*variant.policy):
                 warnings.simplefilter("ignore")
-                trained = program.train(variant)
+                losses, optimizer = program.train(variant)
         except Exception as error:  # what others wrote and fails must not hide the rest
             traceback.print_exc()
             results[title] = {"error": f"{type(error).__name__}: {_reason(error)}"}
             continue
-        losses = [float(loss) for loss in trained.losses]
+        losses = [*map(float, losses)]
         exact = exact or losses
         furthest = max(abs(a - b) for a, b in zip(losses, exact))
         results[title] = {
             "losses": losses,
-            "skipped": common.steps_skipped(trained.optimizer),
+            "skipped": common.steps_skipped(optimizer),
             "deviation": furthest / (exact[0] - min(exact)),
         }
     return results

@@ -58,7 +58,6 @@ def test_what_is_counted():
         "copies": 2,
         "to_host": 2,
         "conditions": 1,
-        "loops": 0,
         "products": {"bf16": 1},
         "roundings": {"f16": 1},
     }
@@ -66,7 +65,7 @@ def test_what_is_counted():
 
 @once
 def test_a_description_has_what_a_gpu_is_known_by():
-    text = gpu_targets.description(gpu_targets.GPUS["A100"])
+    text = gpu_targets.description("A100")
     assert "cuda_compute_capability { major: 8 minor: 0 }" in text
     assert "core_count: 108" in text
 

@@ -76,7 +76,7 @@ def main() -> None:
     """Compiles and runs the modules of a folder."""
     folder = pathlib.Path(sys.argv[1])
     description = folder / "gpu.txtpb"
-    description.write_text(gpu_targets.description(gpu_targets.GPUS["H100"]))
+    description.write_text(gpu_targets.description("H100"))
     gpu = gpu_compiler.device_of(str(description))
     for path in sorted(folder.glob("*.hlo")):
         text = gpu_compiler.compiled(path.read_bytes(), gpu).hlo_modules()[0].to_string()
