@@ -21,8 +21,6 @@ def installed():
     kernels.install()
 
 
-
-
 @pytest.mark.parametrize("when", ["in a region", "between regions"])
 def test_a_function_of_other_code_around_ours_stays(when):
     with keras_mp.autocast("bfloat16"):
