@@ -230,11 +230,9 @@ class Layers:
             `step_of` notes them.
     """
 
-    def __init__(
-        self, model: tf.keras.Model | None = None, scopes: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, model: tf.keras.Model | None, scopes: Mapping[str, str]) -> None:
         self._layers = {} if model is None else layers_by_path(model)
-        self._scopes = scopes or {}
+        self._scopes = scopes
         self._found = functools.cache(self._find)
 
     def path(self, name: str) -> tuple[tuple[str, tf.keras.layers.Layer], ...]:
