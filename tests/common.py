@@ -126,6 +126,12 @@ def value(variable: Any) -> np.ndarray:
     return tf.convert_to_tensor(variable).numpy()
 
 
+def assert_all_equal(found: Iterable[Any], expected: Iterable[Any]) -> None:
+    """Asserts that each array, tensor or variable is equal to the other one, to the bit."""
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(value(one), value(other))
+
+
 def slots(model: Any) -> list[np.ndarray]:
     """The slots of a model's optimizer, in an order that does not depend on how it was made."""
     optimizer, variables = model.optimizer, model.trainable_variables
@@ -159,8 +165,9 @@ def mirrored(count: int) -> tf.distribute.MirroredStrategy:
 has_all_of_onednn = cpu.uses_onednn() and "ONEDNN_MAX_CPU_ISA" not in os.environ
 needs_onednn = pytest.mark.skipif(not has_all_of_onednn, reason="It takes all of oneDNN.")
 
+TAKES_BFLOAT16_REWRITE = cpu.takes_rewrite("bfloat16")
 needs_bfloat16_rewrite = pytest.mark.skipif(
-    not cpu.takes_rewrite("bfloat16"),
+    not TAKES_BFLOAT16_REWRITE,
     reason="TensorFlow rewrites no graph to bfloat16 on this CPU.",
 )
 

@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, ours, pairs
+from tests.common import IS_KERAS_3, MODES, ours, pairs
 
 X = np.full([4, 8], 100.0, "float32")
-MODES = [{"run_eagerly": True}, {"jit_compile": False}, {"jit_compile": True}]
+HOW = [{"run_eagerly": True}, {"jit_compile": False}, {"jit_compile": True}]
 
 
 class Adds(tf.keras.layers.Layer):
@@ -32,14 +32,14 @@ def fit(factor, policy, mode):
         return model.fit(X, X[:, :1], epochs=2, verbose=0).history["loss"]
 
 
-@pytest.mark.parametrize("mode", MODES[:2], ids=["eager", "graph"])
+@pytest.mark.parametrize("mode", HOW[:2], ids=["eager", "graph"])
 def test_an_infinite_loss_is_told_of_once(mode):
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="'adds' adds a loss") as warned:
         fit(1.0, "mixed_float16", mode)
     assert len(ours(warned)) == 1
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["eager", "graph", "jit"])
+@pytest.mark.parametrize("mode", HOW, ids=["eager", "graph", "jit"])
 def test_a_finite_loss_and_one_of_another_dtype_are_not_told_of(mode):
     X[:] = 10.0
     try:
@@ -91,16 +91,7 @@ class AddsLosses(tf.keras.layers.Layer):
         return x
 
 
-WRAPPERS = {
-    "eager": lambda function: function,
-    "function": tf.function,
-    "jit": lambda function: tf.function(function, jit_compile=True),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "mode", "dtype"), pairs(LOSSES, WRAPPERS, ["bfloat16", "float16"])
-)
+@pytest.mark.parametrize(("name", "mode", "dtype"), pairs(LOSSES, MODES, ["bfloat16", "float16"]))
 def test_a_loss_is_computed_in_float32_from_16_bit_activations(name, mode, dtype):
     results = []
     for is_wide in (False, True):
@@ -109,7 +100,7 @@ def test_a_loss_is_computed_in_float32_from_16_bit_activations(name, mode, dtype
             layer = AddsLosses(LOSSES[name], is_wide)
         layer(X)
 
-        @WRAPPERS[mode]
+        @MODES[mode]
         def run(x):
             with tf.GradientTape() as tape:
                 layer(x)
@@ -127,7 +118,7 @@ def test_a_loss_is_computed_in_float32_from_16_bit_activations(name, mode, dtype
             np.testing.assert_allclose(gradient, right, rtol=0.02, atol=1e-3)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["eager", "graph", "jit"])
+@pytest.mark.parametrize("mode", HOW, ids=["eager", "graph", "jit"])
 def test_fit_and_evaluate_return_a_float32_loss_of_a_model_that_adds_it(mode):
     class Adds(tf.keras.Model):
         def __init__(self):

@@ -5,7 +5,18 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, sgd, value
+from tests.common import (
+    FAMILIES,
+    IS_KERAS_3,
+    MODES,
+    assert_all_equal,
+    digits,
+    make_optimizer,
+    mirrored,
+    placed,
+    sgd,
+    value,
+)
 from tests.replicas.test_distribution import assert_same_everywhere, collective_dtypes, replica_id
 
 # Neither term has 8 bits only, nor has their sum.
@@ -85,7 +96,7 @@ def test_what_the_user_has_summed_is_not_summed(name, how):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("mode", ["eager", "tf.function", "jit_compile"])
+@pytest.mark.parametrize("mode", MODES)
 def test_one_replica_needs_no_sum(name, mode):
     optimizer, v, w = keras_mp.AllReduceOptimizer(sgd(name)), tf.Variable(0.0), tf.Variable(1.0)
 
@@ -94,9 +105,7 @@ def test_one_replica_needs_no_sum(name, mode):
         optimizer.apply_gradients([(tf.constant(1.0), v), (None, w)])
 
     optimizer.build([v, w])
-    if mode != "eager":
-        step = tf.function(step, jit_compile=mode == "jit_compile")
-    step()
+    placed(mode, step)()
     assert (float(v), float(w)) == (-1 - TERMS[0], 1)
     assert int(value(optimizer.iterations)) == 2
     # A bad gradient is applied: nothing is skipped.
@@ -176,8 +185,7 @@ def test_fit_and_save(name, tmp_path):
         assert isinstance(optimizer, keras_mp.AllReduceOptimizer)
         assert optimizer.reduce_dtype == "bfloat16"
         assert int(value(optimizer.iterations)) == 4
-        for a, b in zip(optimizer.variables, model.optimizer.variables, strict=True):
-            np.testing.assert_array_equal(value(a), value(b))
+        assert_all_equal(optimizer.variables, model.optimizer.variables)
         # The model itself follows the policy that is in force, and its layers do not.
         with keras_mp.policy_scope("mixed_float16"):
             loaded = tf.keras.models.load_model(path)

@@ -6,7 +6,16 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, ours, unscaled, value
+from tests.common import (
+    FAMILIES,
+    IS_KERAS_3,
+    assert_all_equal,
+    make_optimizer,
+    mirrored,
+    ours,
+    unscaled,
+    value,
+)
 
 Stock = tf.keras.mixed_precision.LossScaleOptimizer
 
@@ -391,8 +400,7 @@ def test_models_without_our_policy_train_exactly_as_before():
         assert "Adam" in type(model.optimizer).__name__
         model.fit(X, Y, epochs=2, verbose=0)
         weights.append(model.get_weights())
-    for a, b in zip(*weights):
-        np.testing.assert_array_equal(a, b)
+    assert_all_equal(*weights)
 
 
 def test_a_float32_model_of_stock_is_left_alone_whatever_it_is_compiled_with():

@@ -9,7 +9,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import keras_api
 from keras_mp.models.layer_paths import layers_by_path
-from tests.common import IS_KERAS_3, digits
+from tests.common import IS_KERAS_3, assert_all_equal, digits
 
 K = tf.keras
 BOUNDS = {"float64": 1e-6, "float32": 1e-6, "float16": 2e-2, "bfloat16": 2e-1}
@@ -112,8 +112,7 @@ def test_same_weights_and_nearly_the_same_outputs(model, before, after):
         assert converted.name == original.name
     assert converted.dtype_policy == keras_mp.Policy(after)
     assert keras_mp.global_policy().name == "float32"
-    for old, new in zip(original.get_weights(), converted.get_weights(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    assert_all_equal(original.get_weights(), converted.get_weights())
     coarsest = max(BOUNDS[name.removeprefix("mixed_")] for name in (before, after))
     np.testing.assert_allclose(tf.cast(converted(X), "float32"), outputs, atol=coarsest)
     kept = {layer.name for layer in original.layers if layer.compute_dtype == "float32"}
@@ -330,8 +329,7 @@ def test_a_policy_for_each_path():
     both = keras_mp.convert(model, {"inner": "mixed_float16", "inner/b": "float32"})
     kept = policies_by_layer(both)
     assert (kept["first"], kept["inner/a"], kept["inner/b"]) == ("float32", "float16", "float32")
-    for was, weight in zip(model.get_weights(), both.get_weights(), strict=True):
-        np.testing.assert_array_equal(was, weight)
+    assert_all_equal(model.get_weights(), both.get_weights())
     wrapped = K.Sequential([K.Input([2, 3]), K.layers.TimeDistributed(inner.layers[-1], name="t")])
     path = next(path for path in layers_by_path(wrapped) if path.startswith("t/"))
     assert policies_by_layer(keras_mp.convert(wrapped, {path: "mixed_float16"}))[path] == "float16"

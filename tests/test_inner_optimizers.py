@@ -12,6 +12,7 @@ from tests.common import (
     FAMILIES,
     IS_KERAS_3,
     MODES,
+    assert_all_equal,
     digits,
     make_optimizer,
     mirrored,
@@ -69,8 +70,7 @@ def test_accumulated_gradients_are_one_step_with_one_verdict(mode, calls):
         else:
             expected_scale, good, skipped = expected_scale / 2, 0, skipped + 1
         np.testing.assert_array_equal(v.numpy(), control_v.numpy())
-        for our, other in zip(state(optimizer), state(control), strict=True):
-            np.testing.assert_array_equal(our, other)
+        assert_all_equal(state(optimizer), state(control))
         assert int(optimizer.steps_skipped) == skipped
         assert bool(optimizer.last_step_skipped) == (not np.isfinite(sum(window)))
         assert int(value(optimizer.iterations)) == int(value(control.iterations))
@@ -102,8 +102,7 @@ def test_accumulation_in_fit():
         model.fit(images[:256], targets, batch_size=32, epochs=2, shuffle=False, verbose=0)
         assert int(value(model.optimizer.iterations)) == 4
         weights.append(model.get_weights())
-    for control, ours in zip(*weights):
-        np.testing.assert_array_equal(control, ours)
+    assert_all_equal(*weights)
 
 
 @keras_3_only
@@ -206,16 +205,14 @@ def test_callbacks_that_set_the_learning_rate(name, callback):
     rate = float(value(ours.optimizer.learning_rate))
     assert rate == float(value(control.optimizer.learning_rate)) < 0.1
     assert float(value(ours.optimizer.inner_optimizer.learning_rate)) == rate
-    for a, b in zip(control.get_weights(), ours.get_weights()):
-        np.testing.assert_array_equal(a, b)
+    assert_all_equal(control.get_weights(), ours.get_weights())
 
 
 def test_averages_in_fit():
     control, ours = fit_with_and_without_us(
         lambda: tf.keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9), lambda: []
     )
-    for a, b in zip(control.get_weights(), ours.get_weights()):
-        np.testing.assert_array_equal(a, b)
+    assert_all_equal(control.get_weights(), ours.get_weights())
     # Averages were put into the weights at the end.
     plain, _ = fit_with_and_without_us(lambda: tf.keras.optimizers.Adam(0.01), lambda: [])
     assert np.abs(plain.get_weights()[0] - ours.get_weights()[0]).max() > 1e-3
@@ -270,8 +267,7 @@ def test_swapping_averages_for_the_evaluation():
         results.append((history.history["val_loss"], model.get_weights()))
     control, ours = results
     assert control[0] == ours[0]
-    for a, b in zip(control[1], ours[1]):
-        np.testing.assert_array_equal(a, b)
+    assert_all_equal(control[1], ours[1])
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
@@ -283,8 +279,7 @@ def test_a_skipped_step_leaves_averages_and_schedules_alone(bad):
     step([1.0])
     before, rate = state(optimizer), float(value(optimizer.learning_rate))
     step([bad])
-    for a, b in zip(before, state(optimizer), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_all_equal(before, state(optimizer))
     assert float(value(optimizer.learning_rate)) == rate
 
 
@@ -304,8 +299,7 @@ def test_weight_decay_and_what_is_excluded_from_it():
                 optimizer.apply_gradients(zip(gradients, variables))
         results.append([v.numpy() for v in variables])
     control, ours = results
-    for a, b in zip(control, ours):
-        np.testing.assert_array_equal(a, b)
+    assert_all_equal(control, ours)
     assert ours[0][0] < 1
     assert ours[1][0] == 1
 

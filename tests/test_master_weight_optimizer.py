@@ -14,10 +14,12 @@ from tests.common import (
     IS_KERAS_3,
     NAMESPACES,
     OPTIMIZERS,
+    assert_all_equal,
     digits,
     make_optimizer,
     mirrored,
     once,
+    placed,
     value,
 )
 
@@ -50,12 +52,6 @@ ALL = [
     if hasattr(namespace(family), name)
 ]
 ADAMS = [name.replace("SGD", "Adam") for name in FAMILIES]
-
-
-def placed(mode, function):
-    if mode == "eager":
-        return function
-    return tf.function(function, jit_compile=mode == "xla")
 
 
 def build(optimizer, variables):
@@ -153,8 +149,7 @@ def assert_trains_as_in_float32(steps=12, **how):
     np.testing.assert_array_equal(ours.float32_weights()[0], expected)
     np.testing.assert_array_equal(value(ours.kernel), tf.cast(expected, tf.bfloat16).numpy())
     np.testing.assert_array_equal(value(ours.bias), value(theirs.bias))
-    for our, their in zip(ours.state(), theirs.state(), strict=True):
-        np.testing.assert_array_equal(our, their)
+    assert_all_equal(ours.state(), theirs.state())
     assert np.abs(expected - theirs.begin).max() > 0
     return ours
 
@@ -192,15 +187,15 @@ def needs_casts_in_xla():
 @pytest.mark.parametrize("name", [name for name in ALL if name not in CONTRACTED][::2])
 def test_it_trains_as_with_float32_variables_where_xla_compiles(name):
     needs_casts_in_xla()
-    assert_trains_as_in_float32(6, name=name, mode="xla")
+    assert_trains_as_in_float32(6, name=name, mode="jit")
 
 
 @once
 @pytest.mark.parametrize("name", CONTRACTED[::2])
 def test_where_xla_contracts_products_and_sums_otherwise_the_last_bit_may_differ(name):
     needs_casts_in_xla()
-    ours = Run(name, tf.bfloat16, "xla").train(6)
-    theirs = Run(name, None, "xla").train(6)
+    ours = Run(name, tf.bfloat16, "jit").train(6)
+    theirs = Run(name, None, "jit").train(6)
     [weight, _] = ours.float32_weights()
     np.testing.assert_allclose(weight, value(theirs.kernel), rtol=0, atol=6 * 2.0**-25)
     # The parts fit together all the same.
@@ -350,10 +345,8 @@ def test_a_skipped_step_leaves_remainders_and_slots_alone(name, mode):
     weights = run.float32_weights()
     run.make_step(tf.constant(float("inf")))
     assert bool(run.optimizer.last_step_skipped)
-    for old, new in zip(before, run.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(old, value(new))
-    for old, new in zip(weights, run.float32_weights(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    assert_all_equal(before, run.optimizer.variables)
+    assert_all_equal(weights, run.float32_weights())
 
 
 @pytest.mark.parametrize("calls", ["minimize", "keras_3", "rfc"])
@@ -460,10 +453,10 @@ def test_without_a_seed_set_random_seed_decides():
 
 
 @once
-@pytest.mark.parametrize("mode", ["eager", "function", "xla"])
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
 @pytest.mark.parametrize("name", ADAMS)
 def test_slots_in_bfloat16(name, mode):
-    if mode == "xla":
+    if mode == "jit":
         needs_casts_in_xla()
     ours = Run(name, tf.bfloat16, mode, slots="bfloat16").train(3)
     theirs = Run(name, None, mode).train(3)
@@ -628,8 +621,7 @@ def test_fit_trains_a_bfloat16_model_as_a_mixed_one(name, wrap):
     ]
     assert losses[0] == losses[1]
     ours, theirs = models
-    for our, their in zip(float32_weights(ours), theirs.trainable_variables, strict=True):
-        np.testing.assert_array_equal(our, value(their))
+    assert_all_equal(float32_weights(ours), theirs.trainable_variables)
     for our, their in zip(ours.trainable_variables, theirs.trainable_variables, strict=True):
         assert tf.as_dtype(our.dtype) == tf.bfloat16
         np.testing.assert_array_equal(value(our), tf.cast(value(their), tf.bfloat16).numpy())
@@ -657,8 +649,7 @@ def test_lora_trains_its_own_weights_and_a_bias_only(method, slots):
         before = [value(v) for v in model.non_trainable_variables]
         model.compile(model.optimizer, model.loss)
         model.fit(x[:320], y[:320], batch_size=32, shuffle=False, verbose=0)
-        for old, variable in zip(before, model.non_trainable_variables, strict=True):
-            np.testing.assert_array_equal(old, value(variable))
+        assert_all_equal(before, model.non_trainable_variables)
         assert len(model.trainable_variables) == 3
     ours, theirs = models
     built = master_weights_in(ours.optimizer).as_float32(ours.trainable_variables)
@@ -711,8 +702,7 @@ def test_training_goes_on_from_a_file(name, kind, form, tmp_path):
             parts(loaded).restore(saved).expect_partial()
     for i in range(3, 6):
         assert step(model, i) == step(loaded, i)
-    for our, their in zip(float32_weights(loaded), float32_weights(model), strict=True):
-        np.testing.assert_array_equal(our, their)
+    assert_all_equal(float32_weights(loaded), float32_weights(model))
     assert int(value(loaded.optimizer.iterations)) == 6
 
 
@@ -733,8 +723,7 @@ def test_a_file_of_another_method_is_refused(name, form, tmp_path):
         load(path)
     step(other, 0)
     other.optimizer.assign_float32_weights(model.optimizer.float32_weights())
-    for our, their in zip(float32_weights(other), float32_weights(model), strict=True):
-        np.testing.assert_array_equal(our, their)
+    assert_all_equal(float32_weights(other), float32_weights(model))
 
 
 @pytest.mark.parametrize("method", ["split"] if IS_KERAS_3 else ["split", "stochastic_rounding"])
@@ -784,8 +773,7 @@ def test_a_saved_model_with_a_legacy_optimizer_is_refused(tmp_path):
         model.save(tmp_path / "model", save_format="tf")
     model.save(tmp_path / "model", save_format="tf", include_optimizer=False)
     served = tf.keras.models.load_model(tmp_path / "model")
-    for ours, theirs in zip(served.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_all_equal(served.get_weights(), model.get_weights())
 
 
 @pytest.mark.parametrize("name", ADAMS)
@@ -795,8 +783,7 @@ def test_set_weights_takes_what_get_weights_gives(name):
     models[1].set_weights(models[0].get_weights())
     weights = [value(v) for v in models[0].optimizer.variables]
     models[1].optimizer.set_weights(weights)
-    for our, their in zip(float32_weights(models[1]), float32_weights(models[0]), strict=True):
-        np.testing.assert_array_equal(our, their)
+    assert_all_equal(float32_weights(models[1]), float32_weights(models[0]))
     with pytest.raises(ValueError, match="for another model"):
         models[1].optimizer.set_weights(weights[:-1])
 
@@ -860,15 +847,13 @@ def test_convert_takes_all_digits_with_it(name, method):
     expected = float32_weights(model)
     for policy in ("float32", "mixed_bfloat16"):
         converted = keras_mp.convert(model, policy)
-        for ours, theirs in zip(converted.get_weights(), expected, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+        assert_all_equal(converted.get_weights(), expected)
     # And back.
     back = keras_mp.convert(mixed, "bfloat16")
     back.compile(keras_mp.MasterWeightOptimizer(make_optimizer(name), method), "mse")
     back.optimizer.build(back.trainable_variables)
     back.optimizer.assign_float32_weights(mixed.trainable_variables)
-    for ours, theirs in zip(float32_weights(back), mixed.trainable_variables, strict=True):
-        np.testing.assert_array_equal(ours, value(theirs))
+    assert_all_equal(float32_weights(back), mixed.trainable_variables)
 
 
 def test_the_summary_says_how_digits_are_kept():

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, sgd, value
+from tests.common import FAMILIES, IS_KERAS_3, assert_all_equal, make_optimizer, sgd, value
 
 pytestmark = pytest.mark.parametrize("name", FAMILIES)
 
@@ -197,8 +197,7 @@ def test_weights_load_into_an_optimizer_that_is_not_built(name, tmp_path):
     loaded = model(keras_mp.LossScaleOptimizer(sgd(name)))
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="saved without loss scaling"):
         loaded.load_weights(tmp_path / "a.weights.h5")
-    for a, b in zip(saved.get_weights(), loaded.get_weights()):
-        np.testing.assert_array_equal(a, b)
+    assert_all_equal(saved.get_weights(), loaded.get_weights())
 
 
 def test_gradients_may_be_arrays(name):

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_mp.support import cpu
-from tests.common import needs_bfloat16_rewrite, once
+from tests.common import TAKES_BFLOAT16_REWRITE, needs_bfloat16_rewrite, once
 
 pytestmark = once
 
 KINDS = ["float32", "contrib"]
-if cpu.takes_rewrite("bfloat16"):
+if TAKES_BFLOAT16_REWRITE:
     KINDS.append("rewrite")
 
 

@@ -10,7 +10,7 @@ import keras_mp
 from keras_mp import hooks
 from keras_mp.hooks import reach
 from keras_mp.kernels import sums, trials
-from tests.common import once
+from tests.common import once, placed
 
 K = tf.keras
 ROWS = 10_000
@@ -36,12 +36,6 @@ def installed():
     keras_mp.enable_float32_sums()
 
 
-def in_mode(function, mode):
-    if mode == "eager":
-        return function
-    return tf.function(function, jit_compile=mode == "compiled")
-
-
 def gradients(layer, *inputs, mode="eager"):
     def step(*inputs):
         with tf.GradientTape() as tape:
@@ -49,7 +43,7 @@ def gradients(layer, *inputs, mode="eager"):
         found = tape.gradient(y, layer.trainable_variables, tf.ones_like(y))
         return [tf.convert_to_tensor(g) for g in found]
 
-    return [g.numpy() for g in in_mode(step, mode)(*inputs)]
+    return [g.numpy() for g in placed(mode, step)(*inputs)]
 
 
 def bias_gradient(dtype, x=None):
@@ -88,9 +82,9 @@ def test_gradients_of_stock_layers(name):
     exact = make(dtype="float32")
     exact(*inputs)
     exact.set_weights([np.full(w.shape, 0.5) for w in exact.get_weights()])
-    expected = gradients(exact, *inputs, mode="graph")
+    expected = gradients(exact, *inputs, mode="function")
     largest = max(abs(g).max() for g in expected)
-    modes = ("eager", "graph", "compiled") if name == "Dense" else ("graph",)
+    modes = ("eager", "function", "jit") if name == "Dense" else ("function",)
     # float16 stops where something is broadcast; the LSTM's bias is added by `BiasAdd`.
     for dtype in DTYPES if name != "LSTM" else ["bfloat16"]:
         layer = make(dtype=keras_mp.Policy(f"mixed_{dtype}"))
@@ -105,13 +99,13 @@ def test_gradients_of_stock_layers(name):
 
 
 @once
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("mode", ["eager", "function"])
 def test_the_switch(mode):
     keras_mp.enable_float32_sums(False)
     own = float(tf.raw_ops.BiasAddGrad(out_backprop=tf.ones([ROWS, 4], "bfloat16"))[0])
-    assert in_mode(lambda: bias_gradient("bfloat16"), mode)()[0] == own
+    assert placed(mode, lambda: bias_gradient("bfloat16"))()[0] == own
     keras_mp.enable_float32_sums()
-    assert in_mode(lambda: bias_gradient("bfloat16"), mode)()[0] == 9984
+    assert placed(mode, lambda: bias_gradient("bfloat16"))()[0] == 9984
 
 
 def last_value(op, dtype, case, mode, raw=False):
@@ -125,7 +119,7 @@ def last_value(op, dtype, case, mode, raw=False):
         return trials.last_value(compute(**{**arguments, **tensors}))
 
     with reach.entered(None if raw else reach.current()):
-        return float(in_mode(run, mode)(tensors)), kernel.expected
+        return float(placed(mode, run)(tensors)), kernel.expected
 
 
 def is_right(found, expected):
@@ -133,10 +127,10 @@ def is_right(found, expected):
 
 
 @once
-@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
 @pytest.mark.parametrize(("op", "dtype", "case"), KERNELS)
 def test_results_are_right_on_this_machine(op, dtype, case, mode):
-    if mode == "compiled" and op in NOT_IN_XLA:
+    if mode == "jit" and op in NOT_IN_XLA:
         pytest.skip("XLA does not compile it.")
     assert is_right(*last_value(op, dtype, case, mode))
 
@@ -147,10 +141,10 @@ def test_results_are_right_where_the_kernel_answers_otherwise(op, dtype, case, m
     if tf.as_dtype(dtype) in sums.KERNELS[op].wrong_in_xla:
         pytest.skip("It is not asked.")
     answer = not sums.TABLE.is_wrong(op, dtype, case)
-    modes = [] if op in NOT_IN_XLA else ["compiled"]
+    modes = [] if op in NOT_IN_XLA else ["jit"]
     # A machine whose kernel is right can only be imitated with a kernel that is.
     if answer or is_right(*last_value(op, dtype, case, "eager", raw=True)):
-        modes += ["eager", "graph"]
+        modes += ["eager", "function"]
     if not modes:
         pytest.skip("TensorFlow's kernel is wrong on this machine.")
     monkeypatch.setattr(sums.TABLE, "_asks", lambda *_: answer)
@@ -163,10 +157,10 @@ def test_results_are_right_where_the_kernel_answers_otherwise(op, dtype, case, m
 def test_what_is_known_of_xla(op, dtype, case):
     if op in NOT_IN_XLA:
         with pytest.raises(tf.errors.InvalidArgumentError):
-            last_value(op, dtype, case, "compiled", raw=True)
+            last_value(op, dtype, case, "jit", raw=True)
         return
     known = tf.as_dtype(dtype) not in sums.KERNELS[op].wrong_in_xla
-    assert is_right(*last_value(op, dtype, case, "compiled", raw=True)) == known
+    assert is_right(*last_value(op, dtype, case, "jit", raw=True)) == known
 
 
 @once
@@ -197,7 +191,7 @@ def test_asking_takes_no_more_memory_for_many_axes(monkeypatch):
 
 
 @once
-@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
 def test_softmax_over_more_classes_than_float16_counts(mode):
     def function(logits):
         with tf.GradientTape() as tape:
@@ -206,7 +200,7 @@ def test_softmax_over_more_classes_than_float16_counts(mode):
         return tf.nn.softmax(logits)[0, 0], log, tape.gradient(log, logits)[0, 0]
 
     logits = tf.zeros([1, 70_000], tf.float16)
-    run = in_mode(function, mode)
+    run = placed(mode, function)
     for found, expected in zip(run(logits), (1 / 70_000, -np.log(70_000), 1 - 1 / 70_000)):
         assert float(found) == pytest.approx(expected, rel=0.01)
     # Not counted where it cannot happen.
@@ -218,17 +212,17 @@ def test_softmax_over_more_classes_than_float16_counts(mode):
 @pytest.mark.parametrize("size", [8, 16, 64])
 def test_average_pooling_over_large_windows(size):
     x = tf.fill([1, size, size, 1], tf.constant(30.0, tf.float16))
-    for mode in ("eager", "graph"):
-        pooled = in_mode(lambda x: tf.nn.avg_pool2d(x, size, size, "VALID"), mode)(x)
+    for mode in ("eager", "function"):
+        pooled = placed(mode, lambda x: tf.nn.avg_pool2d(x, size, size, "VALID"))(x)
         assert float(pooled[0, 0, 0, 0]) == 30
 
 
 @once
-@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
 def test_average_pooling_of_large_numbers(mode):
     x = tf.fill([1, 6, 6, 1], tf.constant(60000.0, tf.float16))
     for padding in ("VALID", "SAME"):
-        pooled = in_mode(lambda x: tf.nn.avg_pool2d(x, 3, 2, padding), mode)(x)
+        pooled = placed(mode, lambda x: tf.nn.avg_pool2d(x, 3, 2, padding))(x)
         np.testing.assert_array_equal(pooled, tf.fill(pooled.shape, 60000.0))
 
 
@@ -296,8 +290,8 @@ def test_sums_of_random_numbers(name, dtype):
     right = {"mean": 64 * exact.mean(), "segment_mean": 64 * exact.mean()}.get(name, exact.sum())
     if name == "euclidean norm":
         right = 32 * np.sqrt((exact**2).sum())
-    for mode in ("eager", "graph"):
-        found = float(in_mode(FUNCTIONS[name], mode)(x))
+    for mode in ("eager", "function"):
+        found = float(placed(mode, FUNCTIONS[name])(x))
         assert found == pytest.approx(right, rel=ROUNDING[dtype])
 
 

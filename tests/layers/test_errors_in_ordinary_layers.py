@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, MODES, Mixes, pairs, unscaled
+from tests.common import IS_KERAS_3, MODES, Mixes, pairs, placed, unscaled
 
 L = tf.keras.layers
 WIDE = tf.constant([[1.5, 2.5]])
@@ -37,10 +37,6 @@ class Outer(L.Layer):
         return self.inner(x) + x
 
 
-def traced(function, mode):
-    return function if mode == "eager" else tf.function(function, jit_compile=mode == "jit")
-
-
 def line_of(function):
     return rf"in line {function.__code__.co_firstlineno + 1} of {re.escape(__file__)}"
 
@@ -63,7 +59,7 @@ def test_a_layer_is_named_with_line_dtypes_and_cures(name, mode, dtype, is_neste
     if is_nested:
         layer = tf.keras.Sequential([Outer(layer, dtype=policy)])
     # AutoGraph raises an error of its own for that of a function that it has converted.
-    call = traced(lambda x: layer(x), mode)
+    call = placed(mode, lambda x: layer(x))
     with pytest.raises((TypeError, ValueError, tf.errors.InvalidArgumentError)) as caught:
         call(tf.cast(X, dtype))
     message = str(caught.value)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.common import once
+from tests.common import assert_all_equal, once
 from tests.op_autocast.common import ROUNDING, casts, error, operations, region
 from tests.op_autocast.programs import Programs
 
@@ -106,8 +106,7 @@ def test_bitwise_as_cast_by_hand(programs, wrap):
                 y = function(p.x)
             loss = tf.reduce_sum(y)
         results.append([y, *tape.gradient(loss, variables)])
-    for found, expected in zip(*results):
-        np.testing.assert_array_equal(found, expected)
+    assert_all_equal(*results)
 
 
 def test_what_comes_from_outside_of_a_loop_is_cast_once():

@@ -9,7 +9,7 @@ from keras_mp import hooks, kernels
 from keras_mp.kernels import backward
 from keras_mp.op_autocast import region_check
 from keras_mp.tensorflow_api import gradients
-from tests.common import once
+from tests.common import assert_all_equal, once
 from tests.op_autocast.common import normal
 
 pytestmark = once
@@ -67,8 +67,7 @@ def test_bitwise_as_without_keras_mp_outside():
     with keras_mp.autocast("bfloat16"):
         step()
     after = step() + tf.function(step)()
-    for found, expected in zip(after, before):
-        np.testing.assert_array_equal(found, expected)
+    assert_all_equal(after, before)
 
 
 BREAKAGES = [

@@ -3,7 +3,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, make_optimizer, value
+from tests.common import FAMILIES, assert_all_equal, make_optimizer, value
 from tests.replicas import workers
 
 
@@ -49,8 +49,7 @@ def test_all_workers_have_the_same_weights(method, results):
     first, second = results[method]
     np.testing.assert_array_equal(first[0], second[0])
     np.testing.assert_array_equal(first[1], second[1])
-    for ours, theirs in zip(first[2], second[2], strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_all_equal(first[2], second[2])
     assert (first[1] != 1).any()
 
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.numerics.counting import ExponentHistograms
 from keras_mp.step import workers as workers_module
-from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, once, value
+from tests.common import FAMILIES, IS_KERAS_3, assert_all_equal, digits, make_optimizer, once, value
 from tests.replicas import workers
 from tests.step.test_overflows import Program, expected_of, said, spoil
 
@@ -119,8 +119,7 @@ def check_own_loop(results, name, count, in_float16):
         assert [s["skipped"] for s in seen] == [0, 1, 2, 2, 2, 3]
         assert [s["last"] for s in seen] == [False, True, True, False, False, True]
         for ours, expected in zip(seen, control, strict=True):
-            for a, b in zip(ours["variables"], expected, strict=True):
-                np.testing.assert_array_equal(a, b)
+            assert_all_equal(ours["variables"], expected)
 
 
 def bfloat16_loop(strategy, index):
@@ -326,8 +325,7 @@ def test_a_killed_worker_resumes_with_the_loss_scale_it_had(name, together, resu
         assert found[0] == 5
         assert found[1][1] == saved[1]
         assert end[1] == final[1] == [64, 2, 1, False]
-        for a, b in zip([*found[1][0], *end[0]], [*saved[0], *final[0]], strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_all_equal([*found[1][0], *end[0]], [*saved[0], *final[0]])
 
 
 class Left(Exception):
@@ -385,8 +383,7 @@ def test_fit_and_backup_and_restore(name, together, resumed):
     for again, before in zip(resumed[f"fit, {name}"], whole, strict=True):
         assert again[0] == before[0][2:]
         assert again[2:4] == before[2:4]
-        for a, b in zip(again[1], before[1], strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_all_equal(again[1], before[1])
 
 
 def fit_without_us(strategy, index):

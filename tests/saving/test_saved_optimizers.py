@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, value
+from tests.common import IS_KERAS_3, assert_all_equal, value
 
 
 class Adam(tf.keras.optimizers.SGD):
@@ -51,8 +51,7 @@ def assert_trains_on(again, model):
     for one in (again, model):
         step(one)
     states = [[*one.get_weights(), *map(value, one.optimizer.variables)] for one in (again, model)]
-    for ours, reference in zip(*states, strict=True):
-        np.testing.assert_array_equal(ours, reference)
+    assert_all_equal(*states)
 
 
 @classes
@@ -114,6 +113,5 @@ def test_a_copy_of_a_wrapper_has_the_state_of_its_optimizer():
         model.set_weights(weights)
         optimizer.apply_gradients(gradients, scaled=True)
         results.append([*model.get_weights(), *map(value, optimizer.variables)])
-    for ours, reference in zip(*results, strict=True):
-        np.testing.assert_array_equal(ours, reference)
+    assert_all_equal(*results)
     assert int(value(copied.iterations)) == 3

@@ -11,6 +11,7 @@ import keras_mp
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,
+    assert_all_equal,
     make_optimizer,
     mirrored,
     once,
@@ -126,11 +127,9 @@ def test_checkpoints_restore_at_once_what_was_made_before(family, before, after,
     again = make_model(make_optimizer(family))
     step(again)
     tf.train.Checkpoint(model=again, optimizer=again.optimizer).restore(path).expect_partial()
-    for ours, reference in zip(slots(again), slots(model), strict=True):
-        np.testing.assert_array_equal(ours, reference)
+    assert_all_equal(slots(again), slots(model))
     assert int(value(again.optimizer.iterations)) == 5
-    for ours, reference in zip(again.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(ours, reference)
+    assert_all_equal(again.get_weights(), model.get_weights())
     if before == after == "mixed_float16":
         assert float(again.optimizer.loss_scale()) == float(model.optimizer.loss_scale())
         assert int(again.optimizer.loss_scale.num_good_steps) == 1
@@ -148,8 +147,7 @@ def test_checkpoints_move_into_a_strategy_and_out_of_it(is_saved_mirrored, tmp_p
     model.fit(X, Y, batch_size=32, shuffle=False, verbose=0)
     path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(str(tmp_path / "c"))
     tf.train.Checkpoint(model=again, optimizer=again.optimizer).restore(path).assert_consumed()
-    for ours, reference in zip(training_state(again), training_state(model), strict=True):
-        np.testing.assert_array_equal(ours, reference)
+    assert_all_equal(training_state(again), training_state(model))
     again.fit(X, Y, batch_size=32, shuffle=False, verbose=0)
     assert int(value(again.optimizer.iterations)) == 6
 
@@ -199,8 +197,7 @@ def test_checkpoints_move_to_and_from_the_stock_optimizer(is_saved_by_us, steps,
     assert int(value(loaded.iterations)) == 7
     inner = [optimizer.inner_optimizer.variables for optimizer in (loaded, saved)]
     inner = [v() if callable(v) else v for v in inner]
-    for ours, reference in zip(*inner, strict=True):
-        np.testing.assert_array_equal(value(ours), value(reference))
+    assert_all_equal(*inner)
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="That of Keras 2 has our layout.")
@@ -211,8 +208,7 @@ def test_a_checkpoint_of_the_stock_optimizer_says_how_to_read_it(tmp_path):
     before = [value(v) for v in optimizer.variables]
     with pytest.raises(ValueError, match="keras_layout()"):
         tf.train.Checkpoint(optimizer=optimizer).restore(path)
-    for ours, reference in zip(optimizer.variables, before, strict=True):
-        np.testing.assert_array_equal(value(ours), reference)
+    assert_all_equal(optimizer.variables, before)
     assert float(optimizer.loss_scale()) == 64
 
 
@@ -224,8 +220,7 @@ def test_copies_of_a_compiled_model_train_on(is_pickled):
     again = pickle.loads(pickle.dumps(model)) if is_pickled else copy.deepcopy(model)
     for one in (model, again):
         step(one)
-    for ours, reference in zip(training_state(again), training_state(model), strict=True):
-        np.testing.assert_array_equal(ours, reference)
+    assert_all_equal(training_state(again), training_state(model))
 
 
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
@@ -259,8 +254,7 @@ def test_weights_of_a_float32_model_load_into_a_mixed_one(tmp_path):
     ours = [w for w in caught if w.category is keras_mp.MixedPrecisionWarning]
     assert len(ours) == 1
     assert "The file holds no" in str(ours[0].message)
-    for a, b in zip(again.get_weights(), model.get_weights()):
-        np.testing.assert_array_equal(a, b)
+    assert_all_equal(again.get_weights(), model.get_weights())
     assert int(value(again.optimizer.iterations)) == int(value(model.optimizer.iterations)) > 0
     assert float(again.optimizer.loss_scale) == 2**15
     again.fit(X, Y, verbose=0)
@@ -289,8 +283,7 @@ def test_weights_of_another_optimizer_are_refused(tmp_path):
     for weights in (before[:-1], [*before[:-1], np.zeros([7])]):
         with pytest.raises(ValueError, match="another kind of optimizer, or for another model"):
             model.optimizer.set_weights(weights)
-    for ours, reference in zip(model.optimizer.variables, before, strict=True):
-        np.testing.assert_array_equal(value(ours), reference)
+    assert_all_equal(model.optimizer.variables, before)
     model.optimizer.set_weights([weight + 1 for weight in before])
     for ours, reference in zip(model.optimizer.variables, before, strict=True):
         np.testing.assert_array_equal(value(ours), (reference + 1).astype(reference.dtype))
@@ -306,8 +299,7 @@ def test_any_wrapper_saves_what_keras_saves_of_no_legacy_optimizer(tmp_path):
     again = keras_mp.OptimizerWrapper(tf.keras.optimizers.legacy.Adam())
     again.build(model.trainable_variables)
     again.load_own_variables(store)
-    for ours, reference in zip(again.variables, model.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(value(ours), value(reference))
+    assert_all_equal(again.variables, model.optimizer.variables)
 
 
 @tf.keras.utils.register_keras_serializable(package="tests")
@@ -365,7 +357,5 @@ def test_a_wrapper_among_wrappers_is_saved(family, is_outside, suffix, tmp_path)
     for one in (model, again):
         step(one)
     assert int(value(again.optimizer.iterations)) == int(value(model.optimizer.iterations)) > 0
-    for ours, reference in zip(slots(again), slots(model), strict=True):
-        np.testing.assert_array_equal(ours, reference)
-    for ours, reference in zip(again.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(ours, reference)
+    assert_all_equal(slots(again), slots(model))
+    assert_all_equal(again.get_weights(), model.get_weights())

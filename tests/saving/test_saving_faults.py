@@ -8,20 +8,14 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import once, training_state, value
+from tests.common import assert_all_equal, once, training_state, value
 from tests.saving import saving_in_a_loop
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-
-
-def assert_same(ours, reference):
-    for one, other in zip(ours, reference, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 @once
@@ -48,7 +42,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path):
     reference, _ = saving_in_a_loop.make()
     for _ in range(steps):
         saving_in_a_loop.step(reference)
-    assert_same(training_state(model), training_state(reference))
+    assert_all_equal(training_state(model), training_state(reference))
 
 
 @pytest.mark.parametrize("part", [".index", ".data-00000-of-00001"])
@@ -63,7 +57,7 @@ def test_a_file_that_is_cut_off_is_an_error_and_changes_nothing(part, tmp_path):
     before = training_state(again)
     with pytest.raises((tf.errors.OpError, ValueError, IndexError)):
         checkpoint.restore(path)
-    assert_same(training_state(again), before)
+    assert_all_equal(training_state(again), before)
 
 
 @pytest.mark.parametrize("suffix", [".keras", ".h5", ".weights.h5"])
@@ -78,7 +72,7 @@ def test_a_model_file_that_is_cut_off_is_an_error(suffix, tmp_path):
     load = model.load_weights if is_weights else tf.keras.models.load_model
     with pytest.raises((OSError, ValueError)):
         load(str(file))
-    assert_same(training_state(model), before)
+    assert_all_equal(training_state(model), before)
 
 
 def test_a_checkpoint_of_another_model_names_what_does_not_fit(tmp_path):

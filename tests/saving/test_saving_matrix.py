@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, digits, pairs, slots, value
+from tests.common import FAMILIES, IS_KERAS_3, assert_all_equal, digits, pairs, slots, value
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 OPTIMIZERS = [name.replace("SGD", "Adam") for name in FAMILIES]
@@ -92,8 +92,7 @@ def state(model):
 
 
 def assert_equal(model, reference):
-    for ours, theirs in zip(state(model), state(reference), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_all_equal(state(model), state(reference))
 
 
 def with_optimizers(forms, works):
@@ -149,10 +148,8 @@ def test_a_saved_model_goes_on_bitwise_whatever_the_policy_at_loading(
         if is_scaled[0] == is_scaled[1]:
             assert_equal(again, model)
         else:  # A float32 model that got a loss scale, in powers of two, from the global policy.
-            for ours, reference in zip(again.get_weights(), model.get_weights(), strict=True):
-                np.testing.assert_array_equal(ours, reference)
-            for ours, reference in zip(slots(again), slots(model), strict=True):
-                np.testing.assert_array_equal(ours, reference)
+            assert_all_equal(again.get_weights(), model.get_weights())
+            assert_all_equal(slots(again), slots(model))
 
 
 @pytest.mark.parametrize(
@@ -197,8 +194,7 @@ def test_a_saved_model_of_keras_2_keeps_its_weights_and_its_loss_scale(
     path = save(model, form, str(tmp_path / "model"))
     set_policy(after, 2.0**10)
     again = load(path, form, optimizer)
-    for ours, reference in zip(again.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(ours, reference)
+    assert_all_equal(again.get_weights(), model.get_weights())
     if before == "mixed_float16":
         assert float(again.optimizer.loss_scale()) == float(model.optimizer.loss_scale())
         assert int(again.optimizer.steps_skipped) == int(model.optimizer.steps_skipped) > 0

@@ -16,6 +16,7 @@ from tests import steps
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,
+    assert_all_equal,
     digits,
     make_optimizer,
     pairs,
@@ -69,8 +70,7 @@ def train_control(name, mode):
 def assert_equal(run, control):
     for ours, theirs in zip(run.variables, control.variables):
         np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
-    for ours, theirs in zip(state(run.optimizer), state(control.optimizer)):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_all_equal(state(run.optimizer), state(control.optimizer))
     assert len(state(run.optimizer)) == len(state(control.optimizer))
 
 
@@ -144,8 +144,7 @@ def test_fit(name, jit_compile):
     control, ours = models
     assert isinstance(ours.optimizer, keras_mp.LossScaleOptimizer)
     assert not isinstance(control.optimizer, keras_mp.LossScaleOptimizer)
-    for a, b in zip(control.get_weights(), ours.get_weights()):
-        np.testing.assert_array_equal(a, b)
+    assert_all_equal(control.get_weights(), ours.get_weights())
 
 
 def test_fit_then_own_loop_then_fit():
@@ -171,8 +170,7 @@ def test_fit_then_own_loop_then_fit():
         optimizer.apply_gradients(zip(gradients, variables))
         model.fit(images, labels, **fit)
         results.append(model.get_weights())
-    for control, ours in zip(*results):
-        np.testing.assert_array_equal(control, ours)
+    assert_all_equal(*results)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -13,7 +13,16 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import FAMILIES, make_optimizer, mirrored, once, pairs, value
+from tests.common import (
+    FAMILIES,
+    assert_all_equal,
+    make_optimizer,
+    mirrored,
+    once,
+    pairs,
+    placed,
+    value,
+)
 
 pytestmark = pytest.mark.parametrize("name", FAMILIES)
 
@@ -83,8 +92,7 @@ class Program:
         with pytest.raises(error):
             call(*args, **kwargs)
         self.faults.armed = False
-        for now, then in zip(self.state(), before, strict=True):
-            np.testing.assert_array_equal(now, then)
+        assert_all_equal(self.state(), before)
 
     def whole_step(self):
         """Shows that the next step is right, whatever came before."""
@@ -113,8 +121,7 @@ def test_gradients_are_applied_again(name, call, wrap, mode):
     def apply(gradients):
         program.apply(gradients, **({"scaled": True} if call == "by hand" else {}))
 
-    if mode != "eager":
-        apply = tf.function(apply, jit_compile=mode == "jit")
+    apply = placed(mode, apply)
     for _ in range(2):
         gradients = [tf.constant(0.5 * SCALE)] if call == "by hand" else program.compute(call)
         if call == "get_scaled_loss":
@@ -320,8 +327,7 @@ def test_other_wrappers(name, kind, mode):
     faults.armed = True
     with pytest.raises(RuntimeError, match=BROKEN):
         (step if mode == "eager" else tf.function(step))()
-    for now, then in zip((v, *optimizer.variables), before, strict=True):
-        np.testing.assert_array_equal(value(now), then)
+    assert_all_equal((v, *optimizer.variables), before)
     (step if mode == "eager" else tf.function(step))()
     assert float(v) == 0.75
 
@@ -363,8 +369,7 @@ def test_fit_in_eager(name):
     faults.armed = True
     with pytest.raises(RuntimeError, match=BROKEN):
         model.fit(x, y, batch_size=4, verbose=0)
-    for now, then in zip(state(), before, strict=True):
-        np.testing.assert_array_equal(now, then)
+    assert_all_equal(state(), before)
 
     class Breaks(tf.keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -372,8 +377,7 @@ def test_fit_in_eager(name):
 
     with pytest.raises(RuntimeError, match=BROKEN):
         model.fit(x, y, batch_size=4, verbose=0, callbacks=[Breaks()])
-    for now, then in zip(state(), before, strict=True):
-        np.testing.assert_array_equal(now, then)
+    assert_all_equal(state(), before)
     with warnings.catch_warnings():
         warnings.simplefilter("error", keras_mp.MixedPrecisionWarning)
         model.fit(x, y, batch_size=4, verbose=0)

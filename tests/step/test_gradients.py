@@ -3,7 +3,7 @@ import pytest
 import tensorflow as tf
 
 from keras_mp.step import finiteness, gradients
-from tests.common import once
+from tests.common import once, placed
 
 pytestmark = once
 
@@ -45,8 +45,7 @@ def test_all_finite_looks_at_sums(mode):
     def judge(*grads):
         return finiteness.all_finite(grads)
 
-    if mode != "eager":
-        judge = tf.function(judge, jit_compile=mode == "jit")
+    judge = placed(mode, judge)
     # More than float16 holds, as is each sum of two of them.
     assert bool(judge(tf.fill([1000], tf.constant(65504.0, tf.float16)), tf.ones([2])))
     # What cancels is not finite: neither in one gradient, nor in two.
@@ -66,8 +65,7 @@ def test_all_finite_finds_one_bad_value_among_many_gradients(dtype, mode):
     def judge(grads):
         return finiteness.all_finite(grads)
 
-    if mode != "eager":
-        judge = tf.function(judge, jit_compile=mode == "jit")
+    judge = placed(mode, judge)
     shapes = [[2], [2], [], [2], [100, 100], [100, 100], [3, 0], [2, 1], []]
     good = [tf.ones(shape, dtype) for shape in shapes]
     assert bool(judge(good))
@@ -164,8 +162,7 @@ def test_pack_joins_what_is_small_and_has_one_dtype(mode):
         assert doubled[2].dtype == tf.float16
         return doubled[0], doubled[2], doubled[3], doubled[4].values, doubled[5]
 
-    if mode != "eager":
-        double = tf.function(double, jit_compile=mode == "jit")
+    double = placed(mode, double)
     expected = [dense[0], half, dense[1], sparse.values, dense[2]]
     for result, gradient in zip(double(*dense), expected, strict=True):
         assert result.shape == gradient.shape

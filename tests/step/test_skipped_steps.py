@@ -11,12 +11,14 @@ import keras_mp
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,
+    assert_all_equal,
     batches,
     digits,
     make_optimizer,
     mirrored,
     once,
     ours,
+    placed,
     value,
 )
 
@@ -324,8 +326,7 @@ def test_a_batch_without_examples_is_skipped(name, run_eagerly):
     before, skipped = model.get_weights(), int(model.optimizer.steps_skipped)
     model.fit(batches((x[:0], y[:0])), verbose=0, shuffle=False)
     assert int(model.optimizer.steps_skipped) == skipped + 1
-    for now, then in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(now, then)
+    assert_all_equal(model.get_weights(), before)
 
 
 @pytest.mark.parametrize("how", [{"run_eagerly": True}, {}, {"jit_compile": True}])
@@ -366,8 +367,7 @@ def test_each_of_several_losses_counts(name, mode, bad):
             grads += optimizer.get_unscaled_gradients([tape.gradient(loss, v)])
         optimizer.apply_gradients([(tf.add_n([tf.convert_to_tensor(g) for g in grads]), v)])
 
-    if mode != "eager":
-        step = tf.function(step, jit_compile=mode == "jit")
+    step = placed(mode, step)
     step(tf.constant([1.0, 1.0]))
     factors = np.ones(2, np.float32)
     factors[bad] = np.nan

@@ -15,7 +15,16 @@ import keras_mp
 from keras_mp.models import model_steps
 from keras_mp.step import state_rollback
 from tests import steps
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once, placed, value
+from tests.common import (
+    FAMILIES,
+    IS_KERAS_3,
+    assert_all_equal,
+    make_optimizer,
+    mirrored,
+    once,
+    placed,
+    value,
+)
 
 layers = tf.keras.layers
 FLOAT32 = "float32"
@@ -138,8 +147,7 @@ def test_a_nan_on_one_replica_of_two(eager):
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
         weights.append([value(v) for v in of_replicas(model)])
     assert len(weights[0]) == 2 * len(model.weights)
-    for a, b in zip(*weights, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_all_equal(*weights)
 
 
 def of_replicas(model):
@@ -404,8 +412,7 @@ def test_an_exception_after_good_steps_leaves_them(make):
             step(*batch)
             after = [value(w) for w in model.weights]
             raise interrupted
-        for now, then in zip(model.weights, after, strict=True):
-            np.testing.assert_array_equal(value(now), then)
+        assert_all_equal(model.weights, after)
     assert int(value(optimizer.iterations)) == 4
 
 
@@ -445,7 +452,6 @@ def test_states_of_recurrent_layers_are_put_back(run_eagerly):
     model.train_on_batch(x, y)
     before = [value(state) for state in tf.nest.flatten(rnn.states)]
     model.train_on_batch(np.where(np.arange(2) == 1, np.nan, x), y)
-    for state, array in zip(tf.nest.flatten(rnn.states), before):
-        np.testing.assert_array_equal(value(state), array)
+    assert_all_equal(tf.nest.flatten(rnn.states), before)
     model.train_on_batch(x, y)
     assert int(model.optimizer.steps_skipped) == 1

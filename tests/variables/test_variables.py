@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.variables.autocast_variable import _class_for
-from tests.common import OPTIMIZERS, make_optimizer, mirrored, once, state
+from tests.common import OPTIMIZERS, assert_all_equal, make_optimizer, mirrored, once, placed, state
 
 HALF = [tf.float16, tf.bfloat16]
 
@@ -252,11 +252,10 @@ def test_every_read_casts_in_the_scope(dtype, mode):
         with keras_mp.autocast_scope(dtype):
             return [READS[read](v) for read in reads]
 
-    run = function if mode == "eager" else tf.function(function, jit_compile=mode == "jit")
     # Among themselves, weights are float32, and what is computed from them is rounded once.
     exact = 1e-6 if mode == "jit" else 0
     bound = {tf.float16: 4e-3, tf.bfloat16: 3e-2}.get(dtype, exact)
-    for read, got in zip(reads, run(), strict=True):
+    for read, got in zip(reads, placed(mode, function)(), strict=True):
         expected = READS[read](tf.Variable(tf.cast(v.numpy(), dtype)))
         assert got.dtype == dtype, read
         np.testing.assert_allclose(
@@ -307,7 +306,7 @@ def test_every_write_is_made_in_the_true_dtype(given, dtype, mode):
             for write, v in variables.items():
                 results[write] = WRITES[write](v, value)
 
-    (function if mode == "eager" else tf.function(function, jit_compile=mode == "jit"))()
+    placed(mode, function)()
     for write, v in variables.items():
         expected = plain((1 / 3, 2 / 3, 4 / 3, 8 / 3))
         WRITES[write](expected, exact)
@@ -873,5 +872,4 @@ def test_optimizers_train_it_as_a_plain_variable(name, wrapped):
             grads = optimizer.get_unscaled_gradients(grads) if wrapped else grads
             optimizer.apply_gradients(zip(grads, [v]))
         final.append((v.numpy(), *(s for s in state(optimizer))))
-    for one, other in zip(*final, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_all_equal(*final)
