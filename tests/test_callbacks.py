@@ -16,7 +16,7 @@ from absl import logging
 
 import keras_mp
 from keras_mp.callbacks import LossScaleMonitor, write_loss_scale
-from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, once
+from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once
 
 K = tf.keras
 NAMES = ["loss_scale", "steps_skipped"]
@@ -248,20 +248,6 @@ def test_replicas():
     history = fit(model, [monitor]).history
     assert [history[name] for name in NAMES] == [SCALES, SKIPPED]
     assert monitor.history["step"] == [0, 2, 4, 6, 8, 10, 12]
-
-
-@once
-def test_compiled_by_a_policy_on_real_data():
-    x, y = digits()
-    keras_mp.set_global_policy(keras_mp.Policy("mixed_float16", loss_scale="dynamic"))
-    model = K.Sequential([K.Input([64]), K.layers.Dense(10, dtype="float32")])
-    model.compile("adam", K.losses.SparseCategoricalCrossentropy(from_logits=True))
-    model.optimizer.dynamic_growth_steps = 10
-    monitor = LossScaleMonitor()
-    history = model.fit(x, y, epochs=2, callbacks=[monitor], verbose=0).history
-    assert monitor.history["loss_scale"] == [2.0**15, *history["loss_scale"]]
-    assert history["loss_scale"][-1] > 2**15
-    assert monitor.history["step"] == [0, 57, 114]
 
 
 def test_evaluate_and_predict_are_left_alone():

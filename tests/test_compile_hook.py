@@ -241,14 +241,6 @@ def test_saved_mixed_and_loaded_without_any_policy(tmp_path):
     assert model.optimizer.policy_in_file is None
 
 
-def test_each_model_has_its_own_loss_scale():
-    keras_mp.set_global_policy("mixed_float16")
-    a, b = sequential(), sequential()
-    a.compile("sgd", loss="mse")
-    b.compile("sgd", loss="mse")
-    assert a.optimizer.loss_scale is not b.optimizer.loss_scale
-
-
 def test_optimizer_as_keyword_string_config_or_left_out():
     keras_mp.set_global_policy("mixed_float16")
     for args, kwargs in [

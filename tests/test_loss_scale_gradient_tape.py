@@ -114,17 +114,6 @@ def test_with_a_scaler(mode):
     assert int(scaler.steps_skipped) == 1
 
 
-def test_a_scaler_that_scales_beside_it_is_refused():
-    scaler, v = keras_mp.GradScaler(), tf.Variable(1.0)
-    with keras_mp.LossScaleGradientTape(scaler) as tape:
-        loss = halves(v)
-    tape.gradient(loss, v)
-    with pytest.raises(ValueError, match="beside it"):
-        scaler.scale(loss)
-    with pytest.raises(ValueError, match="unscaled already"):
-        scaler.unscale([tf.constant(1.0)])
-
-
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_replicas_go_on_with_the_smallest_scale(mode):
     strategy = mirrored(2)

@@ -60,20 +60,6 @@ class Program:
         return [bool(self.call(name)) for name in calls]
 
 
-def test_a_function_goes_by_the_calls_that_were_seen_before_it_was_traced():
-    program = Program(in_functions=True)
-    program.run(["scale", "unscale", "step", "update"])
-    for _ in range(2):
-        program.run(["scale", "unscale", "step", "update"])
-    assert float(program.v) == 8 - 3 * 4
-    # A step that has not seen `unscale` divides by itself.
-    other_step = tf.function(lambda: program.scaler.step(other, [(tf.constant(4.0), program.v)]))
-    program.call("scale")
-    other_step()
-    program.call("update")
-    assert float(program.v) == 8 - 3 * 4 - 1
-
-
 @pytest.mark.parametrize("mode", ["eager", "functions"])
 def test_gradients_that_were_not_finite_when_they_were_unscaled_are_skipped_elsewhere(mode):
     scaler, v = keras_mp.GradScaler(keras_mp.DynamicLossScale(4)), tf.Variable(8.0)

@@ -409,13 +409,6 @@ def test_text_shows_the_current_value():
     assert (f"{fixed}", repr(fixed)) == ("128.0", "FixedLossScale(loss_scale_value=128.0)")
 
 
-def test_text_of_an_optimizer_s_loss_scale():
-    optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(0.1))
-    v = tf.Variable(1.0)
-    optimizer.minimize(lambda: v * float("nan"), [v])
-    assert f"{optimizer.loss_scale}" == "16384.0"
-
-
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_text_in_a_graph_says_what_does_not_change(jit_compile):
     scale, texts = keras_mp.DynamicLossScale(64), []
