@@ -5,6 +5,7 @@ describe. `keras_api` has those of the one that is chosen. Nothing outside this 
 Keras it is.
 """
 
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -78,8 +79,10 @@ AUTOGRAPH_MAY_CONVERT = ROOT_PACKAGE == "tf_keras"
 
 # A test compares both modules, so one of them can stand for the other.
 if TYPE_CHECKING or ROOT_PACKAGE == "keras":
+    from keras_mp.keras_api import keras3_names as names
     from keras_mp.keras_api.keras3 import *  # noqa: F403
 else:
+    from keras_mp.keras_api import keras2_names as names
     from keras_mp.keras_api.keras2 import *  # noqa: F403
 
 # Names that both Kerases have in the same place.
@@ -113,14 +116,14 @@ def get_optimizer(identifier: Any) -> Any:
 
 def flatten_layers(model: tf.keras.layers.Layer) -> list[Any]:
     """Returns the model and all layers below it."""
-    if not features.is_on(LAYERS_INSIDE):  # noqa: F405
+    if not features.is_on(names.LAYERS_INSIDE):
         return [model, *(each for layer in layers_inside(model) for each in flatten_layers(layer))]
     return list(model._flatten_layers())
 
 
 def layers_inside(layer: tf.keras.layers.Layer) -> list[Any]:
     """Returns the layers right below a layer."""
-    if not features.is_on(LAYERS_INSIDE):  # noqa: F405
+    if not features.is_on(names.LAYERS_INSIDE):
         return list(getattr(layer, "layers", ()))
     return list(layer._flatten_layers(include_self=False, recursive=False))
 
@@ -141,6 +144,20 @@ def states(model: tf.keras.Model) -> list[Any]:
     layers = [layer for layer in flatten_layers(model) if getattr(layer, "stateful", False)]
     values = tf.nest.flatten([getattr(layer, "states", None) for layer in layers])
     return [value for value in values if hasattr(value, "assign")]
+
+
+def arguments_of_loss(loss: Any) -> dict[str, Any]:
+    """Returns the arguments with which a built-in loss was made."""
+    original = ("name", "reduction", "dtype")  # Keras 2 has no dtype of a loss
+    given = {name: getattr(loss, name) for name in original if hasattr(loss, name)}
+    return {**names.arguments_of_loss.of(loss), **given}
+
+
+def trusted_scope() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context manager in which layers may be made from configs with code."""
+    if not features.is_on(names.TRUST):
+        return contextlib.nullcontext()
+    return names.SafeModeScope(False)
 
 
 def check_model(model: Any) -> None:

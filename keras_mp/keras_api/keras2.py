@@ -14,7 +14,7 @@ from keras_mp import hooks
 from keras_mp.hooks import Everywhere, Replacement, When, wrapped
 from keras_mp.keras_api import keras2_names
 from keras_mp.keras_api.keras2_adapters import in_one_trace, optimizer_adapter
-from keras_mp.keras_api.keras2_names import BUILDS, FEATURES, LAYERS_INSIDE, LOSSES
+from keras_mp.keras_api.keras2_names import BUILDS, FEATURES, LOSSES
 from keras_mp.keras_api.keras2_names import build_once as BUILD_ONCE
 from keras_mp.keras_api.keras2_policies import (
     BasePolicy,
@@ -83,12 +83,6 @@ def compile_without_wrapping(
         keras2_names.optimizer_of_model.get()
     with replaced(call.args[0], "_get_optimizer", get_optimizer):
         return keras_compile(*call.args, **call.kwargs)
-
-
-def trusted_scope() -> contextlib.AbstractContextManager[Any]:
-    if not features.is_on(keras2_names.TRUST):
-        return contextlib.nullcontext()
-    return keras2_names.SafeModeScope(False)
 
 
 def steps_per_execution(model: keras.Model) -> int:
@@ -196,14 +190,6 @@ class BaseLoss(keras.losses.Loss):
     ) -> tf.Tensor:
         """Computes and reduces the loss, as Keras's own `__call__` does."""
         return super().__call__(y_true, y_pred, sample_weight)
-
-
-def arguments_of_loss(loss: Any) -> dict[str, Any]:
-    return {
-        **keras2_names.arguments_of_loss.of(loss),
-        "name": loss.name,
-        "reduction": loss.reduction,
-    }
 
 
 def is_in_a_layer(layer: Any) -> bool:

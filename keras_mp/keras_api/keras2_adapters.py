@@ -53,7 +53,7 @@ def in_one_trace(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     # A step of the program's may apply the gradients of optimizers in other attributes.
     optimizers: list[Any] = [*tf.nest.flatten(model.optimizer), *vars(model).values()]
     for optimizer in optimizers:
-        while hasattr(optimizer, "inner_optimizer"):
+        while isinstance(optimizer, _Optimizer) and hasattr(optimizer, "inner_optimizer"):
             optimizer = optimizer.inner_optimizer
         if isinstance(optimizer, keras.optimizers.Nadam):
             return contextlib.nullcontext()  # see above

@@ -15,7 +15,7 @@ from keras_mp.hooks import Method, Replacement, When, wrapped
 from keras_mp.keras_api import keras3_names
 from keras_mp.keras_api.keras3_adapter import in_one_trace, optimizer_adapter
 from keras_mp.keras_api.keras3_layers import replace_slow_layers
-from keras_mp.keras_api.keras3_names import BUILDS, FEATURES, LAYERS_INSIDE, LOSSES
+from keras_mp.keras_api.keras3_names import BUILDS, FEATURES, LOSSES
 from keras_mp.keras_api.keras3_names import build_once as BUILD_ONCE
 from keras_mp.keras_api.keras3_policies import (
     BasePolicy,
@@ -75,13 +75,6 @@ def compile_without_wrapping(
     """Calls Keras's own `compile` with bound arguments, so that it wraps nothing."""
     call.arguments["auto_scale_loss"] = False
     return keras_compile(*call.args, **call.kwargs)
-
-
-def trusted_scope() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager in which layers may be made from configs with code."""
-    if not features.is_on(keras3_names.TRUST):
-        return contextlib.nullcontext()
-    return keras3_names.SafeModeScope(False)
 
 
 def steps_per_execution(model: keras.Model) -> int:
@@ -255,12 +248,6 @@ class _WithLabels(keras.losses.Loss):
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         del y_true
         return self._loss.call(self._labels, y_pred)
-
-
-def arguments_of_loss(loss: Any) -> dict[str, Any]:
-    """Returns the arguments with which a built-in loss was made."""
-    original = {"name": loss.name, "reduction": loss.reduction, "dtype": loss.dtype}
-    return {**keras3_names.arguments_of_loss.of(loss), **original}
 
 
 def is_in_a_layer(layer: Any) -> bool:

@@ -27,7 +27,6 @@ from keras_mp.support.attributes import replaced
 
 keras = tf.keras
 
-_Model: Any = keras.Model
 _Step = Callable[[Any], Any]
 
 
