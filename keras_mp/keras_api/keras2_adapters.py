@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_mp.hooks import Method, Replacement
 from keras_mp.keras_api import keras2_names
 from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
 from keras_mp.support import features, new_variables
@@ -43,21 +44,29 @@ def let_functions_find_variables() -> None:
         keras2_names.AutoCastVariable.get().__tf_tracing_type__ = type_of
 
 
-def _made_at_once(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+def _made_at_once(owner: Any) -> contextlib.AbstractContextManager[None]:
     # Nadam counts its traces: with one less, it would make other steps than without keras_mp.
-    is_nadam = isinstance(optimizer, keras.optimizers.Nadam)
+    is_nadam = isinstance(owner, keras.optimizers.Nadam)
     return contextlib.nullcontext() if is_nadam else new_variables.made_at_once()
 
 
-def in_one_trace(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    # A step of the program's may apply the gradients of optimizers in other attributes.
-    optimizers: list[Any] = [*tf.nest.flatten(model.optimizer), *vars(model).values()]
-    for optimizer in optimizers:
-        while isinstance(optimizer, _Optimizer) and hasattr(optimizer, "inner_optimizer"):
-            optimizer = optimizer.inner_optimizer
-        if isinstance(optimizer, keras.optimizers.Nadam):
-            return contextlib.nullcontext()  # see above
-    return new_variables.made_at_once()
+def _making_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method in which an optimizer or a metric makes its variables at once."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _made_at_once(self):
+            return original(self, *args, **kwargs)
+
+    return call
+
+
+# Not the methods of layers: only a second trace knows which of their weights a skipped step is to
+# put back.
+IN_ONE_TRACE = (
+    Replacement(Method(_Optimizer, "apply_gradients"), _making_at_once),
+    Replacement(Method(_LegacyOptimizer, "apply_gradients"), _making_at_once),
+    Replacement(Method(keras.metrics.Metric, "add_weight"), _making_at_once),
+)
 
 
 class _Keras2Adapter(OptimizerAdapter):

@@ -1,6 +1,5 @@
 """The adapter of Keras 3's optimizers."""
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -8,9 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hooks
 from keras_mp.hooks import Method, Replacement
-from keras_mp.hooks.once import once
 from keras_mp.keras_api import keras3_names
 from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
 from keras_mp.support import new_variables
@@ -169,21 +166,10 @@ def _building_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-@once
-def _build_at_once() -> None:
-    # The class that defines it, where a step of the user's own wraps it as well.
-    base = next(cls for cls in keras.optimizers.Optimizer.__mro__ if "apply" in vars(cls))
-    hooks.install([Replacement(Method(base, "apply"), _building_at_once)])
-
-
-def in_one_trace(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager for a step, which makes variables in its first call.
-
-    TensorFlow traces the step once then. Otherwise it would do so twice.
-    """
-    del model
-    _build_at_once()
-    return contextlib.nullcontext()
+# The class that defines it, where a step of the user's own wraps it as well.
+_BASE = next(cls for cls in keras.optimizers.Optimizer.__mro__ if "apply" in vars(cls))
+# Rows for the methods that make variables in the first call of a step, which is then traced once.
+IN_ONE_TRACE = (Replacement(Method(_BASE, "apply"), _building_at_once),)
 
 
 def _native(variable: "tf.Variable | keras.Variable") -> tf.Variable:

@@ -32,6 +32,7 @@ def let_dtypes_mix(model: tf.keras.Model, dtype: tf.DType) -> None:
         model: the model.
         dtype: the 16-bit DType of its policy.
     """
+    hooks.install(keras_api.IN_ONE_TRACE)
     for name in ("train_step", "test_step", "predict_step"):
         of_instance = vars(model).get(name)
         if getattr(of_instance, "func", None) not in (_in_reach, _train_step):
@@ -50,7 +51,7 @@ def _in_reach(
     step = of_instance or getattr(cls, name).__get__(model, cls)
     observers.reach_begins()
     try:
-        with reach.entered(dtype), keras_api.in_one_trace(model):
+        with reach.entered(dtype):
             return step(*args, **kwargs)
     except type_errors.ERRORS as error:
         explained = type_errors.explain_refusal(
