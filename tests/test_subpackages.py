@@ -30,7 +30,7 @@ SUBPACKAGES = {
     },
     "grappler": {"grappler", "support", "tensorflow_api"},
     "keras_api": {
-        *("keras_api", "step", "variables", "kernels", "hooks", "support", "tensorflow_api"),
+        *("keras_api", "step", "variables", "hooks", "support", "tensorflow_api"),
     },
     "numerics": {
         *("numerics", "keras_api", "step", "variables", "op_autocast", "kernels", "grappler"),

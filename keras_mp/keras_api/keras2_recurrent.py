@@ -10,16 +10,13 @@ import tensorflow as tf
 from keras_mp import hooks
 from keras_mp.hooks import Replacement
 from keras_mp.keras_api import keras2_adapters, keras2_names
-from keras_mp.kernels.recurrent import Lstm
 
 # Keras's tests see which of its kernels ran. This is its number for none that it knows.
 _NO_KERNEL_OF_KERAS = 0.0
 _TENSORS = ("inputs", "init_h", "init_c", "kernel", "recurrent_kernel", "bias")
 
 
-def replace_slow_layers(
-    lstm: Callable[..., Lstm | None], batch_normalization: Callable[..., Any]
-) -> None:
+def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[..., Any]) -> None:
     del batch_normalization  # one kernel in Keras 2
     # One runs in eager, the other in graphs. They return the results and the kernel that ran.
     feature = keras2_names.LSTM
@@ -28,7 +25,7 @@ def replace_slow_layers(
     keras2_adapters.let_functions_find_variables()
 
 
-def _replaced(run: Callable[..., Lstm | None], loop: Callable[..., Any]) -> Callable[..., Any]:
+def _replaced(run: Callable[..., Any], loop: Callable[..., Any]) -> Callable[..., Any]:
     parameters = tuple(inspect.signature(loop).parameters)
 
     def replaced(*args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ import tensorflow as tf
 from keras_mp import hooks
 from keras_mp.hooks import Method, Replacement
 from keras_mp.keras_api.keras3_names import SHAPES, in_symbolic_scope
-from keras_mp.kernels.recurrent import Lstm
 
 keras = tf.keras
 
@@ -36,7 +35,7 @@ def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[
 
 
 def _with_loop(
-    run: Callable[..., Lstm | None], inner_loop: Callable[..., Any]
+    run: Callable[..., tuple[tf.Tensor, ...] | None], inner_loop: Callable[..., Any]
 ) -> Callable[..., Any]:
     def replaced(
         self: tf.keras.layers.Layer,
