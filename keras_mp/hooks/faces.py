@@ -16,7 +16,7 @@ This module needs TensorFlow only.
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,6 +171,24 @@ def kind_of(value: Any) -> int:
     """Returns the kind of a tensor's face, or 0 without one."""
     face = of(value)
     return 0 if face is None else face.kind
+
+
+def is_weight(value: Any, views: Container[str], reads: Container[str]) -> bool:
+    """Whether a tensor is the value of a weight, or a view of it.
+
+    In eager, a note tells.
+
+    Args:
+        value: tensor.
+        views: types of operations whose result counts as a weight if their input does.
+        reads: types of operations that read weights.
+    """
+    if not tf.is_symbolic_tensor(value):
+        return kind_of(value) == WEIGHT
+    op = value.op
+    while op.type in views:
+        op = op.inputs[0].op
+    return op.type in reads
 
 
 def is_exact(value: Any) -> bool:

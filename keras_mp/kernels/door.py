@@ -201,10 +201,8 @@ def _made(
     for i in range(len(given)):
         if i in known.positions:
             given[i] = _as_tensor(given[i], low, i == known.positions[0])
-        elif i in known.others and type(given[i]) in (list, tuple, tf.TensorShape):
-            # Else TensorFlow takes its slower way in eager, which does not come here.
-            dtype = known.others[i] or (None if given[i] else tf.int32)
-            given[i] = tf.convert_to_tensor(given[i], dtype)
+        else:
+            given[i] = known.without_lists(i, given[i])
     choice = _choice_of(known, given, pairs, low)
     if choice is None:
         results = make(given, pairs)
@@ -271,7 +269,7 @@ def _made_cast(value: Any, pairs: Sequence[Any], make: Callable[..., Any]) -> An
         return result
     if not is_low(wanted):
         return make([value], pairs)
-    is_weight = _is_weight(value)
+    is_weight = faces.is_weight(value, ("Identity",), op_table.READS)
     if not is_weight and value.dtype is tf.float32 and not _is_constant(value):
         value = faces.of_its_own(value)
     result = make([value], pairs)
@@ -281,15 +279,6 @@ def _made_cast(value: Any, pairs: Sequence[Any], make: Callable[..., Any]) -> An
 
 def _only(result: Any) -> Any:
     return result[0] if isinstance(result, list) else result
-
-
-def _is_weight(value: Any) -> bool:
-    if not tf.is_symbolic_tensor(value):
-        return faces.kind_of(value) == WEIGHT
-    op = value.op
-    while op.type == "Identity":
-        op = op.inputs[0].op
-    return op.type in op_table.READS
 
 
 def _is_constant(value: Any) -> bool:

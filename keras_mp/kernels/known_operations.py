@@ -59,6 +59,22 @@ class Operation:
     slow_in: frozenset[tf.DType] = frozenset()
     may_be_wrong: bool = False
 
+    def without_lists(self, position: int, value: Any) -> Any:
+        """Returns an input of another dtype as a tensor where it is a list.
+
+        Given lists, TensorFlow takes its slower way in eager, which does not come through the door.
+
+        Args:
+            position: int. The position of the input.
+            value: the input.
+        """
+        is_list = isinstance(value, list | tuple | tf.TensorShape)
+        if position not in self.others or not is_list:
+            return value
+        # An empty list, such as the shape of a scalar, does not say what it is a list of.
+        dtype = self.others[position] or (None if value else tf.int32)
+        return tf.convert_to_tensor(value, dtype)
+
 
 def _find(name: str) -> Operation | None:
     """Returns what the door needs to know about an operation; None if that is nothing."""

@@ -31,7 +31,7 @@ _SMALLEST, _LARGEST = 1e-4, 1e4
 _LARGEST_FACTOR = 2.0
 # Their result counts as a weight if the input does.
 _VIEWS = op_table.ops("identities", "reshapes", "views")
-_READS = "ReadVariableOp"
+_READS = ("ReadVariableOp",)
 
 
 class _Plan(NamedTuple):
@@ -111,14 +111,9 @@ def run_in_eager(
     dtype = _dtype_for(plan, values, region.dtype)
     if dtype is None and op not in _VIEWS:
         return run(context, op, name, *args)
-    # Given lists or variables, TensorFlow may leave this function, and run the operation in
-    # another one.
     cast = list(args)
-    for i, wanted in known.others.items():
-        if isinstance(args[i], list | tuple):
-            # An empty list, such as the shape of a scalar, does not say what it is a list of.
-            of_empty = None if args[i] else tf.int32
-            cast[i] = tf.convert_to_tensor(args[i], wanted or of_empty)
+    for i in known.others:
+        cast[i] = known.without_lists(i, args[i])
     for i, value in zip(known.positions, given):
         if dtype is not None:
             value = _cast(value, tf.float32 if region.gradients_only else dtype)
@@ -236,13 +231,7 @@ def _is_safe(value: tf.Tensor | float, dtype: tf.DType) -> bool:
 
 
 def _is_weight(value: Any) -> bool:
-    """Whether a value is that of a variable, or a view of it."""
-    if not tf.is_symbolic_tensor(value):
-        return isinstance(value, tf.Tensor) and faces.kind_of(value) == faces.WEIGHT
-    op = value.op
-    while op.type in _VIEWS:
-        op = op.inputs[0].op
-    return op.type == _READS
+    return isinstance(value, tf.Tensor) and faces.is_weight(value, _VIEWS, _READS)
 
 
 def _is_small_factor(value: tf.Tensor | float) -> bool:
