@@ -16,7 +16,6 @@ K = tf.keras
 ROWS = 10_000
 DTYPES = ("bfloat16", "float16")
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-10}
-OUTER = (True, False)
 KERNELS = [
     pytest.param(op, dtype, case, id=f"{op}-{dtype}-{case}")
     for op, kernel in sums.KERNELS.items()

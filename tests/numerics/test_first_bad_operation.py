@@ -10,7 +10,7 @@ from tensorflow.python.eager import record  # to see what is left behind
 from tensorflow.python.framework import op_callbacks
 
 import keras_mp
-from keras_mp.numerics import NotFiniteError, first_bad
+from keras_mp.numerics import NotFiniteError, operation_table
 from keras_mp.numerics.first_bad import FirstBadOperation
 from tests import common
 from tests.numerics.tools import of_keras
@@ -321,7 +321,7 @@ def test_fit_on_replicas_does_not_blame_what_they_have_in_common():
 
 @common.once
 def test_what_is_not_watched_is_said(monkeypatch):
-    monkeypatch.setattr(first_bad, "CAPACITY", 8)
+    monkeypatch.setattr(operation_table, "CAPACITY", 8)
     warned = pytest.warns(
         keras_mp.MixedPrecisionWarning, match="looks at 8 operations .* found noth"
     )

@@ -1,0 +1,385 @@
+"""A table of the operations that run in eager or become a part of a graph, with their numbers.
+
+It is for `first_bad`. Each operation has a row: what it is, where it comes from and what uses its
+result. What it returned is kept beside the table: `EagerRecorder` measures it at once,
+`GraphRecorder` in the graph while it runs, in a row of a variable for each. That is all that a
+graph needs, so that functions that XLA compiles are watched as others are.
+"""
+
+import dataclasses
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_mp.numerics import origins, own_thread
+from keras_mp.numerics.origins import GraphOrigins, Origin
+from keras_mp.support import function_graphs, kept_casts, op_table
+
+# How many operations run in eager before the rows are read.
+_EAGER_ROWS = 2**12
+
+# Rows of a variable. Operations of graphs that come later are not watched.
+CAPACITY = 2**14
+
+# Operations that test numbers, and do not compute with them.
+_ONLY_LOOKS = op_table.ops("comparisons", "tests", "shapes")
+
+# Results that are not finite where nothing is wrong: what the kernel keeps for the backward pass,
+# and what has no value yet.
+_NOT_CHECKED = op_table.ops("empty tensors", "variables")
+_FIRST_OUTPUT_ONLY = ("FusedBatchNorm",)
+
+# Classes of graphs. The gradient of a loop takes no variables but those of its forward pass.
+_LOOP, _GRADIENT_OF_LOOP = "WhileBodyFuncGraph", "_WhileBodyGradFuncGraph"
+
+
+@dataclasses.dataclass
+class Range:
+    """An operation, and the range of the numbers that it returned.
+
+    Attributes:
+        operation: str. Its type, "MatMul" say.
+        layer: str. The path of its layer, such as "encoder/dense", if the model was passed; the
+            name of the model for what it computes between its layers; else the name scopes.
+        line: str or None. The line that it comes from, such as "model.py:12".
+        dtype: str. The dtype of the numbers.
+        is_gradient: bool. Whether it is a part of a gradient.
+        low: float. The smallest finite number; Inf if there is none.
+        high: float. The largest finite number; -Inf if there is none.
+        bad: int. How many numbers are Inf or NaN.
+        inputs: the rows of the operations whose results it takes.
+        is_given: whether its result was there before: an argument, a weight, a constant.
+        is_used: whether an operation with a row uses its result, or it is given to a function,
+            which has rows of its own.
+        is_used_elsewhere: whether an operation without a row uses its result.
+    """
+
+    operation: str
+    layer: str
+    line: str | None
+    dtype: str
+    is_gradient: bool
+    low: float = math.inf
+    high: float = -math.inf
+    bad: int = 0
+    inputs: list[int] = dataclasses.field(default_factory=list)
+    is_given: bool = False
+    is_used: bool = False
+    is_used_elsewhere: bool = False
+
+    @property
+    def size(self) -> float:
+        """The largest magnitude of a finite number; 0 if there is none."""
+        return max(-self.low, self.high, 0.0) if self.low <= self.high else 0.0
+
+    def __str__(self) -> str:
+        where = f" in {self.layer}" if self.layer else ""
+        line = f", {self.line}" if self.line else ""
+        bad = f", {self.bad:,} not finite" if self.bad else ""
+        numbers = f"{self.low:.3g} to {self.high:.3g}" if self.low <= self.high else "none finite"
+        return f"{self.operation}{where} ({self.dtype}{line}): {numbers}{bad}"
+
+
+# A device, its operations, and an array of what was measured of each: how many values were not
+# finite, the smallest and the largest finite one, and whether something began to be so here.
+Read = tuple[str, list[Range], np.ndarray]
+
+
+class ByTensor:
+    """What is known of tensors, for as long as each of them is there."""
+
+    def __init__(self) -> None:
+        self._tensors: weakref.WeakValueDictionary[int, tf.Tensor] = weakref.WeakValueDictionary()
+        self._known: dict[int, Any] = {}
+
+    def note(self, tensors: Iterable[tf.Tensor], what: object) -> None:
+        """Notes something about tensors."""
+        for each in tensors:
+            self._tensors[id(each)], self._known[id(each)] = each, what
+
+    def of(self, tensors: Iterable[tf.Tensor]) -> list[Any]:
+        """Returns what was noted about those of which something was."""
+        return [self._known[id(each)] for each in tensors if id(each) in self._tensors]
+
+
+class OperationTable:
+    """Operations, in the order in which they ran or became part of a graph.
+
+    Attributes:
+        rows: list of Range, without the numbers.
+        row_of: ByTensor, the number of the row that a tensor is the result of.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[Range] = []
+        self.row_of = ByTensor()
+
+    def outputs_to_check(
+        self, kind: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Returns those results of an operation that should be finite; if there are any, add it.
+
+        Args:
+            kind: the type of the operation.
+            inputs: what it takes.
+            outputs: what it returns.
+        """
+        known = self.row_of.of(inputs)
+        if origins.is_safe(kind, outputs):
+            # The result is as good as what goes in.
+            if known:
+                self.row_of.note(outputs, known[0])
+            return []
+        checked = [value for value in outputs if value.dtype.is_floating]
+        if kind in _NOT_CHECKED:
+            checked = []
+        elif kind.startswith(_FIRST_OUTPUT_ONLY):
+            checked = checked[:1]
+        if not checked and kind not in _ONLY_LOOKS:
+            for i in known:
+                self.rows[i].is_used_elsewhere = True
+        return checked
+
+    def use(self, rows: Iterable[int]) -> None:
+        """Notes that the results of operations are used."""
+        for i in rows:
+            self.rows[i].is_used = True
+
+    def add(
+        self,
+        kind: str,
+        origin: Origin,
+        values: Sequence[tf.Tensor],
+        inputs: list[int],
+        is_given: bool = False,
+    ) -> int:
+        """Adds an operation.
+
+        Args:
+            kind: its type.
+            origin: where it comes from.
+            values: tensors that it returned.
+            inputs: the rows of what went in.
+            is_given: as in `Range`.
+
+        Returns:
+            The number of the row.
+        """
+        index = len(self.rows)
+        # What is made of gradients, such as their sum over replicas, overflows as they do.
+        is_gradient = origin.is_gradient or any(self.rows[i].is_gradient for i in inputs)
+        dtype, line = values[0].dtype.name, origin.line and origin.line.short
+        row = Range(kind, origin.layer, line, dtype, is_gradient, inputs=inputs, is_given=is_given)
+        self.rows.append(row)
+        self.use(inputs)
+        self.row_of.note(values, index)
+        return index
+
+
+class EagerRecorder(OperationTable):
+    """Watches the operations that run in eager.
+
+    Attributes:
+        measured: list of what each row's operation returned, as `Read` has it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measured: list[tuple[float, ...]] = []
+
+    def read(self) -> Iterator[Read]:
+        """Yields what was measured since the last time."""
+        if self.rows:
+            yield "", self.rows, np.array(self.measured)
+            self.rows, self.measured, self.row_of = [], [], ByTensor()
+
+    def record(self, kind: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) -> None:
+        """Records an operation that has run."""
+        checked = self.outputs_to_check(kind, inputs, outputs)
+        if not checked:
+            return
+        origin = origins.running()
+        if origin.is_of_a_tool:
+            return
+        known = self.row_of.of(inputs)
+        self.add(kind, origin, checked, known)
+        numbers = np.concatenate([value.numpy().ravel() for value in checked])
+        numbers = numbers.astype(np.float64)
+        finite = numbers[np.isfinite(numbers)]
+        bad = numbers.size - finite.size
+        low, high = finite.min(initial=math.inf), finite.max(initial=-math.inf)
+        begins_here = bad > 0 and not any(self.measured[i][0] for i in known)
+        self.measured.append((bad, low, high, begins_here))
+
+    def is_full(self) -> bool:
+        """Whether to read the rows, but not before what is not finite may have been used."""
+        return len(self.rows) >= _EAGER_ROWS and not self.measured[-1][0]
+
+
+class GraphRecorder(OperationTable):
+    """Watches the operations of graphs. Its table grows for as long as it is used.
+
+    Attributes:
+        not_watched: int. How many operations found no row.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.not_watched = 0
+        # How many numbers that are not finite a row's operation returned, as a tensor of its graph.
+        self._bad: dict[int, tf.Tensor] = {}
+        self._origins = GraphOrigins()
+        # By device: each replica has one.
+        self._states: dict[str, tf.Tensor] = {}
+
+    def read(self) -> Iterator[Read]:
+        """Yields what the graphs have measured on each device since the last time."""
+        for device, handle in self._states.items():
+            state = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).numpy()
+            _clear(handle)
+            yield device, self.rows, state[: len(self.rows)]
+
+    def record(
+        self,
+        graph: tf.Graph,
+        kind: str,
+        inputs: Sequence[tf.Tensor],
+        outputs: Sequence[tf.Tensor],
+        name: str | None,
+    ) -> None:
+        """Records an operation that becomes a part of a graph.
+
+        Args:
+            graph: that of a `tf.function`.
+            kind: the type of the operation.
+            inputs: what it takes, as tensors of that graph.
+            outputs: what it returns.
+            name: its name in the graph, if it has one.
+        """
+        if _is_inside(graph, _GRADIENT_OF_LOOP):
+            return
+        checked = self.outputs_to_check(kind, inputs, outputs)
+        if not checked:
+            return
+        # What it takes may get a row, and so may what that was cast from.
+        if len(self.rows) + 2 * len(inputs) >= CAPACITY:
+            self.not_watched += 1
+            return
+        origin = self._origins.of(outputs[0].op, name or "")
+        if origin.is_data or origin.is_of_a_tool:
+            return
+        for value in inputs:
+            self._give(graph, origin, value)
+        self._measure(graph, kind, origin, checked, self.row_of.of(inputs))
+
+    def _give(self, graph: tf.Graph, origin: Origin, value: tf.Tensor) -> list[int]:
+        """Returns the row of what an operation takes; what was there before has one from now on."""
+        if not value.dtype.is_floating:
+            return []
+        if known := self.row_of.of([value]):
+            return known
+        kind, before = value.op.type, []
+        if kind in ("Cast", "Identity"):
+            source = value.op.inputs[0]
+            before = self._give(graph, origin, source)
+            if before and value.dtype.size >= source.dtype.size:
+                self.row_of.note([value], before[0])
+                return before
+        # A cast to fewer bits may overflow, where what it takes was finite.
+        return [self._measure(graph, kind, origin, [value], before, is_given=True)]
+
+    def _measure(
+        self,
+        graph: tf.Graph,
+        kind: str,
+        origin: Origin,
+        values: Sequence[tf.Tensor],
+        inputs: list[int],
+        is_given: bool = False,
+    ) -> int:
+        """Gives an operation a row, which is measured when the graph runs; returns its number."""
+        index = self.add(kind, origin, values, inputs, is_given)
+        # Tensors of another graph cannot be used.
+        found = [self._bad[i] for i in set(inputs) if i in self._bad]
+        before = [bad for bad in found if bad.graph is graph]
+        dtypes = tuple(value.dtype for value in values)
+        measured = _measuring(dtypes, len(before), _is_inside(graph, _LOOP))
+        self._bad[index] = measured(self._state(values[0].device), index, *values, *before)
+        return index
+
+    def _state(self, device: str) -> tf.Tensor:
+        """Returns the handle of the variable with the rows of a device."""
+        if device not in self._states:
+            with tf.init_scope(), tf.device(device or None):
+                handle = own_thread.variable(tf.float32, [CAPACITY, 4])
+                _clear(handle)
+            self._states[device] = handle
+        return self._states[device]
+
+
+@functools.cache
+def _measuring(dtypes: tuple[tf.DType, ...], inputs: int, is_in_loop: bool) -> Callable[..., Any]:
+    """Returns a function that writes what an operation returned into its row of the variable.
+
+    It is traced once: to call it adds one operation to a graph, and not twenty.
+
+    Args:
+        dtypes: of the tensors that the operation returned.
+        inputs: of how many tensors that go in it is known how many numbers are not finite.
+        is_in_loop: whether the operation may run several times before the row is read.
+
+    Returns:
+        A function of the handle of the variable, the number of the row, the tensors, and for each
+        input that number. It returns how many numbers are not finite.
+    """
+    any_shape: Any = None
+    values = [tf.TensorSpec(any_shape, dtype) for dtype in dtypes]
+    counts = [tf.TensorSpec([], tf.float32)] * inputs
+    signature = [tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int32), *values, *counts]
+
+    @tf.function(input_signature=signature, autograph=False)
+    def measured(state: tf.Tensor, index: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:
+        values, before = tensors[: len(dtypes)], tensors[len(dtypes) :]
+        finite = _joined(map(kept_casts.is_finite, values))
+        numbers = _joined(map(kept_casts.as_float32, values))
+        count = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float32))
+        begins_here = count > 0
+        if before:
+            begins_here = tf.logical_and(begins_here, tf.equal(tf.add_n(before), 0))
+        low = tf.reduce_min(tf.where(finite, numbers, math.inf))
+        high = tf.reduce_max(tf.where(finite, numbers, -math.inf))
+        row = tf.stack([count, low, high, tf.cast(begins_here, tf.float32)])
+        if is_in_loop:
+            # In later iterations, what an iteration has computed is not finite from the start: the
+            # row keeps where it began. And if several steps are made in a loop, a later one may be
+            # finite.
+            old = tf.raw_ops.ResourceGather(resource=state, indices=index, dtype=tf.float32)
+            row = tf.where(tf.logical_and(old[0] > 0, old[3] >= row[3]), old, row)
+        tf.raw_ops.ResourceScatterUpdate(resource=state, indices=index, updates=row)
+        return count
+
+    with tf.init_scope():
+        return measured.get_concrete_function()
+
+
+def _joined(values: Iterable[tf.Tensor]) -> tf.Tensor:
+    """Returns one vector. Where the rank is known, to reduce it takes fewer operations."""
+    return tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+
+
+def _is_inside(graph: tf.Graph, kind: str) -> bool:
+    """Whether a graph is of that class, or inside of one that is."""
+    while function_graphs.is_of_function(graph):
+        if any(cls.__name__ == kind for cls in type(graph).__mro__):
+            return True
+        graph = graph.outer_graph
+    return False
+
+
+def _clear(handle: tf.Tensor) -> None:
+    tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros([CAPACITY, 4]))
