@@ -52,10 +52,10 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
 
 
 def _tested_values(gradients: Sequence[Gradient]) -> Iterator[tf.Tensor]:
-    """Yields what `tested` returns for gradients that can be other than finite."""
+    """Yields what `_tested` returns for gradients that can be other than finite."""
     for gradient in gradients:
         if gradient is not None and not gradient.dtype.is_integer:
-            yield tested(gradient)
+            yield _tested(gradient)
 
 
 def _all_finite_in_xla(gradients: Sequence[Gradient]) -> tf.Tensor:
@@ -87,7 +87,7 @@ def _all_finite_in_xla(gradients: Sequence[Gradient]) -> tf.Tensor:
     return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
 
 
-def tested(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+def _tested(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     """Returns real numbers that are finite where the gradient is."""
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     values = _magnitudes_of_sums(gradient) if is_sparse else gradient
