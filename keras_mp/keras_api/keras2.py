@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_mp import hooks
 from keras_mp.hooks import Everywhere, Replacement, When, wrapped
 from keras_mp.keras_api import keras2_names
-from keras_mp.keras_api.keras2_adapters import IN_ONE_TRACE, optimizer_adapter
+from keras_mp.keras_api.keras2_adapters import IN_ONE_TRACE, making_at_once, optimizer_adapter
 from keras_mp.keras_api.keras2_names import BUILDS, FEATURES, LOSSES
 from keras_mp.keras_api.keras2_names import build_once as BUILD_ONCE
 from keras_mp.keras_api.keras2_policies import (

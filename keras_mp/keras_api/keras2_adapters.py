@@ -44,29 +44,26 @@ def let_functions_find_variables() -> None:
         keras2_names.AutoCastVariable.get().__tf_tracing_type__ = type_of
 
 
-def _made_at_once(owner: Any) -> contextlib.AbstractContextManager[None]:
+def making_at_once(
+    optimizer: Any, variables: Sequence[Any]
+) -> contextlib.AbstractContextManager[None]:
+    del variables
     # Nadam counts its traces: with one less, it would make other steps than without keras_mp.
-    is_nadam = isinstance(owner, keras.optimizers.Nadam)
+    is_nadam = isinstance(optimizer, keras.optimizers.Nadam)
     return contextlib.nullcontext() if is_nadam else new_variables.made_at_once()
 
 
-def _making_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method in which an optimizer or a metric makes its variables at once."""
+def _with_weights_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_weight(metric: Any, *args: Any, **kwargs: Any) -> Any:
+        with new_variables.made_at_once():
+            return original(metric, *args, **kwargs)
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _made_at_once(self):
-            return original(self, *args, **kwargs)
-
-    return call
+    return add_weight
 
 
 # Not the methods of layers: only a second trace knows which of their weights a skipped step is to
 # put back.
-IN_ONE_TRACE = (
-    Replacement(Method(_Optimizer, "apply_gradients"), _making_at_once),
-    Replacement(Method(_LegacyOptimizer, "apply_gradients"), _making_at_once),
-    Replacement(Method(keras.metrics.Metric, "add_weight"), _making_at_once),
-)
+IN_ONE_TRACE = (Replacement(Method(keras.metrics.Metric, "add_weight"), _with_weights_at_once),)
 
 
 class _Keras2Adapter(OptimizerAdapter):
@@ -102,7 +99,11 @@ class _KerasAdapter(_Keras2Adapter):
     slot_makers = ("add_variable_from_reference",)
 
     def build(self, variables: Sequence[Any]) -> None:
-        with tf.name_scope(self.optimizer.name), tf.init_scope(), _made_at_once(self.optimizer):
+        with (
+            tf.name_scope(self.optimizer.name),
+            tf.init_scope(),
+            making_at_once(self.optimizer, ()),
+        ):
             self.optimizer.build(variables)
 
     def compute_gradients(
@@ -145,7 +146,11 @@ class _LegacyAdapter(_Keras2Adapter):
         return frozenset(self.optimizer._hyper) | {"clipnorm", "clipvalue", "global_clipnorm"}
 
     def build(self, variables: Sequence[Any]) -> None:
-        with tf.name_scope(self.optimizer._name), tf.init_scope(), _made_at_once(self.optimizer):
+        with (
+            tf.name_scope(self.optimizer._name),
+            tf.init_scope(),
+            making_at_once(self.optimizer, ()),
+        ):
             self.optimizer._create_all_weights(variables)
 
     def compute_gradients(

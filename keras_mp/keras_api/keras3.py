@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_mp import hooks
 from keras_mp.hooks import Method, Replacement, When, wrapped
 from keras_mp.keras_api import keras3_names
-from keras_mp.keras_api.keras3_adapter import IN_ONE_TRACE, optimizer_adapter
+from keras_mp.keras_api.keras3_adapter import IN_ONE_TRACE, making_at_once, optimizer_adapter
 from keras_mp.keras_api.keras3_layers import replace_slow_layers
 from keras_mp.keras_api.keras3_names import BUILDS, FEATURES, LOSSES
 from keras_mp.keras_api.keras3_names import build_once as BUILD_ONCE

@@ -1,13 +1,14 @@
 """The adapter of Keras 3's optimizers."""
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.hooks import Method, Replacement
+from keras_mp.hooks import Replacement
 from keras_mp.keras_api import keras3_names
 from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
 from keras_mp.support import new_variables
@@ -149,27 +150,21 @@ def _build(optimizer: keras.optimizers.Optimizer, variables: Iterable[Any]) -> N
         optimizer.build(list(variables))
 
 
-def _building_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `apply` of optimizers, which first builds one that is not built."""
+@contextlib.contextmanager
+def making_at_once(optimizer: Any, variables: Sequence[Any]) -> Iterator[None]:
+    """Context manager for a call that applies gradients, in which a function is traced once.
 
-    def apply(
-        optimizer: keras.optimizers.Optimizer,
-        grads: Sequence[Any],
-        trainable_variables: Iterable[Any] | None = None,
-    ) -> Any:
-        if trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
-            if not optimizer.built and len(grads) and not tf.distribute.has_strategy():
-                _build(optimizer, trainable_variables)
-        return original(optimizer, grads, trainable_variables)
-
-    return apply
+    Args:
+        optimizer: the optimizer, which is built for `variables`.
+        variables: sequence of the variables; empty if they are not known.
+    """
+    if variables and not optimizer.built and not tf.distribute.has_strategy():
+        _build(optimizer, variables)
+    yield
 
 
-# The class that defines it, where a step of the user's own wraps it as well.
-_BASE = next(cls for cls in keras.optimizers.Optimizer.__mro__ if "apply" in vars(cls))
-# Rows for the methods that make variables in the first call of a step, which is then traced once.
-IN_ONE_TRACE = (Replacement(Method(_BASE, "apply"), _building_at_once),)
+# What else makes variables in the first call of a step: nothing in Keras 3.
+IN_ONE_TRACE: tuple[Replacement, ...] = ()
 
 
 def _native(variable: "tf.Variable | keras.Variable") -> tf.Variable:

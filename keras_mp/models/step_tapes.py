@@ -400,35 +400,36 @@ def _with_derivatives(value: tf.Tensor | None, other: tf.Tensor | None) -> tf.Te
 def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an optimizer's method that applies gradients.
 
-    It warns of gradients that nobody has scaled.
+    It warns of gradients that nobody has scaled. In reach it makes what the optimizer lacks at
+    once, so that a function is traced once.
     """
-    of_gradients = list(inspect.signature(original).parameters)[1]
+    signature = inspect.signature(original)
+    _, of_gradients, *_ = signature.parameters
 
     @functools.wraps(original)
     @do_not_convert
-    def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            grads, args = args[0], args[1:]
-        elif of_gradients in kwargs:
-            grads = kwargs.pop(of_gradients)
-        else:
-            return original(optimizer, **kwargs)  # It raises an error.
-        grads = list(grads)
-        with scaled_losses.applying() as is_first:
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        try:
+            call = signature.bind(*args, **kwargs)
+        except TypeError:
+            return original(*args, **kwargs)  # It raises the error that callers know.
+        given, optimizer = call.arguments, args[0]
+        pairs = given[of_gradients] = list(given[of_gradients])
+        if "trainable_variables" in signature.parameters:  # Keras 3.
+            variables = list(given.get("trainable_variables") or ())
+            pairs = list(zip(pairs, variables))
+            given |= {"trainable_variables": variables} if variables else {}
+        with contextlib.ExitStack() as stack:
+            is_first = stack.enter_context(scaled_losses.applying())
             if is_first and not isinstance(optimizer, OptimizerWrapper):
-                _warn_if_unscaled(optimizer, _applied(grads, *args, **kwargs))
-            return original(optimizer, grads, *args, **kwargs)
+                applied = [variable for gradient, variable in pairs if gradient is not None]
+                _warn_if_unscaled(optimizer, applied)
+            if reach.current() is not None:
+                variables = [variable for _, variable in pairs]
+                stack.enter_context(keras_api.making_at_once(optimizer, variables))
+            return original(*call.args, **call.kwargs)
 
     return apply
-
-
-def _applied(grads: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Returns the variables to which an optimizer is to apply gradients."""
-    if all(isinstance(each, (tuple, list)) for each in grads):
-        return [variable for gradient, variable in grads if gradient is not None]
-    variables = (*args, *kwargs.values())[:1]
-    flat = tf.nest.flatten(variables)
-    return [variable for gradient, variable in zip(grads, flat) if gradient is not None]
 
 
 # Layers in float16 whose policy has a loss scale, and optimizers that a warning has named, or that

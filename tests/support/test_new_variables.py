@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import keras_api
 from keras_mp.support import new_variables
 from tests import common
 
@@ -145,8 +144,3 @@ def test_outside_of_the_context_a_function_is_traced_again():
 
     assert call().numpy() == 1.0
     assert call.experimental_get_tracing_count() == 2
-
-
-def test_what_is_replaced_is_what_a_step_of_the_users_own_wraps():
-    # On a class below, a replacement would bypass the wrapper.
-    assert {*keras_api.APPLY_METHODS} <= {tuple(row.place) for row in keras_api.IN_ONE_TRACE}
