@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.hooks import Method, Replacement, When, faces, reach
+from keras_mp.hooks import Method, Replacement, When, face_gradients, faces, reach
 from keras_mp.kernels import door
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
@@ -81,7 +81,7 @@ def _out_of_reach(original: Callable[..., Any]) -> Callable[..., Any]:
 
     The graph's operations have their own marks, or none.
     """
-    of_faces = faces.in_graphs(original)
+    of_faces = face_gradients.in_graphs(original)
 
     def differentiate(*args: Any, **kwargs: Any) -> object:
         with reach.entered(None):
@@ -95,7 +95,7 @@ def _of_tape(original: Callable[..., Any]) -> Callable[..., Any]:
 
     They are in the dtypes of the forward pass: nothing of it is autocast anew.
     """
-    return _without_region(faces.on_tapes(original))
+    return _without_region(face_gradients.on_tapes(original))
 
 
 def _without_region(original: Callable[..., Any]) -> Callable[..., Any]:
