@@ -5,7 +5,7 @@ long as in float32, a convolution up to ten times. Computed in float32 inside, a
 they are as fast as float32 but for the casts, and no less exact. The flags of the CPU decide
 (`support/cpu.py`), and never a clock.
 
-Two kernels are slow on all CPUs. The gradient of a filter takes 5 to 170 times as long in float16
+Two kernels are slow on all CPUs. The gradient of a filter takes 5 to 240 times as long in float16
 as in float32. Where the channels of images are no whole vectors, oneDNN normalizes bfloat16 number
 by number: a batch of 16384 by 100 takes 33 times as long.
 
