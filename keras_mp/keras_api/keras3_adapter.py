@@ -152,7 +152,9 @@ def _build(optimizer: keras.optimizers.Optimizer, variables: Iterable[Any]) -> N
 
 @contextlib.contextmanager
 def making_at_once(optimizer: Any, variables: Sequence[Any]) -> Iterator[None]:
-    """Context manager for a call that applies gradients, in which a function is traced once.
+    """Context manager for a call that applies gradients.
+
+    What the optimizer lacks is made at once, so that a function is traced once.
 
     Args:
         optimizer: the optimizer, which is built for `variables`.
