@@ -1,18 +1,20 @@
 """The graph rewrite: on and off, what it refuses, what it says, and what models learn under it."""
 
+import contextlib
+import warnings
+
 import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
 import keras_mp
-from keras_mp import graph_rewrite, hardware, keras_api
-from keras_mp.grappler import passes
-from keras_mp.support import cpu
+from keras_mp import graph_rewrite, hardware
 from tests import steps
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,
+    TAKES_BFLOAT16_REWRITE,
     make_optimizer,
     needs_bfloat16_rewrite,
     needs_cuda,
@@ -24,12 +26,17 @@ V1 = tf.compat.v1
 enable = keras_mp.enable_mixed_precision_graph_rewrite
 disable = keras_mp.disable_mixed_precision_graph_rewrite
 IN_SESSIONS = tf.__internal__.train.is_mixed_precision_graph_rewrite_enabled
+# TensorFlow's name of each rewrite.
+PASSES = {"float16": "auto_mixed_precision", "bfloat16": "auto_mixed_precision_onednn_bfloat16"}
+
+
+def passes_that_are_on():
+    options = tf.config.optimizer.get_experimental_options()
+    return [dtype for dtype, name in PASSES.items() if options.get(name)]
 
 
 def ignored(function, *args, **kwargs):
     """Calls a function that warns of this machine, or not."""
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
         return function(*args, **kwargs)
@@ -43,28 +50,19 @@ def sgd():
 
 
 @needs_bfloat16_rewrite
-@pytest.mark.parametrize("name", FAMILIES)
-def test_an_optimizer_of_keras_is_wrapped_for_float16_only(name):
-    inner = make_optimizer(name)
-    optimizer = ignored(enable, inner, 64, dtype="float16")
-    assert type(optimizer) is keras_mp.LossScaleOptimizer
+@pytest.mark.parametrize("name", [*FAMILIES, "of TensorFlow 1"])
+def test_an_optimizer_is_wrapped_for_float16_only(name):
+    make, wrapper, scale = lambda: make_optimizer(name), keras_mp.LossScaleOptimizer, 64
+    if name == "of TensorFlow 1":
+        make, wrapper = sgd, keras_mp.compat.v1.LossScaleOptimizer
+        scale = keras_mp.compat.v1.FixedLossScaleManager(64)
+    inner = make()
+    optimizer = ignored(enable, inner, scale, dtype="float16")
+    assert type(optimizer) is wrapper
     assert optimizer.inner_optimizer is inner
     assert float(optimizer.loss_scale()) == 64
     disable()
-    inner = make_optimizer(name)
-    assert enable(inner, dtype="bfloat16") is inner
-
-
-@needs_bfloat16_rewrite
-def test_an_optimizer_of_tensorflow_1_is_wrapped_for_float16_only():
-    inner = sgd()
-    manager = keras_mp.compat.v1.FixedLossScaleManager(64)
-    optimizer = ignored(enable, inner, manager, dtype="float16")
-    assert type(optimizer) is keras_mp.compat.v1.LossScaleOptimizer
-    assert optimizer.inner_optimizer is inner
-    assert float(optimizer.loss_scale()) == 64
-    disable()
-    inner = sgd()
+    inner = make()
     assert enable(inner, dtype="bfloat16") is inner
 
 
@@ -73,26 +71,22 @@ def test_an_optimizer_of_tensorflow_1_is_wrapped_for_float16_only():
 
 def chosen(monkeypatch, policy, gpus=(), takes_float16=False):
     monkeypatch.setattr(hardware, "best_policy", lambda: policy)
-    monkeypatch.setattr(cpu, "takes_rewrite", lambda dtype: takes_float16 or dtype == "bfloat16")
+    monkeypatch.setattr(
+        "keras_mp.support.cpu.takes_rewrite", lambda dtype: takes_float16 or dtype == "bfloat16"
+    )
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind=None: list(gpus))
     enable(K.optimizers.SGD())
-    dtype = passes.enabled_dtype()
+    [dtype] = passes_that_are_on()
     disable()
     return dtype
 
 
-@needs_bfloat16_rewrite
-def test_bfloat16_is_chosen_where_it_is_fast(monkeypatch):
-    assert chosen(monkeypatch, "mixed_bfloat16") == "bfloat16"
-
-
-def test_float16_is_chosen_where_a_cpu_has_units_for_it(monkeypatch):
+def test_what_is_fast_is_chosen(monkeypatch):
     assert chosen(monkeypatch, "float32", takes_float16=True) == "float16"
-
-
-def test_where_nothing_is_fast_graphs_stay_and_that_is_said(monkeypatch):
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="will leave graphs in float32"):
         assert chosen(monkeypatch, "float32") == "float16"
+    if TAKES_BFLOAT16_REWRITE:
+        assert chosen(monkeypatch, "mixed_bfloat16") == "bfloat16"
 
 
 @needs_bfloat16_rewrite
@@ -100,7 +94,6 @@ def test_float16_is_chosen_on_a_gpu_and_bfloat16_does_not_reach_it(monkeypatch):
     monkeypatch.setattr(hardware, "why_slow", lambda dtype: None)
     monkeypatch.setattr(hardware, "warn_if_slow", lambda dtype=None: None)
     assert chosen(monkeypatch, "mixed_bfloat16", gpus=["GPU"]) == "float16"
-    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind=None: ["GPU"])
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="on CPUs only"):
         enable(K.optimizers.SGD(), dtype="bfloat16")
 
@@ -109,10 +102,10 @@ def test_float16_is_chosen_on_a_gpu_and_bfloat16_does_not_reach_it(monkeypatch):
 
 
 def refused(optimizer, match, error=ValueError, **kwargs):
-    before = passes.enabled_dtype()
+    before = passes_that_are_on()
     with pytest.raises(error, match=match):
         enable(optimizer, **{"dtype": "bfloat16", **kwargs})
-    assert passes.enabled_dtype() == before
+    assert passes_that_are_on() == before
 
 
 def test_a_mixed_policy_before():
@@ -158,17 +151,37 @@ def test_a_second_rewrite():
     refused(K.optimizers.SGD(), "wrap a second optimizer with keras_mp.LossScaleOptimizer")
 
 
-def test_a_rewrite_by_tensorflow_s_own_function():
-    V1.mixed_precision.enable_mixed_precision_graph_rewrite(sgd())
+@contextlib.contextmanager
+def turned_on_by_tensorflow(how):
+    """Turns the rewrite on without keras_mp, by TensorFlow 1's function or by the pass's name."""
+    of_v1 = V1.mixed_precision
+    if how == "by tf.compat.v1.mixed_precision.enable":
+        turn_on, turn_off = (
+            lambda: of_v1.enable_mixed_precision_graph_rewrite(sgd()),
+            of_v1.disable_mixed_precision_graph_rewrite,
+        )
+    else:
+        set_options = tf.config.optimizer.set_experimental_options
+        turn_on, turn_off = (
+            lambda is_on=is_on: set_options({PASSES[how]: is_on}) for is_on in (True, False)
+        )
+    turn_on()
     try:
-        refused(sgd(), "already, by tf.compat.v1.mixed_precision.enable")
+        yield
     finally:
-        V1.mixed_precision.disable_mixed_precision_graph_rewrite()
-    tf.config.optimizer.set_experimental_options({"auto_mixed_precision": True})
-    try:
-        refused(sgd(), "already, by tf.config.optimizer")
-    finally:
-        tf.config.optimizer.set_experimental_options({"auto_mixed_precision": False})
+        turn_off()
+
+
+@pytest.mark.parametrize("how", ["by tf.compat.v1.mixed_precision.enable", *PASSES])
+def test_what_a_program_has_turned_on_itself_is_refused_and_stays_on(how):
+    with turned_on_by_tensorflow(how):
+        before = passes_that_are_on(), IN_SESSIONS()
+        by = how if how not in PASSES else f"by tf.config.optimizer.*{PASSES[how]}"
+        refused(sgd(), f"already, {by}")
+        with pytest.warns(keras_mp.MixedPrecisionWarning, match=f"rewritten {by}.*still will be"):
+            disable()
+        assert (passes_that_are_on(), IN_SESSIONS()) == before
+        assert any(before)
 
 
 @pytest.mark.parametrize(
@@ -210,32 +223,6 @@ def test_turning_off_what_is_not_on_is_said():
         disable()
 
 
-@pytest.mark.parametrize("dtype", passes.PASSES)
-def test_what_a_program_has_turned_on_itself_stays_on(dtype):
-    name = passes.PASSES[dtype]
-    tf.config.optimizer.set_experimental_options({name: True})
-    try:
-        with pytest.warns(keras_mp.MixedPrecisionWarning, match=f"rewritten by .*{name}"):
-            disable()
-        assert tf.config.optimizer.get_experimental_options()[name]
-    finally:
-        tf.config.optimizer.set_experimental_options({name: False})
-
-
-@once
-def test_what_tensorflows_own_function_has_turned_on_stays_on():
-    mixed_precision = tf.compat.v1.mixed_precision
-    optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.1)
-    mixed_precision.enable_mixed_precision_graph_rewrite(optimizer)
-    try:
-        with pytest.warns(keras_mp.MixedPrecisionWarning, match=r"tf\.compat\.v1.*still will be"):
-            disable()
-        assert tf.config.optimizer.get_experimental_options()["auto_mixed_precision"]
-        assert IN_SESSIONS()
-    finally:
-        mixed_precision.disable_mixed_precision_graph_rewrite()
-
-
 # What the rewrite does not reach.
 
 
@@ -246,17 +233,13 @@ def small_model(**kwargs):
 
 
 @needs_bfloat16_rewrite
-def test_a_model_that_xla_compiles():
+@pytest.mark.parametrize(
+    ("how", "why"), [("jit_compile", "which XLA compiles"), ("run_eagerly", "which runs eagerly")]
+)
+def test_a_model_without_graphs_of_tensorflow(how, why):
     enable(K.optimizers.SGD(), dtype="bfloat16")
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="which XLA compiles"):
-        small_model(jit_compile=True)
-
-
-@needs_bfloat16_rewrite
-def test_a_model_that_runs_eagerly():
-    enable(K.optimizers.SGD(), dtype="bfloat16")
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="which runs eagerly"):
-        small_model(run_eagerly=True)
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match=why):
+        small_model(**{how: True})
 
 
 def test_a_step_that_xla_compiles():
@@ -382,14 +365,6 @@ def test_what_fit_would_run_on_a_gpu():
     assert found["float16"]["MatMul"] == report.by_dtype()["float16"]["MatMul"]
 
 
-@needs_bfloat16_rewrite
-def test_a_function_that_xla_compiles():
-    enable(K.optimizers.SGD(), dtype="bfloat16")
-    product = tf.function(lambda x: tf.matmul(x, x), jit_compile=True)
-    [matmul, *_] = graph_rewrite.report(product, tf.ones([4, 4])).operations
-    assert matmul.why == "XLA compiles it"
-
-
 # Sessions.
 
 
@@ -426,14 +401,13 @@ def test_sessions_are_rewritten_by_the_config():
     "dtype", ["float16", pytest.param("bfloat16", marks=needs_bfloat16_rewrite)]
 )
 def test_one_pass_is_on_and_a_config_for_sessions_has_it_and_all_else(dtype):
-    name = passes.PASSES[dtype]
+    name = PASSES[dtype]
     given = V1.ConfigProto(allow_soft_placement=True)
     given.graph_options.rewrite_options.remapping = 2
     tf.config.optimizer.set_experimental_options({"min_graph_nodes": 7})
     ignored(enable, sgd(), dtype=dtype)
     try:
-        options = tf.config.optimizer.get_experimental_options()
-        assert {each for each in passes.PASSES.values() if options.get(each)} == {name}
+        assert passes_that_are_on() == [dtype]
         assert IN_SESSIONS() == (dtype == "float16")
         config = graph_rewrite.session_config(given)
         rewriter = config.graph_options.rewrite_options
@@ -445,14 +419,14 @@ def test_one_pass_is_on_and_a_config_for_sessions_has_it_and_all_else(dtype):
     finally:
         tf.config.optimizer.set_experimental_options({"min_graph_nodes": 0})
         disable()
-    assert not tf.config.optimizer.get_experimental_options().get(name)
+    assert not passes_that_are_on()
     assert not IN_SESSIONS()
 
 
 @needs_bfloat16_rewrite
 def test_what_tensorflow_turns_off_is_off():
     enable(K.optimizers.SGD(), dtype="bfloat16")
-    tf.config.optimizer.set_experimental_options({passes.PASSES["bfloat16"]: False})
+    tf.config.optimizer.set_experimental_options({PASSES["bfloat16"]: False})
     keras_mp.set_global_policy("mixed_bfloat16")
 
 
@@ -485,17 +459,6 @@ def test_lists_are_changed_before_and_not_while_it_is_on():
     finally:
         graph_rewrite.change_op_lists()
     assert "Sum" in graph_rewrite.op_lists()["deny"]  # those for float16
-
-
-def test_wrong_lists():
-    with pytest.raises(ValueError, match=r"\['Matmul'\]"):
-        graph_rewrite.change_op_lists(deny=["Matmul"])
-    with pytest.raises(ValueError, match=r"each once. Received: \['MatMul'\]"):
-        graph_rewrite.change_op_lists(deny=["MatMul"], allow=["MatMul", "Tanh"])
-    with pytest.raises(TypeError, match="must be a list of names"):
-        graph_rewrite.change_op_lists(deny="MatMul")
-    with pytest.raises(ValueError, match="Received: dtype='float32'"):
-        graph_rewrite.op_lists("float32")
 
 
 # Sums.
@@ -533,16 +496,12 @@ def test_the_gradient_of_a_bias_does_not_stop_at_256():
     assert "BiasAddGrad" in graph_rewrite.op_lists("bfloat16")["infer"]
 
 
-def test_the_adapter_knows_no_optimizer_of_tensorflow_1():
-    assert keras_api.optimizer_adapter(sgd()) is None
-
-
 @pytest.mark.parametrize(
     ("flags", "onednn"), [("avx512f", "0"), ("avx2 fma", "1")], ids=["no oneDNN", "no AVX512"]
 )
 @pytest.mark.parametrize("sums_are_wide", [True, False])
 def test_bfloat16_on_cpus_that_do_not_take_it(monkeypatch, flags, onednn, sums_are_wide):
-    monkeypatch.setattr(cpu, "flags", lambda: set(flags.split()))
+    monkeypatch.setattr("keras_mp.support.cpu.flags", lambda: set(flags.split()))
     monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", onednn)
     keras_mp.enable_float32_sums(sums_are_wide)
     try:
@@ -554,7 +513,7 @@ def test_bfloat16_on_cpus_that_do_not_take_it(monkeypatch, flags, onednn, sums_a
         graph_rewrite.op_lists("bfloat16")
 
 
-@pytest.mark.skipif(cpu.takes_rewrite("bfloat16"), reason="TensorFlow rewrites graphs on this CPU.")
+@pytest.mark.skipif(TAKES_BFLOAT16_REWRITE, reason="TensorFlow rewrites graphs on this CPU.")
 def test_a_report_on_a_cpu_that_leaves_graphs_as_they_are():
     ignored(enable, K.optimizers.SGD(), dtype="bfloat16")
     report = graph_rewrite.report(tf.function(lambda x: tf.exp(x @ x)), tf.ones([8, 8]))

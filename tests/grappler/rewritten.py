@@ -27,6 +27,14 @@ def tolerance(report: reports.RewriteReport) -> float:
     return 2 * 2 * 2.0**-11 * sum(report.by_dtype()["float16"].values()) ** 0.5
 
 
+def placed(concrete: Any) -> dict[str, str]:
+    """What kind of device runs the types of operations of a concrete function, with a GPU."""
+    graph = reports.of_function(concrete)
+    nodes = optimize._placed(graph).graph_def.node
+    assert not any(node.device for node in graph.graph_def.node)  # It stays as it is.
+    return {node.op: node.device.split(":")[-2] for node in nodes}
+
+
 def of_function(concrete: Any, device: str) -> Any:
     """Rewrites the graph of a concrete function.
 

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from keras_mp.grappler import passes
-from keras_mp.grappler import report as reports
+import keras_mp
+from keras_mp import graph_rewrite
 from tests.common import needs_bfloat16_rewrite, once
 
 pytestmark = [once, needs_bfloat16_rewrite]
@@ -15,17 +15,17 @@ pytestmark = [once, needs_bfloat16_rewrite]
 X = tf.constant(tf.reshape(tf.range(64.0) / 64, [8, 8]))
 
 
-@pytest.fixture(autouse=True)
+def rewrite():
+    keras_mp.enable_mixed_precision_graph_rewrite(tf.keras.optimizers.SGD(), dtype="bfloat16")
+
+
+@pytest.fixture
 def rewriting():
-    passes.turn_on("bfloat16")
-    yield
-    passes.turn_off()
+    rewrite()
 
 
 def report(function, *args):
-    concrete = tf.function(function).get_concrete_function(*args)
-    compiled = reports.is_compiled(concrete)
-    return reports.report(reports.of_function(concrete), "f", "bfloat16", compiled)
+    return graph_rewrite.report(tf.function(function), *args)
 
 
 def whys(result):
@@ -47,33 +47,24 @@ def step(x):
     return loss
 
 
-def test_it_is_the_graph_that_runs():
-    found = Counter((each.op, each.dtype) for each in report(step, X).operations)
+def test_it_is_the_graph_that_runs(rewriting):
     before = WEIGHT.numpy()
+    found = Counter((each.op, each.dtype) for each in report(step, X).operations)
+    assert (WEIGHT.numpy() == before).all()  # A report runs nothing.
     with context.collect_graphs() as graphs:
         tf.function(step)(X)
     assert (WEIGHT.numpy() != before).any()
-    nodes = [node for graph in graphs for node in graph.node]
-    ran = Counter(
-        (node.op, "bfloat16" if "bfloat16" in dtypes else dtypes[0])
-        for node, dtypes in reports._computations(nodes)
-        if not node.name.endswith(reports._SUFFIX)
-    )
     assert found["MatMul", "bfloat16"] == 8
     # Grappler takes constants that two places share from either.
     kinds = {"MatMul", "Relu", "ReluGrad", "Tanh", "LogSoftmax", "Exp", "AssignSubVariableOp"}
-    assert {key: n for key, n in found.items() if key[0] in kinds} == {
-        key: n for key, n in ran.items() if key[0] in kinds
-    }
+    ran = Counter()
+    for node in (node for graph in graphs for node in graph.node if node.op in kinds):
+        dtype = node.attr["T" if "T" in node.attr else "dtype"].type
+        ran[node.op, tf.as_dtype(dtype).name] += 1
+    assert {key: n for key, n in found.items() if key[0] in kinds} == ran
 
 
-def test_a_report_runs_nothing():
-    before = WEIGHT.numpy()
-    report(step, X)
-    assert (WEIGHT.numpy() == before).all()
-
-
-def test_why_operations_stay_in_float32():
+def test_why_operations_stay_in_float32(rewriting):
     def function(x):
         denied = tf.exp(tf.matmul(x, x))
         after = tf.tanh(denied) * 2.0
@@ -90,23 +81,24 @@ def test_why_operations_stay_in_float32():
     assert "MatMul" not in found
 
 
-def test_what_has_no_kernel(monkeypatch):
-    lists = reports.op_lists.read("bfloat16")
-    changed = {**lists, "infer": lists["infer"] | {"Betainc"}}
-    monkeypatch.setattr(reports.op_lists, "read", lambda dtype: changed)
-    assert whys(report(lambda x: tf.math.betainc(x, x, x), X))["Betainc"] == "no bfloat16 kernel"
-
-
-def test_what_is_kept_for_its_sum():
-    reports.op_lists.keep_out(["Tanh", "BiasAddGrad"])
+def test_what_has_no_kernel():
+    graph_rewrite.change_op_lists(infer=["Betainc"])
     try:
-        found = whys(report(lambda x: tf.matmul(tf.tanh(tf.matmul(x, x)), x), X))
+        rewrite()
+        assert whys(report(tf.math.betainc, X, X, X))["Betainc"] == "no bfloat16 kernel"
+        keras_mp.disable_mixed_precision_graph_rewrite()
     finally:
-        reports.op_lists.keep_out([])
+        graph_rewrite.change_op_lists()
+
+
+def test_what_is_kept_for_its_sum(monkeypatch):
+    monkeypatch.setattr(graph_rewrite, "_with_wrong_sums", lambda dtype: {"Tanh", "BiasAddGrad"})
+    rewrite()
+    found = whys(report(lambda x: tf.matmul(tf.tanh(tf.matmul(x, x)), x), X))
     assert found["Tanh"] == "kept for its sum"
 
 
-def test_casts_and_what_was_in_16_bits_before():
+def test_casts_and_what_was_in_16_bits_before(rewriting):
     def function(x):
         half = tf.matmul(tf.cast(x, tf.bfloat16), tf.cast(x, tf.bfloat16))
         return tf.exp(tf.matmul(x, 2.0 * x)), half
@@ -117,39 +109,32 @@ def test_casts_and_what_was_in_16_bits_before():
     assert found.casts == {"bfloat16": 2, "float32": 1}
 
 
-def test_what_xla_compiles_is_not_rewritten():
+def test_what_xla_compiles_is_not_rewritten(rewriting):
     called = tf.function(lambda x: tf.tanh(tf.matmul(x, x)))
     inner = tf.function(lambda x: tf.matmul(called(x), x), jit_compile=True)
-
-    def outer(x):
-        return inner(tf.matmul(x, x))
-
-    found = report(outer, X)
-    assert {(each.op, each.why) for each in found.operations if each.op == "MatMul"} == {
-        ("MatMul", ""),
-        ("MatMul", "XLA compiles it"),
-    }
-    concrete = inner.get_concrete_function(X)
-    assert reports.is_compiled(concrete)
-    found = reports.report(reports.of_function(concrete), "inner", "bfloat16", compiled=True)
+    found = report(lambda x: inner(tf.matmul(x, x)), X)
+    assert {each.why for each in found.operations if each.op == "MatMul"} == {"", "XLA compiles it"}
+    found = graph_rewrite.report(inner, X)
     assert set(whys(found).values()) == {"XLA compiles it"}
     assert found.casts == {"bfloat16": 0, "float32": 0}
 
 
-def test_fetches_of_a_session():
+def test_fetches_of_a_session(rewriting):
     with tf.Graph().as_default():
         x = tf.compat.v1.placeholder(tf.float32, [8, 8])
         w = tf.compat.v1.get_variable("w", [8, 8])
         loss = tf.reduce_mean(tf.matmul(tf.nn.relu(tf.matmul(x, w)), w))
         train = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss)
-        found = reports.report(reports.of_fetches([train, loss]), "train", "bfloat16")
+        found = graph_rewrite.report([train, loss])
     assert found.by_dtype()["bfloat16"]["MatMul"] == 5
     assert "ResourceApplyGradientDescent" in whys(found)
 
 
-def test_the_table():
-    found = report(lambda x: tf.exp(tf.tanh(tf.matmul(x, x))) + tf.sqrt(x), X)
-    head, _, columns, *rows = str(found).splitlines()
+def test_the_table(rewriting):
+    def f(x):
+        return tf.exp(tf.tanh(tf.matmul(x, x))) + tf.sqrt(x)
+
+    head, _, columns, *rows = str(report(f, X)).splitlines()
     assert head.startswith("Graph rewrite of f: 2 of 5 floating-point operations compute in bf")
     assert head.endswith("Casts put in: 1 to bfloat16, 1 to float32")
     assert columns.split() == ["operation", "bfloat16", "others", "why", "not"]
@@ -158,14 +143,14 @@ def test_the_table():
     assert max(map(len, rows)) < 100
 
 
-def test_a_small_tensor_from_outside():
+def test_a_small_tensor_from_outside(rewriting):
     """TensorFlow passes it as an argument, though the graph has a constant in its place."""
     ids = tf.constant([0, 1])
     found = report(lambda x: tf.gather(tf.matmul(x, x), ids), X)
     assert found.by_dtype()["bfloat16"]["MatMul"] == 1
 
 
-def test_an_empty_graph():
+def test_an_empty_graph(rewriting):
     found = report(lambda: tf.constant(1.0))
     assert found.by_dtype() in ({}, {"float32": {"Identity": 1}})
     assert str(found)
