@@ -1,4 +1,4 @@
-"""Pictures of the loss scale."""
+"""Pictures of the loss scale, and of its window."""
 
 import pathlib
 import re
@@ -12,6 +12,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import plots
 from tests.common import once
+from tests.numerics.test_reports import report, row
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
@@ -36,6 +37,11 @@ def close_figures():
 
 def lines(ax):
     return {line.get_label(): [tuple(point) for point in line.get_xydata()] for line in ax.lines}
+
+
+def drawn(ax):
+    """What is drawn, by its name."""
+    return {line.get_label(): list(line.get_ydata()) for line in ax.lines}
 
 
 def numbers(ax):
@@ -114,12 +120,11 @@ def test_what_fit_leaves_behind():
     assert ax.get_title() == "Loss scale (skipped steps: 1)"
 
 
-def test_axes_of_the_users_own(tmp_path):
+def test_axes_of_the_users_own():
     figure, axes = plt.subplots(2)
     assert plots.loss_scale(EVERY_STEP, axes[1]) is axes[1]
     assert plots.loss_scale(EVERY_STEP, ax=axes[0]) is axes[0]
     assert plt.get_fignums() == [figure.number]
-    figure.savefig(tmp_path / "picture.png")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +141,30 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match=r'pip install "keras-mp\[tutorials\]"'):
         plots.loss_scale(EVERY_STEP)
+    with pytest.raises(ImportError, match="numerics.watch needs matplotlib: pip install"):
+        window([report(row())])
+
+
+def window(reports, **how):
+    watching = keras_mp.numerics.watch()
+    watching.history += reports
+    ax = watching.plot(**how)
+    ax.figure.canvas.draw()
+    return ax
+
+
+@once
+def test_the_window_and_the_path_of_the_scale_through_it():
+    reports = [report(row(), step=10, loss_scale=64.0), report(row(), step=20, loss_scale=128.0)]
+    seen = drawn(window(reports))
+    assert (seen["too small below"], seen["overflows above"]) == ([6, 6], [15, 15])
+    assert seen["loss scale"] == [6, 7]
+    history = {"step": [0, 5, 20], "loss_scale": [4.0, 8.0, 16.0]}
+    assert drawn(window(reports, history=history))["loss scale"] == [2, 3, 4]
+    nothing = report(row(values=[0.0]), step=30)
+    assert drawn(window([*reports, nothing]))["too small below"] == [6, 6, 4]
+    with pytest.raises(ValueError, match="at least one report"):
+        window([])
 
 
 @once

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import keras_mp
-from keras_mp.numerics import NotFiniteError, check, profile, watch
+from keras_mp import numerics
 from tests.common import once
+from tests.numerics.tools import dense, sequential
 
 pytestmark = once
 L = tf.keras.layers
@@ -27,28 +27,25 @@ class Quantized(L.Layer):
         return tf.cast(tf.reshape(tf.cast(x, self.to), [-1, 24]), x.dtype)
 
 
-def quantized(to, policy, **kwargs):
-    with keras_mp.policy_scope(policy):
-        model = tf.keras.Sequential([tf.keras.Input([24]), Quantized(to, **kwargs), L.Dense(4)])
-        model.compile("sgd", "mse")
-    return model
+def quantized(to, policy):
+    return sequential(lambda: Quantized(to), dense(4), shape=[24], policy=policy)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_an_overflow_of_8_bits_is_named_by_check_and_by_watch(policy):
     model = quantized("float8_e4m3fn", policy)
-    first = check(model, (1000 * X, Y)).findings[0]
+    first = numerics.check(model, (1000 * X, Y)).findings[0]
     assert (first.hazard, first.where) == ("an overflow in the forward pass", "quantized")
     assert "the largest float8_e4m3fn is 448" in first.why
-    with pytest.raises(NotFiniteError, match="Cast in quantized"), watch(model):
+    with pytest.raises(numerics.NotFiniteError, match="Cast in quantized"), numerics.watch(model):
         model.fit(1000 * X, Y, verbose=0)
 
 
 @pytest.mark.parametrize("to", DTYPES)
 def test_it_is_watched_and_profiled(to):
     model = quantized(to, "mixed_float16")
-    watching = watch(model, every=1, output_gradients=True)
+    watching = numerics.watch(model, every=1, output_gradients=True)
     with watching:
         model.fit(X, Y, verbose=0, callbacks=[watching])
     assert watching.report()["output", "quantized"].histogram.total == X.size
-    assert profile(model, (X, Y), steps=0).census.traced.work()
+    assert numerics.profile(model, (X, Y), steps=0).census.traced.work()

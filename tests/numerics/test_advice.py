@@ -1,26 +1,17 @@
 """Advice: it follows from the numbers, and a model that takes it loses nothing."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics import Report
-from keras_mp.numerics.histogram import Histogram
-from keras_mp.numerics.report import Row, advise
 from tests.common import Times, once
 from tests.numerics.test_reports import report, row
-from tests.numerics.tools import Norm, both
+from tests.numerics.tools import Norm, advise, both, sequential
 
 K = tf.keras
-
-
-@once
-def test_a_healthy_model_is_told_nothing():
-    advice = advise(report(row(values=[2.0**-30, 1.0]), row("output", "a", values=[100.0])))
-    assert advice == ([], {}, None)
-    assert str(advice) == "Nothing is lost."
-    assert advise(report(row(dtype="bfloat16")), "bfloat16").sentences == []
 
 
 @once
@@ -105,86 +96,52 @@ def test_what_it_does_not_take():
         advise(report(), tolerance=5)
 
 
-def model_with_a_mask():
-    """A mask of -1e9, in which all of one row is masked, as where a sequence is empty."""
-    inputs, mask = K.Input([6]), K.Input([6])
-    scores = K.layers.Dense(6, name="scores")(inputs)
-    far = Times(-1e9, name="far")(mask)
-    masked = K.layers.Add(name="masked")([scores, far])
-    weights = K.layers.Softmax(name="weights")(masked)
-    return K.Model([inputs, mask], K.layers.Dense(1, dtype="float32", name="head")(weights))
-
-
-@once
-def test_a_model_that_takes_it_loses_nothing():
-    rng = np.random.default_rng(0)
-    mask = (rng.random([8, 6]) < 0.3).astype(np.float32)
-    mask[0] = 1
-    x, y = [rng.normal(size=[8, 6]).astype(np.float32), mask], np.ones([8, 1], np.float32)
-    with keras_mp.policy_scope("mixed_float16"):
-        mixed = model_with_a_mask()
-        mixed.compile("sgd", squares)
-    expected = keras_mp.convert(mixed, "float32")(x)
-    advised = set()
-    for _ in range(4):
-        advice = keras_mp.numerics.check(mixed, (x, y)).advice()
-        if not advice.policies:
-            break
-        advised |= set(advice.policies)
-        mixed = keras_mp.convert(mixed, advice.policies)
-        mixed.compile("sgd", squares)
-    assert advised <= {"far", "masked", "weights"}
-    assert "masked" in advised
-    assert not keras_mp.numerics.check(mixed, (x, y)).findings
-    assert mixed.get_layer("scores").compute_dtype == "float16"
-    np.testing.assert_allclose(mixed(x), expected, rtol=1e-2, atol=1e-2)
-
-
-def mixed_sequential(*layers, policy="mixed_float16"):
-    K.utils.set_random_seed(0)
-    head = K.layers.Dense(1, dtype="float32", name="head")
-    model = K.Sequential([*layers, head])
-    return keras_mp.convert(model, policy)
+HEAD = functools.partial(K.layers.Dense, 1, dtype="float32", name="head")
 
 
 def squares(y, predictions):
     return tf.reduce_mean((tf.cast(predictions, tf.float32) - y) ** 2)
 
 
+def of_a_run(*rows, loss_scale=2.0**15):
+    return report(*rows, step=0, counted=1, loss_scale=loss_scale)
+
+
 def test_rounding_noise_is_no_reason_for_advice():
     rng = np.random.default_rng(0)
     before = K.layers.Dense(8, name="before")  # whose bias the normalization takes away
     normalization = K.layers.BatchNormalization(name="normalization")
-    model = mixed_sequential(K.Input([4]), before, normalization)
+    model = sequential(before, normalization, HEAD(), shape=[4], loss=None)
     x, y = (rng.normal(size=[16, n]).astype(np.float32) for n in (4, 1))
     small = lambda y, predictions: squares(y, predictions) * 2.0**-14  # noqa: E731
-    _, found = both(model, x, y, loss=small)
+    _, found = both(model, x, y, policy="mixed_float16", loss=small)
     assert found.noise == {("gradient", "before/bias")}
     assert advise(found) == ([], {}, None)
+    assert str(advise(found)) == "Nothing is lost."
     # Were it taken for a gradient, it would be lost.
     rows = [row._replace(is_noise=False, lost=1.0) for row in found.rows]
-    assert advise(Report(rows, step=0, counted=1, loss_scale=2.0**15)).sentences
+    assert advise(of_a_run(*rows)).sentences
 
 
 @once
 def test_what_a_run_has_not_lost_is_no_reason_for_advice():
-    rows = [row(values=[2.0**-45] * 8, lost=0.0, is_noise=False)]
-    assert advise(Report(rows, step=0, counted=1, loss_scale=2.0**15)) == ([], {}, None)
-    lossy = Report([rows[0]._replace(lost=0.5)], step=0, counted=1, loss_scale=2.0**15)
+    sound = row(values=[2.0**-45] * 8, lost=0.0, is_noise=False)
+    assert advise(of_a_run(sound)) == ([], {}, None)
+    lossy = of_a_run(sound._replace(lost=0.5))
     assert advise(lossy).loss_scale > 2.0**20
     assert "in the batch" in advise(lossy).sentences[0]
 
 
 @once
 def test_what_is_lost_inside_of_a_layer_narrows_the_window():
-    rows = [row(values=[1.0] * 8, lost=0.5, is_noise=False)]
+    lossy = row(values=[1.0] * 8, lost=0.5, is_noise=False)
     # At 2^4, in whose window it is, a run has lost half of it.
-    advice = advise(Report(rows, step=0, counted=1, loss_scale=2.0**4))
-    assert advice.loss_scale > 2.0**4
+    assert advise(of_a_run(lossy, loss_scale=2.0**4)).loss_scale > 2.0**4
 
 
 def test_an_output_that_becomes_zero_is_lost():
-    model = mixed_sequential(K.Input([8]), Times(300.0, name="large"), Norm(name="norm"))
+    layers = lambda: Times(300.0, name="large"), lambda: Norm(name="norm"), HEAD
+    model = sequential(*layers, policy="mixed_float16", loss=None)
     x = np.random.default_rng(0).uniform(1, 2, size=[96, 8]).astype(np.float32)
     batch = x, np.ones([96, 1], np.float32)
     checked = keras_mp.numerics.check(model, batch, loss=squares)
@@ -234,24 +191,18 @@ def test_rounding_noise_of_float32_does_not_narrow_the_window_of_a_report():
 
 
 def test_a_small_gradient_that_may_be_noise_is_no_loss_that_goes_unsaid():
-    histograms = {"kernel": Histogram.of(np.float32([1.0] * 8))}
-    histograms["bias"] = Histogram.of(np.float32([2.0**-26] * 8))
-    rows = [Row("gradient", f"dense/{name}", "float16", each) for name, each in histograms.items()]
-    advice = advise(Report(rows, step=10, counted=10, loss_scale=1.0))
+    rows = row(values=[1.0] * 8), row(path="dense/bias", values=[2.0**-26] * 8)
+    advice = advise(report(*rows, loss_scale=1.0))
     assert len(advice.sentences) == 1
     assert "`dense/bias` is below float16" in advice.sentences[0]
     assert "check" in advice.sentences[0]
-    assert not advise(Report(rows, step=10, counted=10, loss_scale=2.0**15)).sentences
+    assert not advise(report(*rows, loss_scale=2.0**15)).sentences
 
 
 @once
 def test_infinity_that_a_softmax_takes_is_no_loss():
-    inputs = K.Input([6])
-    with keras_mp.policy_scope("mixed_float16"):
-        far = Times(-1e9, name="far", dtype="float32")(inputs)
-        weights = K.layers.Softmax(name="weights")(far)
-        model = K.Model(inputs, K.layers.Dense(1, dtype="float32", name="head")(weights))
-        model.compile("sgd", squares)
+    far, softmax = Times(-1e9, name="far", dtype="float32"), K.layers.Softmax
+    model = sequential(far, softmax, HEAD, shape=[6], policy="mixed_float16", loss=squares)
     x = np.float32(np.arange(48).reshape([8, 6]) % 6 > 2)
     checked = keras_mp.numerics.check(model, (x, np.ones([8, 1], np.float32)))
     assert (checked.findings, checked.advice().policies) == ((), {})

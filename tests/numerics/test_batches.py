@@ -5,33 +5,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics import batches
 from tests.common import Times, once
-
-
-@once
-def test_inputs_without_values():
-    model = tf.keras.Model()
-    inputs = {"a": tf.ones([2, 1]), "scalar": tf.constant(1.0), "none": None}
-    assert batches.as_fit_takes_it(model, inputs).x.keys() == inputs.keys()
-    for empty in (tf.ones([0, 3]), tf.ones([3, 0]), tf.RaggedTensor.from_row_lengths([], [])):
-        with pytest.raises(ValueError, match="values in it. Received: x of the shape"):
-            batches.as_fit_takes_it(model, [tf.ones([2]), empty])
-
-
-@once
-def test_the_reason_of_an_error():
-    def function(x):
-        return tf.reshape(x, [3, 2]) @ tf.ones([3, 1])
-
-    for run in (function, tf.function(function), tf.function(tf.function(function))):
-        with pytest.raises((ValueError, tf.errors.InvalidArgumentError)) as raised:
-            run(tf.ones([6]))
-        reason = batches.reason(raised.value)
-        assert "\n" not in reason
-        assert "must be equal" in reason or "Matrix size-incompatible" in reason
-    assert batches.reason(ValueError("")) == ""
-
+from tests.numerics.tools import batches, dense, sequential
 
 K = tf.keras
 
@@ -48,7 +23,8 @@ class Pairs(K.utils.Sequence):
 def test_what_are_several_batches():
     model = mixed_model()
     x, y = np.ones([4, 2]), np.zeros([4, 1])
-    for one in (x, (x, y), [x], {"a": x}, tf.ones([2])):
+    inputs = {"a": x, "scalar": tf.constant(1.0), "none": None}
+    for one in (x, (x, y), [x], {"a": x}, (inputs, y), tf.ones([2])):
         assert len(batches.listed(model, one)) == 1
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
     for several, shapes in (
@@ -67,22 +43,14 @@ def test_what_are_several_batches():
         batches.listed(model, iter(()))
 
 
-def mixed_model():
+def mixed_model(policy=None):
     """A layer that overflows where numbers are large."""
-    model = K.Sequential(
-        [
-            K.Input([2]),
-            Times(1000.0, name="large"),
-            K.layers.Dense(1, name="dense"),
-        ],
-        name="model",
-    )
-    model.compile("sgd", "mse")
-    return model
+    layers = lambda: Times(1000.0, name="large"), dense(1, name="dense")
+    return sequential(*layers, shape=[2], policy=policy, name="model")
 
 
 def test_what_is_no_batch():
-    model = mixed_model()
+    model = mixed_model("mixed_float16")
     x, y = np.ones([4, 2]), np.zeros([4, 1])
     dataset = tf.data.Dataset.from_tensors((x, y))
     for batch, error, message in (
@@ -91,6 +59,9 @@ def test_what_is_no_batch():
         ((x, y, y, y), ValueError, "a tuple of 4"),
         ([x, y], ValueError, "Received a list of 2. For x and y, pass a tuple"),
         ((x[:0], y[:0]), ValueError, r"values in it. Received: x of the shape \(0, 2\)"),
+        (({"a": x, "b": x[:, :0]}, y), ValueError, "values in it. Received: x of the shape"),
+        ((tf.RaggedTensor.from_row_lengths([], []), y), ValueError, "values in it. Received: x of"),
+        ((x[:, :1], y), ValueError, r"suit the training step of .model.. Received: x of the .*1\)"),
     ):
         for tool in (keras_mp.numerics.check, keras_mp.numerics.profile):
             with pytest.raises(error, match=message):
@@ -102,9 +73,7 @@ def pairs_of(*sizes):
 
 
 def test_check_has_the_worst_of_several_batches():
-    with keras_mp.policy_scope("mixed_float16"):
-        model = mixed_model()
-    model.compile("sgd", "mse")
+    model = mixed_model("mixed_float16")
     found = pairs_of(0.003, 100.0, 0.007)
     checked = keras_mp.numerics.check(model, iter(found))
     each = [keras_mp.numerics.check(model, one) for one in found]

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics import NotFiniteError, check, watch
-from tests.numerics.tools import of_keras
+from keras_mp import numerics
+from tests.numerics.tools import of_keras, sequential
 
 L = tf.keras.layers
 rng = np.random.default_rng(0)
@@ -87,9 +87,7 @@ def optimizer_of(is_cured):
 
 
 def compiled(*layers, optimizer):
-    model = tf.keras.Sequential([tf.keras.Input([8]), *layers, L.Dense(16, "elu"), L.Dense(1)])
-    model.compile(optimizer, "mse")
-    return model
+    return sequential(*layers, L.Dense(16, "elu"), L.Dense(1), optimizer=optimizer)
 
 
 def with_a_mask(is_cured):
@@ -173,10 +171,10 @@ def test_the_first_screen_names_the_cause_and_the_cure_trains(make):
     with keras_mp.policy_scope("mixed_float16"):
         (model, x), (cured, _) = (make(is_cured=each) for each in (False, True))
     if of_watch is not None:
-        with pytest.raises(NotFiniteError) as raised, watch(model):
+        with pytest.raises(numerics.NotFiniteError) as raised, numerics.watch(model):
             fit(model, x, epochs=12)  # so that the loss scale has come down
         assert [part for part in of_watch if part not in str(raised.value)] == [], raised.value
-    found = check(model, (x, Y))
+    found = numerics.check(model, (x, Y))
     first = " ".join(str(found).partition("[2]")[0].split())
     assert cause in first, first
     assert cure in first, first

@@ -7,8 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.__main__ import main
-from keras_mp.numerics import watch
+from tests.numerics.tools import dense, main, saved, sequential
 
 K = tf.keras
 
@@ -16,9 +15,8 @@ K = tf.keras
 @pytest.fixture
 def files(tmp_path):
     """A saved model that predicts a number in 16 bits, and a batch that it cannot express."""
-    with keras_mp.policy_scope(keras_mp.Policy("mixed_bfloat16", model_outputs=None)):
-        model = K.Sequential([K.Input([4]), K.layers.Dense(1)], name="prices")
-        model.compile("sgd", "mse")
+    policy = keras_mp.Policy("mixed_bfloat16", model_outputs=None)
+    model = sequential(dense(1), shape=[4], policy=policy, name="prices")
     model.save(tmp_path / "model.keras")
     labels = np.linspace(1000, 1003, 6, dtype="float32")[:, None]
     np.savez(tmp_path / "bad.npz", x=np.ones([6, 4], "float32"), y=labels)
@@ -38,13 +36,10 @@ def test_the_exit_status(files, capsys):
     assert json.loads(report.read_text())["findings"][0]["hazard"] == "outputs in 16 bits"
 
 
-def test_a_model_that_was_saved_in_float32(files, capsys):
-    model = K.Sequential([K.Input([4]), K.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    model.save(files / "wide.keras")
-    # Float16 does not hold them.
-    np.savez(files / "large.npz", x=np.full([6, 4], 1e6, "float32"), y=np.ones([6, 1]))
-    arguments = ["check", str(files / "wide.keras"), str(files / "large.npz")]
+def test_a_model_that_was_saved_in_float32(tmp_path, capsys):
+    # Float16 does not hold these inputs.
+    batch = {"x": np.full([6, 4], 1e6, "float32"), "y": np.ones([6, 1])}
+    arguments = ["check", *saved(tmp_path, sequential(dense(1), shape=[4]), **batch)]
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "pass policy=" in capsys.readouterr().err
@@ -55,6 +50,7 @@ def test_a_model_that_was_saved_in_float32(files, capsys):
 @pytest.mark.parametrize(("text", "frequency"), [("2", 2), ("epoch", "epoch")])
 def test_a_number_or_a_name(files, text, frequency, monkeypatch):
     made = []
+    watch = keras_mp.numerics.watch
     monkeypatch.setattr(watch, "on_train_begin", lambda self, logs=None: made.append(self))
     model, batch = str(files / "model.keras"), str(files / "good.npz")
     assert main(["watch", model, batch, "--read-freq", text]) == 0

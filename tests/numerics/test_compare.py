@@ -9,13 +9,23 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.__main__ import main
-from keras_mp.numerics import run as running
-from keras_mp.numerics.batches import Batch
-from keras_mp.numerics.records import Distance, apart, array, relative, underflow
-from keras_mp.numerics.run import RandomNumbers
 from tests import common
-from tests.numerics.tools import compare, of_keras
+from tests.numerics.tools import (
+    Distance,
+    RandomNumbers,
+    Runner,
+    apart,
+    array,
+    batches,
+    compare,
+    dense,
+    main,
+    of_keras,
+    of_model,
+    relative,
+    sequential,
+    underflow,
+)
 
 # A number that is made in float16 by way of NumPy is infinite there: a Python number is not.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
@@ -137,18 +147,14 @@ class Planted(L.Layer):
         return shape
 
 
-def small_model(*layers):
-    model = tf.keras.Sequential(
-        [tf.keras.Input([8]), L.Dense(16, "relu"), *layers, L.Dense(3)], name="model"
-    )
-    model.compile("sgd", "mse")
-    return model
+def small_model(*layers, **kwargs):
+    return sequential(dense(16, "relu"), *layers, dense(3), name="model", **kwargs)
 
 
 def model_with(defect):
     """A model whose layer with a defect has Keras's policy: that of keras_mp mends most of them."""
-    with keras_mp.policy_scope("mixed_float16"):
-        return small_model(Planted(defect, name="planted", dtype=of_keras()))
+    planted = Planted(defect, name="planted", dtype=of_keras())
+    return small_model(planted, policy="mixed_float16")
 
 
 def batch(rows=16):
@@ -245,36 +251,6 @@ def test_a_deep_net_in_float16_drifts_and_is_sound():
     assert {layer.own_output for layer in comparison.layers} == {None}
 
 
-@common.once
-def test_a_transformer_is_sound():
-    tokens = tf.keras.Input([6], dtype="int32")
-    x = L.Embedding(20, 8)(tokens)
-    attended = L.MultiHeadAttention(2, 4, dropout=0.1)(x, x, use_causal_mask=True)
-    x = L.LayerNormalization()(x + attended)
-    x = L.Dropout(0.2)(L.Dense(8, "gelu")(x))
-    model = tf.keras.Model(tokens, L.Dense(20, dtype="float32")(x))
-    model.compile("adam", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    ids = np.random.default_rng(0).integers(0, 20, [4, 6])
-    comparison = clean(compare(model, ids, ids, policy="mixed_float16"))
-    assert any(layer.path.count("/") for layer in comparison.layers)  # layers inside of layers
-
-
-@common.once
-def test_a_convolutional_net_is_sound_in_bfloat16():
-    image = tf.keras.Input([8, 8, 3])
-    x = L.BatchNormalization()(L.Conv2D(4, 3, padding="same")(image))
-    x = L.Add()([x, L.Conv2D(4, 3, padding="same")(L.ReLU()(x))])
-    model = tf.keras.Model(image, L.Dense(2)(L.GlobalAveragePooling2D()(x)))
-    values = np.random.default_rng(0).uniform(size=[4, 8, 8, 3])
-    clean(compare(model, values, policy="mixed_bfloat16"))
-
-
-def test_a_recurrent_net_is_sound():
-    model = tf.keras.Sequential([tf.keras.Input([5, 4]), L.LSTM(4, dropout=0.2), L.Dense(1)])
-    values = np.random.default_rng(0).normal(size=[8, 5, 4])
-    clean(compare(model, values, policy="mixed_float16"))
-
-
 def test_both_draw_the_same_numbers():
     model = small_model(L.Dropout(0.5), L.GaussianNoise(0.3))
     comparison = clean(compare(model, *batch(), policy="mixed_float16"))
@@ -283,22 +259,12 @@ def test_both_draw_the_same_numbers():
     numbers = RandomNumbers()
     narrow = keras_mp.convert(model, "mixed_float16")
     calls = [
-        running.Runner(each, Batch(*batch()), running.of_model(), numbers=numbers).run()
+        Runner(each, batches.Batch(*batch()), of_model(), numbers=numbers).run()
         for each in (narrow, model)
     ]
     dropped = [array(run.calls[1].outputs[0]) == 0 for run in calls]
     np.testing.assert_array_equal(*dropped)
     assert 0.6 < dropped[0].mean() < 0.9
-
-
-def test_weights_and_states_are_as_they_were():
-    model = small_model(L.BatchNormalization(), L.Dropout(0.5))
-    before = [variable.numpy() for variable in model.variables]
-    compare(model, *batch(), policy="mixed_float16")
-    for variable, value in zip(model.variables, before, strict=True):
-        np.testing.assert_array_equal(variable.numpy(), value)
-    assert all("call" not in vars(layer) for layer in model.layers)
-    assert not tf.config.functions_run_eagerly()
 
 
 def test_metrics_are_as_they_were():
@@ -381,8 +347,8 @@ def test_the_loss_scale_falls_until_nothing_overflows():
 def large_kernel(*layers, trainable):
     """The gradients of what comes before its last layer overflow in float16 at any loss scale."""
     kernel = tf.keras.initializers.Constant(6e4)
-    dense = L.Dense(1, kernel_initializer=kernel, name="large", trainable=trainable)
-    return tf.keras.Sequential([tf.keras.Input([8]), *layers, dense], name="model")
+    large = L.Dense(1, kernel_initializer=kernel, name="large", trainable=trainable)
+    return sequential(*layers, large, loss=None)
 
 
 def test_gradients_that_training_does_not_compute_do_not_count():
@@ -401,8 +367,7 @@ def test_gradients_that_training_does_not_compute_do_not_count():
 
 @common.once
 def test_weights_in_float16_keep_what_the_loss_scale_has_kept():
-    layers = [tf.keras.Input([8]), L.Dense(1, name="dense", dtype="float16")]
-    model = tf.keras.Sequential(layers, name="model")
+    model = sequential(L.Dense(1, name="dense", dtype="float16"), loss=None)
     x, y = np.full([64, 8], 2.0**-6, np.float32), np.zeros([64, 1], np.float32)
 
     def small(y, prediction):
@@ -458,22 +423,13 @@ def test_json(tmp_path):
     assert read["layers"][1]["own_output"]["units"] == "inf"
 
 
-def test_weights_of_samples():
+def test_a_loss_takes_weights_of_samples_and_computes_in_float32():
     model, (x, y) = small_model(), batch()
-    model.compile("sgd", "mse")
-    weight = np.ones(16, "float32")
-    assert not compare(model, x, y, weight, policy="mixed_float16").findings
-    whole, half = (compare(model, x, y, w, policy="mixed_float16") for w in (weight, weight / 2))
-    assert half.losses[1] == pytest.approx(whole.losses[1] / 2)
-
-
-def test_a_loss_by_name_takes_weights_and_computes_in_float32():
-    model, (x, y) = small_model(), batch()
-    weight = np.full(16, 0.5, "float32")
-    whole, half = (
-        compare(model, x, y, w, policy="mixed_float16", loss="mse") for w in (None, weight)
-    )
-    assert half.losses[1] == pytest.approx(whole.losses[1] / 2)
+    whole, half = np.ones(16, "float32"), np.full(16, 0.5, "float32")
+    for loss, weights in ((None, (whole, half)), ("mse", (None, half))):
+        found = [compare(model, x, y, w, policy="mixed_float16", loss=loss) for w in weights]
+        assert not found[0].findings
+        assert found[1].losses[1] == pytest.approx(found[0].losses[1] / 2)
     # The squares of these errors overflow in float16.
     assert not compare(model, x, y + 300, loss="mse", policy="mixed_float16").findings
 
@@ -481,7 +437,7 @@ def test_a_loss_by_name_takes_weights_and_computes_in_float32():
 @common.once
 def test_shapes_that_depend_on_numbers():
     pick = Planted(lambda x: tf.boolean_mask(x, x[:, 0] > 1), name="planted")
-    model = tf.keras.Sequential([tf.keras.Input([8]), pick, L.Dense(3)])
+    model = sequential(pick, dense(3), loss=None)
     x, _ = batch(rows=64)
     # Noise moves some of them to the other side.
     x[:, 0] = 1 + np.linspace(-0.002, 0.002, 64)
@@ -506,10 +462,8 @@ def test_what_a_step_has_to_be():
 
 def test_the_last_layer_is_named_where_its_gradient_overflows():
     """What it returns does not: the model computes that in float32."""
-    with keras_mp.policy_scope("mixed_float16"):
-        layers = [L.Dense(8, "relu", name="first"), L.Dense(1, name="last")]
-        model = tf.keras.Sequential([tf.keras.Input([8]), *layers])
-        model.compile("sgd", "mse")
+    layers = dense(8, "relu", name="first"), dense(1, name="last")
+    model = sequential(*layers, policy="mixed_float16")
     kernel, bias = model.layers[-1].get_weights()
     model.layers[-1].set_weights([np.full_like(kernel, 3e4), bias])
     comparison = compare(model, batch()[0], np.zeros([16, 1], np.float32))
@@ -529,8 +483,7 @@ def test_nothing_is_said_of_what_is_not_finite():
         assert not compare(model, *bad, policy="mixed_float16").is_judged
     # It handles them.
     keep = Planted(lambda x: tf.where(tf.math.is_nan(x), tf.zeros_like(x), x), name="keep")
-    handling = tf.keras.Sequential([tf.keras.Input([8]), keep, L.Dense(3)])
-    handling.compile("sgd", "mse")
+    handling = sequential(keep, dense(3))
     assert compare(handling, x * math.nan, y, policy="mixed_float16").is_judged
     model.layers[0].set_weights([weight * math.nan for weight in model.layers[0].get_weights()])
     comparison = compare(model, x, y, policy="mixed_float16")
@@ -538,23 +491,12 @@ def test_nothing_is_said_of_what_is_not_finite():
     assert "Nothing can be said" in str(comparison)
 
 
-@common.once
-def test_a_model_without_weights_yet_has_the_dtype_of_its_layers():
-    with keras_mp.policy_scope("mixed_float16"):
-        model = tf.keras.Sequential([L.Dense(2)], name="model")
-        comparison = compare(model, batch()[0])
-    assert comparison.reference == "model in float32"
-
-
 @pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.filterwarnings("ignore::keras_mp.MixedPrecisionWarning")
 def test_layers_in_16_bits_in_a_model_in_float32(dtype):
     tf.keras.utils.set_random_seed(0)
     inner = tf.keras.Sequential([tf.keras.Input([8]), L.Dense(8, dtype=dtype), L.Dense(8)])
-    model = tf.keras.Sequential([tf.keras.Input([8]), inner, L.Dense(3)])
-    model.compile("sgd", "mse")
-    x, y = batch()
-    comparison = compare(model, x, y)
+    comparison = compare(sequential(inner, dense(3)), *batch())
     assert not comparison.findings
     narrow = dtype.removeprefix("mixed_")
     around = {layer.dtype for layer in comparison.layers if layer.kind == "Sequential"}
@@ -593,8 +535,7 @@ def test_files_that_cannot_be_used(tmp_path, capsys):
 
 def test_a_loss_that_amplifies_is_not_0_times_as_far_off():
     keras_mp.set_global_policy("mixed_bfloat16")
-    model = tf.keras.Sequential([tf.keras.Input([1]), L.Rescaling(1.0), L.Dense(1)])
-    model.compile("sgd", "mse")
+    model = sequential(L.Rescaling(1.0), L.Dense(1), shape=[1])
     model.set_weights([np.ones([1, 1]), np.zeros([1])])
     x = np.linspace(300, 301, 8)[:, None]
     [finding] = keras_mp.numerics.check(model, (x, x + 0.01)).findings

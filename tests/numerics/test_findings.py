@@ -1,21 +1,17 @@
 """What `check` says first, where, and what to paste: the cause before what follows from it."""
 
-import functools
 import json
-import os
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.__main__ import main
-from keras_mp.numerics import check, watch
-from keras_mp.numerics.compare import cure_in
 from tests.common import IS_KERAS_3, once
-from tests.numerics.tools import of_keras
+from tests.numerics.tools import comparing, dense, main, of_keras, saved, sequential
 
 K, L = tf.keras, tf.keras.layers
+check, watch = keras_mp.numerics.check, keras_mp.numerics.watch
 X = np.random.default_rng(5).normal(size=[32, 24]).astype("float32")
 Y = np.random.default_rng(6).integers(0, 4, 32).astype("int32")
 FROM_LOGITS = K.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -26,17 +22,17 @@ def line_with(text):
         return next(i for i, line in enumerate(file, 1) if text in line)
 
 
-def made(*layers, policy="mixed_float16", loss=FROM_LOGITS, head=None):
+LOGITS = dense(4, dtype="float32", name="logits")
+
+
+def made(*layers, policy="mixed_float16", head=LOGITS, **how):
     K.utils.set_random_seed(3)
-    with keras_mp.policy_scope(policy):
-        last = head() if head else L.Dense(4, dtype="float32", name="logits")
-        model = K.Sequential([K.Input([24]), *(make() for make in layers), last], name="net")
-        model.compile("sgd", loss)
-    return model
+    how = {"loss": FROM_LOGITS, "shape": [24], "name": "net", **how}
+    return sequential(*layers, head, policy=policy, **how)
 
 
 def relu(name):
-    return lambda: L.Dense(24, "relu", name=name)
+    return dense(24, "relu", name=name)
 
 
 def log_loss(y, p):
@@ -47,7 +43,7 @@ def log_loss(y, p):
 
 def test_what_the_loss_makes_of_rounded_probabilities_is_no_second_finding():
     policy = keras_mp.Policy("mixed_float16", model_outputs=None)
-    head = functools.partial(L.Dense, 4, "softmax", name="head", dtype=of_keras())
+    head = dense(4, "softmax", name="head", dtype=of_keras())
     model = made(relu("in"), policy=policy, loss=log_loss, head=head)
     wrong = np.asarray(model(X * 12), "float32").argmin(-1).astype("int32")
     [finding] = check(model, (X * 12, wrong)).findings
@@ -118,7 +114,7 @@ def test_what_has_no_policy_is_not_converted():
         ("between", "Between", 'create the layer with dtype="float32"'),
         ("one", "Dense", 'create the layer with dtype="float32"'),
     ):
-        assert cure in cure_in(model, name, kind)
+        assert cure in comparing.cure_in(model, name, kind)
 
 
 def test_a_difference_has_a_line(off):
@@ -193,8 +189,8 @@ def test_a_scale_that_is_too_small_comes_first_with_one_figure():
     ids=["loss", "labels", "step"],
 )
 def test_what_was_not_looked_at_is_said_with_the_missing_argument(how, missing):
-    with keras_mp.policy_scope("mixed_float16"):
-        model = K.Sequential([K.Input([24]), L.Dense(8), L.Dense(4)])
+    policy = "mixed_float16"
+    model = sequential(dense(8), dense(4), shape=[24], policy=policy, loss=None)
     labels = how.pop("labels", Y)
     checked = check(model, (X, labels) if labels is not None else X, **how)
     assert checked.findings == ()
@@ -239,13 +235,13 @@ def test_a_model_that_its_first_call_builds_is_looked_at_as_a_whole(dtype):
         model.compile("sgd", FROM_LOGITS)
     checked = check(model, (X, Y))
     assert (checked.findings, checked.notes) == ((), ())
+    assert checked.comparison.reference == f"{model.name} in float32"
     assert [type(layer).__name__ for layer in model.layers] == ["Dense", "Dense"]
     assert keras_mp.convert(model, "float32")(X).dtype == tf.float32
 
 
 def test_the_json_and_the_command_have_all_that_the_text_has(tmp_path, capsys):
-    loss = "mse"
-    model = made(lambda: L.Dense(8, name="dense"), loss=loss)
+    model = made(dense(8, name="dense"), loss="mse")
     checked = check(model, (X, X[:, :4]))
     described = json.loads(checked.to_json())
     [kernel] = [row for row in described["report"]["rows"] if row["path"] == "dense/kernel"]
@@ -253,13 +249,9 @@ def test_the_json_and_the_command_have_all_that_the_text_has(tmp_path, capsys):
     advice = checked.advice()
     assert described["advice"]["sentences"] == advice.sentences
     assert described["advice"]["loss_scale"] == advice.loss_scale
-    files = [os.fspath(tmp_path / name) for name in ("model.keras", "batch.npz")]
-    report = os.fspath(tmp_path / "report.json")
-    model.save(files[0])
-    np.savez(files[1], x=X, y=X[:, :4])
-    assert main(["check", *files, "--json", report]) == 0
-    with open(report) as file:
-        assert json.load(file)["advice"] == described["advice"]
+    files, report = saved(tmp_path, model, x=X, y=X[:, :4]), tmp_path / "report.json"
+    assert main(["check", *files, "--json", str(report)]) == 0
+    assert json.loads(report.read_text())["advice"] == described["advice"]
     assert main(["watch", *files, "--no-outputs"]) == 0
     printed = capsys.readouterr().out
     assert "weight" in printed

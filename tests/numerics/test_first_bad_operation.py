@@ -1,5 +1,6 @@
 """The first operation whose result is not finite is named, and what is planned goes on."""
 
+import contextlib
 import math
 import weakref
 
@@ -10,12 +11,18 @@ from tensorflow.python.eager import record  # to see what is left behind
 from tensorflow.python.framework import op_callbacks
 
 import keras_mp
-from keras_mp.numerics import NotFiniteError, operation_table
-from keras_mp.numerics.first_bad import FirstBadOperation
 from tests import common
-from tests.numerics.tools import of_keras
+from tests.numerics.tools import ExponentHistograms, FirstBadOperation
 
 L = tf.keras.layers
+NotFiniteError = keras_mp.numerics.NotFiniteError
+
+
+def named(run, *watched, **how):
+    """The error that a block raises for what runs in it."""
+    with pytest.raises(NotFiniteError) as raised, FirstBadOperation(*watched, **how):
+        run()
+    return raised.value
 
 
 def program(**kwargs):
@@ -80,19 +87,16 @@ def test_loops_and_branches():
             x = x * x * 1e30 if i == 2 else x + 1
         return x
 
-    with pytest.raises(NotFiniteError) as raised, FirstBadOperation():
-        step(tf.constant(1e8))
-    assert raised.value.operation.operation == "Mul"
-    assert raised.value.operation.layer.startswith("while")
+    found = named(lambda: step(tf.constant(1e8))).operation
+    assert found.operation == "Mul"
+    assert found.layer.startswith("while")
 
 
 @common.once
 def test_bad_inputs_and_bad_weights_are_named_themselves():
     weight = tf.Variable(math.nan, name="weight")
     step = tf.function(lambda x: x * 2 + weight)
-    with pytest.raises(NotFiniteError) as raised, FirstBadOperation():
-        step(tf.constant(math.inf))
-    assert raised.value.operation.operation == "Placeholder"
+    assert named(lambda: step(tf.constant(math.inf))).operation.operation == "Placeholder"
     step = tf.function(lambda x: tf.cast(x, tf.float16) * 2)
     passed_in = pytest.raises(NotFiniteError, match="already not finite when it was passed in")
     with FirstBadOperation():
@@ -104,20 +108,17 @@ def test_bad_inputs_and_bad_weights_are_named_themselves():
         assert raised.value.operation.operation == "Cast"
         assert raised.value.inputs[0].high == 1e6
     step = tf.function(lambda x: x * 2 + weight)
-    with pytest.raises(NotFiniteError) as raised, FirstBadOperation():
-        step(tf.constant(1.0))
-    assert raised.value.operation.operation == "ReadVariableOp"
-    assert raised.value.operation.bad == 1
+    found = named(lambda: step(tf.constant(1.0))).operation
+    assert (found.operation, found.bad) == ("ReadVariableOp", 1)
 
 
 @common.once
 def test_what_is_not_known_is_not_shown():
     step = tf.function(lambda x: x * 2)
-    with pytest.raises(NotFiniteError) as raised, FirstBadOperation():
-        step(tf.constant(math.nan))
-    assert "none finite, 1 not finite" in str(raised.value)
-    assert "Its inputs" not in str(raised.value)
-    assert " inf" not in str(raised.value)
+    said = str(named(lambda: step(tf.constant(math.nan))))
+    assert "none finite, 1 not finite" in said
+    assert "Its inputs" not in said
+    assert " inf" not in said
 
 
 def test_what_it_can_watch_the_scale_of():
@@ -140,9 +141,7 @@ def infinite(x):
 def test_operations_to_look_at_and_to_leave_out(how):
     def first(**kwargs):
         step = infinite if how == "eager" else tf.function(infinite, jit_compile=how == "xla")
-        with pytest.raises(NotFiniteError) as raised, FirstBadOperation(**kwargs):
-            step(tf.constant([0.0, 1.0]))
-        return raised.value.operation.operation
+        return named(lambda: step(tf.constant([0.0, 1.0])), **kwargs).operation.operation
 
     assert first() == "Log"
     # What comes of an operation that is left out is not.
@@ -251,7 +250,7 @@ def test_it_goes_on_with_several_steps_per_execution():
 def test_what_histograms_count_with_is_not_looked_at(in_graph):
     model = tf.keras.Sequential([tf.keras.Input([1]), L.Dense(1)])
     optimizer = keras_mp.LossScaleOptimizer("sgd")
-    histograms = keras_mp.numerics.counting.ExponentHistograms(model, every=1, optimizer=optimizer)
+    histograms = ExponentHistograms(model, every=1, optimizer=optimizer)
 
     def step(x):
         with histograms.step():
@@ -280,13 +279,12 @@ def test_without_a_scale_the_advice_is_to_pass_it():
             loss = tf.reduce_sum(tf.sqrt(weight))
         weight.assign_sub(tape.gradient(loss, weight))
 
-    advised = pytest.raises(NotFiniteError, match="pass the model or the optimizer")
-    with advised as raised, FirstBadOperation():
-        step()
-    assert raised.value.operation.operation == "SqrtGrad"
+    error = named(step)
+    assert "pass the model or the optimizer" in str(error)
+    assert error.operation.operation == "SqrtGrad"
     # The line of the square root, not the one that asks for the gradient.
     line = step.python_function.__code__.co_firstlineno + 3
-    assert raised.value.operation.line == f"test_first_bad_operation.py:{line}"
+    assert error.operation.line == f"test_first_bad_operation.py:{line}"
 
 
 def test_on_replicas():
@@ -300,10 +298,10 @@ def test_on_replicas():
 
         return strategy.run(replica_step)
 
-    with pytest.raises(NotFiniteError, match="on .*CPU:1") as raised, FirstBadOperation():
-        both()
-    assert raised.value.device.endswith("CPU:1")
-    assert raised.value.operation.operation == "Exp"
+    error = named(both)
+    assert "CPU:1" in str(error)
+    assert error.device.endswith("CPU:1")
+    assert error.operation.operation == "Exp"
 
 
 @common.once
@@ -313,15 +311,15 @@ def test_fit_on_replicas_does_not_blame_what_they_have_in_common():
         model.compile("sgd", "mse", jit_compile=False)
     x = np.ones([4, 2], "float32")
     x[3] = math.inf
-    with pytest.raises(NotFiniteError) as raised, FirstBadOperation(model):
-        model.fit(x, np.zeros([4, 1]), batch_size=4, shuffle=False, verbose=0)
-    assert (raised.value.operation.operation, raised.value.operation.bad) == ("IteratorGetNext", 2)
-    assert "when it was passed in" in str(raised.value)
+    fit = lambda: model.fit(x, np.zeros([4, 1]), 4, shuffle=False, verbose=0)  # noqa: E731
+    error = named(fit, model)
+    assert (error.operation.operation, error.operation.bad) == ("IteratorGetNext", 2)
+    assert "when it was passed in" in str(error)
 
 
 @common.once
 def test_what_is_not_watched_is_said(monkeypatch):
-    monkeypatch.setattr(operation_table, "CAPACITY", 8)
+    monkeypatch.setattr(keras_mp.numerics.operation_table, "CAPACITY", 8)
     warned = pytest.warns(
         keras_mp.MixedPrecisionWarning, match="looks at 8 operations .* found noth"
     )
@@ -353,26 +351,20 @@ def nested(**kwargs):
 def test_the_path_of_a_layer(how):
     x, y = np.ones([8, 4], "float32"), np.zeros([8, 1], "float32")
     x[1] = 0
-    raised = pytest.raises(NotFiniteError)
-    if how == "several steps":
-        model = nested(jit_compile=False, steps_per_execution=2)
-        with raised, FirstBadOperation(model):
-            model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-    elif how == "replicas":
-        with common.mirrored(2).scope():
-            model = nested(jit_compile=False)
-        with raised, FirstBadOperation(model):
-            model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    else:
-        model = nested()
-        function = tf.function(model) if how == "function" else model
-        with raised, FirstBadOperation(model):
-            function(tf.constant(x))
-    error = raised.excinfo.value
+    with common.mirrored(2).scope() if how == "replicas" else contextlib.nullcontext():
+        compiled = {"jit_compile": False} if how in ("several steps", "replicas") else {}
+        model = nested(steps_per_execution=2 if how == "several steps" else 1, **compiled)
+    size = 4 if how == "several steps" else 8
+    run = {"function": lambda: tf.function(model)(x), "eager": lambda: model(x)}.get(
+        how, lambda: model.fit(x, y, size, shuffle=False, verbose=0)
+    )
+    error = named(run, model)
     assert (error.operation.operation, error.operation.layer) == ("RealDiv", "inner/zero")
     if how != "several steps":  # the second of which is bad from the beginning
         assert {"dense", "inner/dense"} <= {each.layer for each in error.history}
     assert not any("call" in vars(layer) for layer in model.layers)
+    if how == "several steps":  # which are quick again after it
+        assert model.train_function is None
 
 
 @tf.custom_gradient
@@ -405,9 +397,7 @@ def test_the_layer_of_a_custom_gradient(how):
     run = {"function": tf.function(step), "eager": step}.get(
         how, lambda: model.fit(x, y, batch_size=4, verbose=0)
     )
-    with pytest.raises(NotFiniteError) as raised, FirstBadOperation(model):
-        run()
-    found = raised.value.operation
+    found = named(run, model).operation
     assert (found.operation, found.layer, found.is_gradient) == ("RealDiv", "bad", True)
     assert found.line.startswith("test_first_bad_operation.py:")
     before = record.record_operation
@@ -415,32 +405,6 @@ def test_the_layer_of_a_custom_gradient(how):
         tf.identity(1.0)
     assert record.record_operation is before
     assert not hasattr(before, "__wrapped__")
-
-
-class Norm(L.Layer):
-    def call(self, x):
-        return x / (tf.reduce_max(tf.abs(x), -1, keepdims=True) + tf.constant(1e-8, x.dtype))
-
-
-def test_fit_names_the_layer_and_is_quick_again_after_it():
-    norm = Norm(name="norm", dtype=of_keras())
-    with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=None)):
-        model = tf.keras.Sequential(
-            [tf.keras.Input([4]), L.Dense(4, name="first"), norm, L.Dense(1)],
-            name="model",
-        )
-    model.compile("sgd", "mse", jit_compile=False)
-    x, y = np.ones([8, 4], "float32"), np.zeros([8, 1], "float32")
-    x[1] = 0
-    with pytest.raises(NotFiniteError) as raised, FirstBadOperation(model):
-        model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-    bad = raised.value.operation
-    assert bad.operation == "RealDiv"
-    assert bad.layer == "norm"
-    assert bad.line.startswith("test_first_bad_operation.py:")
-    assert raised.value.inputs[1].low == 0
-    assert "first" in [each.layer for each in raised.value.history]
-    assert model.train_function is None
 
 
 @common.once

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics.histogram import EVERYWHERE, FORMATS, Histogram, Window
 from tests.common import once
+from tests.numerics.tools import EVERYWHERE, FORMATS, Histogram, Window
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 

@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from keras_mp.numerics import hazards, not_finite
-from keras_mp.numerics.check import FINDINGS, judge_lost
-from keras_mp.numerics.compare import judge_far
-from keras_mp.numerics.not_finite import Result
+from tests.numerics.tools import FINDINGS, comparing, hazards, judge_lost, not_finite
 
+Result = not_finite.Result
 EPSILON = {"op": "AddV2", "divides": "Rsqrt", "dtype": "float16", "size": 8, "least": 1e-9}
 SUM = {"op": "Sum", "dtype": "bfloat16", "length": 4096, "is_loss": False}
 LOST = {"dtype": "float16", "sentences": ["Of `dense/kernel` 20.0 % become zero."], "cure": "..."}
@@ -84,7 +82,7 @@ JUDGED = {
 
 # Of judges that speak whatever the numbers are, since what they are about is wrong anyway.
 SAID = {
-    judge_far: (
+    comparing.judge_far: (
         {"side": "forward", "what": "overflow: Square", "units": 20.0, "in_float32": "cast"},
         *("a difference in the forward pass", "Overflow: Square: 20 times as far off as rounding"),
     ),
@@ -192,7 +190,11 @@ def test_the_cause_of_what_is_not_finite(where, hazard, at, why):
 
 def test_a_product_that_was_lost_before_a_division_in_float32_is_to_blame():
     division = Result("RealDiv", "RealDiv", "float32", inputs=[0, 2])
-    chain = CHAIN[0], narrow("MatMul", 0), Result("Cast", "Cast", "float32", True, inputs=[1])
+    chain = (
+        CHAIN[0],
+        narrow("MatMul", 0),
+        Result("Cast", "Cast", "float32", True, inputs=[1]),
+    )
     chain = *chain, division, narrow("Cast", 3)
     said = judged(*chain, infinite=[3, 4], zeros=[1])
     assert (said.hazard, said.at) == ("an underflow in the forward pass", "MatMul")

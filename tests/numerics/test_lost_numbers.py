@@ -107,6 +107,8 @@ PROGRAMS = {
     "Normalization": Program(
         lambda: [L.Normalization(mean=2005.0, variance=85.0)], YEARS, "bfloat16"
     ),
+    "Rescaling": Program(lambda: [L.Rescaling(1 / 65535)], YEARS * 35, "bfloat16"),
+    "BatchNormalization": Program(lambda: [L.BatchNormalization()], YEARS, "bfloat16"),
 }
 HERE = {name: each for name, each in PROGRAMS.items() if (3 if IS_KERAS_3 else 2) in each.keras}
 

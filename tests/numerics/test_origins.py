@@ -1,20 +1,18 @@
-"""Where operations come from: the line of a program, not that of who asks or who calls a layer."""
+"""Where operations come from: lines of a program, layers, and what is seen of these."""
 
+import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.layer_calls import layer_observers
-from keras_mp.numerics import run
-from keras_mp.numerics.origins import of_stack
 from tests.common import once
-from tests.numerics.tools import audit, of_keras
+from tests.numerics.tools import audit, of_keras, origins, sequential
 
 L = tf.keras.layers
-TAPE, TOOL = "tensorflow/python/eager/backprop.py", run.__file__
+TAPE, TOOL = "tensorflow/python/eager/backprop.py", keras_mp.numerics.run.__file__
 
 
 def origin(*files):
-    return of_stack((file, i, "") for i, file in enumerate(files, 1))
+    return origins.of_stack((file, i, "") for i, file in enumerate(files, 1))
 
 
 @once
@@ -27,7 +25,8 @@ def test_the_line_of_a_gradient_is_not_that_of_who_asks_for_it():
 @once
 def test_what_a_layer_computes_again_for_a_gradient_is_none():
     assert origin(__file__, TAPE).is_gradient
-    assert not origin(__file__, layer_observers.__file__, TAPE).is_gradient
+    in_layer = keras_mp.layer_calls.layer_observers.__file__
+    assert not origin(__file__, in_layer, TAPE).is_gradient
 
 
 class Model(tf.keras.Model):
@@ -51,3 +50,46 @@ def test_the_line_of_what_keras_computes_is_not_that_which_calls_the_layer():
     x, y = tf.one_hot([1] * 8, 4) * 20, tf.one_hot([0] * 8, 4)
     [finding] = audit(model, (x, y)).findings
     assert (finding.where, finding.line) == ("probabilities", None)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_layer_for_raw_data_is_seen_in_float32_and_passes_on_what_was_not_rounded(in_graph):
+    keras_mp.set_global_policy("mixed_float16")
+    first, second = L.Rescaling(1e6, name="first"), L.Rescaling(1e-6, name="second")
+    model = sequential(first, second, L.ReLU(), shape=[2])  # The last one rounds nothing.
+    seen = []
+
+    def watch(path, output, arguments):
+        seen.append((path, output.dtype.name, arguments[0].dtype.name))
+        return tf.identity(output)
+
+    def step(x):
+        with origins.watching_outputs({"first": first, "second": second}, watch):
+            return model(x)
+
+    x = tf.constant([[1.0, 3.0]])
+    assert (tf.function(step) if in_graph else step)(x).numpy().tolist() == x.numpy().tolist()
+    assert seen == [("first", "float32", "float32"), ("second", "float32", "float32")]
+
+
+def test_a_layer_of_two_models_has_its_path_in_the_first():
+    named = []
+
+    class Named(L.Layer):
+        def call(self, x):
+            named.append(origins.running_layer())
+            return x
+
+    shared = Named(name="shared")
+    inner = tf.keras.Sequential([tf.keras.Input([2]), shared], name="inner")
+    outer = tf.keras.Sequential([tf.keras.Input([2]), inner], name="outer")
+    for models, path in (([inner, outer], "shared"), ([outer, inner], "inner/shared")):
+        with origins.naming(models):
+            named.clear()
+            outer(tf.ones([1, 2]))
+        assert named == [path]
+    with origins.naming([outer]), origins.naming([inner]):
+        named.clear()
+        inner(tf.ones([1, 2]))
+    assert named == ["inner/shared"]
+    assert "call" not in vars(shared)

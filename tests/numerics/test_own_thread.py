@@ -8,12 +8,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import numerics
-from keras_mp.numerics.census import census
-from keras_mp.numerics.first_bad import FirstBadOperation
-from keras_mp.numerics.profile import step_times
 from tests import common
-from tests.numerics.tools import audit, compare
+from tests.numerics.tools import FirstBadOperation, audit, census, compare, sequential, step_times
 
 L = tf.keras.layers
 
@@ -39,10 +35,8 @@ def made(seed=0):
     if common.IS_KERAS_3:
         tf.keras.random.uniform([1])
     tf.random.get_global_generator().reset_from_seed(seed)
-    layers = [tf.keras.Input([4]), L.Dense(4, name="a"), L.Dropout(0.5), L.Dropout(0.5, seed=7)]
-    model = tf.keras.Sequential([*layers, Drawing(), L.Dense(1, name="b")])
-    model.compile("sgd", "mse")
-    return model
+    layers = [L.Dense(4, name="a"), L.Dropout(0.5), L.Dropout(0.5, seed=7), Drawing()]
+    return sequential(*layers, L.Dense(1, name="b"), shape=[4])
 
 
 X, Y = tf.ones([4, 4]), tf.ones([4, 1])
@@ -50,7 +44,7 @@ X, Y = tf.ones([4, 4]), tf.ones([4, 1])
 
 TOOLS = {
     "compare": lambda model: compare(model, X, Y, policy="mixed_float16"),
-    "tune": lambda model: numerics.tune(model, [(X, Y), (X, Y)], dtype="bfloat16"),
+    "tune": lambda model: keras_mp.numerics.tune(model, [(X, Y), (X, Y)], dtype="bfloat16"),
     "audit": lambda model: audit(model, (X, Y)),
     "census": lambda model: census(model, (X, Y)),
     "step_times": lambda model: step_times(model, (X, Y), steps=1),
@@ -171,9 +165,13 @@ def test_a_thread_that_trains_beside_gets_the_same_bits():
 
 
 def test_a_layer_may_call_its_arguments_as_the_tools_call_theirs():
+    was_eager = []
+
     class Named(L.Layer):
+        @tf.function
         def call(self, x, path=1.0, kind=2.0, layer=3.0, call=4.0):
-            return x * (path + kind + layer + call)
+            was_eager.append(tf.executing_eagerly())
+            return tf.vectorized_map(lambda row: row * (path + kind + layer + call), x)
 
     class Around(L.Layer):
         def __init__(self):
@@ -183,50 +181,17 @@ def test_a_layer_may_call_its_arguments_as_the_tools_call_theirs():
         def call(self, x):
             return self.named(x, path=2.0, kind=3.0, layer=4.0, call=5.0)
 
-    model = tf.keras.Sequential([tf.keras.Input([4]), Around(), L.Dense(1)])
+    model = sequential(Around(), L.Dense(1), shape=[4], loss=None)
+    was_eager.clear()
     assert compare(model, X, reference=model).layers[0].path.endswith("named")
+    assert was_eager  # so that the operations inside of functions are seen
+    assert all(was_eager)
     with FirstBadOperation(model):
         model(X)
 
 
-def test_functions_inside_run_in_eager_in_this_thread_only():
-    seen = {}
-
-    class Function(L.Layer):
-        @tf.function
-        def inner(self, x):
-            seen[threading.get_ident()] = tf.executing_eagerly()
-            return tf.vectorized_map(lambda row: row * 2, x)
-
-        def call(self, x):
-            return self.inner(x)
-
-    model = tf.keras.Sequential([tf.keras.Input([4]), Function(), L.Dense(1)])
-    comparing = threading.Event()
-
-    def other():
-        return float(tf.function(lambda: tf.constant(float(tf.executing_eagerly())))())
-
-    layer = model.layers[0]
-    own = layer.inner
-
-    def inner(x):
-        comparing.set()
-        return own(x)
-
-    layer.inner = inner
-    seen.clear()
-    comparison, eager = run_together(
-        lambda: compare(model, X, reference=model), lambda: [comparing.wait(60), other()][1]
-    )
-    assert seen
-    assert all(seen.values())
-    assert eager == 0.0
-    assert comparison.layers[0].output.relative == 0
-
-
 def test_warnings_of_copies_are_left_out_in_this_thread_only():
-    from keras_mp.support import messages
+    messages = keras_mp.support.messages
 
     def warned():
         with messages.unheard():

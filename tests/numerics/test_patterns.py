@@ -2,8 +2,8 @@
 
 import pytest
 
-from keras_mp.numerics import patterns
 from tests.common import once
+from tests.numerics.tools import patterns
 
 PATHS = ["block", "block/dense_1", "block/dense_1/kernel", "head/kernel", "odd[1]"]
 
@@ -22,11 +22,3 @@ PATHS = ["block", "block/dense_1", "block/dense_1/kernel", "head/kernel", "odd[1
 )
 def test_a_path_a_name_and_what_is_inside(pattern, found):
     assert patterns.chosen("outputs", pattern, PATHS) == found
-
-
-@once
-def test_bad_patterns():
-    with pytest.raises(ValueError, match=r"for `outputs`.*Received: \['none'\]"):
-        patterns.chosen("outputs", ["block", "none"], PATHS)
-    with pytest.raises(TypeError, match=r"for `exclude`\. Received: \[3\]"):
-        patterns.listed("exclude", [3])

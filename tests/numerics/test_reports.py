@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from keras_mp.numerics import Report
-from keras_mp.numerics.histogram import Histogram, Window
-from keras_mp.numerics.report import Row
+import keras_mp
 from tests.common import once
+from tests.numerics.tools import Histogram, Row, Window
 
 
 def row(kind="gradient", path="dense/kernel", dtype="float16", values=(2.0**-30, 1.0), **kwargs):
@@ -16,7 +15,7 @@ def row(kind="gradient", path="dense/kernel", dtype="float16", values=(2.0**-30,
 
 
 def report(*rows, step=100, counted=10, loss_scale=1024.0):
-    return Report(rows, step=step, counted=counted, loss_scale=loss_scale)
+    return keras_mp.numerics.Report(rows, step=step, counted=counted, loss_scale=loss_scale)
 
 
 @once

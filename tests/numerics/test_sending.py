@@ -6,11 +6,10 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics.census import census
 from tests.common import needs_cuda, once
+from tests.numerics.tools import census, dense, sequential
 
 pytestmark = needs_cuda
-L = tf.keras.layers
 BOUND = "It is bound by what the host sends"
 LAYERS = 6
 
@@ -57,17 +56,11 @@ def test_what_xla_compiles_is_not_sent_one_by_one():
     assert (found.operations, found.is_bound) == (1, False)
 
 
-def model_of(policy, optimizer):
-    with keras_mp.policy_scope(policy):
-        model = tf.keras.Sequential([tf.keras.Input([8]), *(L.Dense(8) for _ in range(LAYERS))])
-        model.compile(optimizer, "mse", jit_compile=False)
-    return model, (tf.ones([4, 8]), tf.ones([4, 8]))
-
-
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_what_would_help_a_step_of_fit(policy):
-    model, batch = model_of(policy, "adam")
-    found = keras_mp.numerics.profile(model, batch, device="GPU 8.0")
+    layers, how = [dense(8)] * LAYERS, {"optimizer": "adam", "jit_compile": False}
+    model = sequential(*layers, policy=policy, **how)
+    found = keras_mp.numerics.profile(model, (tf.ones([4, 8]), tf.ones([4, 8])), device="GPU 8.0")
     step = ("model.compile(..., jit_compile=True)", "tf.function(step, jit_compile=True)")
     assert found.census.sending.helps == step
     assert (

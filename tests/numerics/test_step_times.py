@@ -8,10 +8,8 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import hardware
-from keras_mp.hardware import turns
-from keras_mp.kernels import slow
-from keras_mp.numerics.profile import StepTimes, class_of, step_times
 from tests.common import once, value
+from tests.numerics.tools import StepTimes, class_of, dense, sequential, step_times
 
 L = tf.keras.layers
 X, Y = np.ones([4, 8], "float32"), np.ones([4, 3], "float32")
@@ -26,12 +24,9 @@ def _best_policy(monkeypatch):
     monkeypatch.setattr(hardware, "best_policy", lambda: "mixed_bfloat16")
 
 
-def model_of(policy, optimizer="sgd", **kwargs):
-    with keras_mp.policy_scope(policy):
-        layers = [tf.keras.Input([8]), L.Dense(16), L.Dense(3, name="head", dtype="float32")]
-        model = tf.keras.Sequential(layers)
-        model.compile(optimizer, "mse", **kwargs)
-    return model
+def model_of(policy, **how):
+    layers = dense(16), dense(3, name="head", dtype="float32")
+    return sequential(*layers, policy=policy, **how)
 
 
 def test_events_of_the_profiler_have_classes():
@@ -82,11 +77,11 @@ def test_events_of_the_profiler_have_classes():
     ],
 )
 def test_what_is_tried(policy, optimizer, expected):
-    model = model_of(policy, optimizer if isinstance(optimizer, str) else optimizer())
+    model = model_of(policy, optimizer=optimizer if optimizer == "sgd" else optimizer())
     before = [value(each) for each in model.weights]
     profiled = keras_mp.numerics.profile(model, (X, Y), steps=1)
     dtype = policy.removeprefix("mixed_")
-    if dtype != "float32" and slow.is_slow("MatMul", tf.as_dtype(dtype)):
+    if dtype != "float32" and keras_mp.kernels.slow.is_slow("MatMul", tf.as_dtype(dtype)):
         dtype = "float32"  # as keras_mp computes it here
     assert dtype in profiled.census.traced.work()
     assert str(profiled).startswith("A step of 'sequential")
@@ -109,7 +104,7 @@ def test_what_saves_most_is_proposed(monkeypatch):
         assert {len(each) for each in taken.values()} == {5}
         return {"": 1.0, POLICY.format("float32"): 2.0, HEAD: 0.98, XLA: 0.7}
 
-    monkeypatch.setattr(turns, "medians", medians)
+    monkeypatch.setattr("keras_mp.hardware.turns.medians", medians)
     found = step_times(model_of("mixed_bfloat16"), (X, Y), steps=5)
     assert [change.what for change in found.changes] == [XLA]
     assert found.changes[0].seconds == pytest.approx(0.3)
@@ -126,9 +121,7 @@ class NotInFloat32(L.Layer):
 
 @once
 def test_what_cannot_be_tried_is_said_and_the_rest_is_tried():
-    model = tf.keras.Sequential([tf.keras.Input([8]), L.Dense(3), NotInFloat32()])
-    model.compile("sgd", "mse")
-    found = step_times(model, (X, Y), steps=1)
+    found = step_times(sequential(dense(3), NotInFloat32), (X, Y), steps=1)
     failed = found.tried[POLICY.format("mixed_bfloat16")]
     assert "no such kernel here" in failed
     assert "Could not be tried: keras_mp.set_global_policy" in str(found)
@@ -140,6 +133,5 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="Received: steps=0"):
         step_times(model, (X, Y), steps=0)
     assert keras_mp.numerics.profile(model, (X, Y), steps=0).times is None
-    no_step = tf.keras.Sequential([tf.keras.Input([8]), L.Dense(3)])
-    assert keras_mp.numerics.profile(no_step, (X, Y)).times is None
+    assert keras_mp.numerics.profile(sequential(dense(3), loss=None), (X, Y)).times is None
     assert isinstance(str(StepTimes("m", 1.0, {}, {}, ())), str)

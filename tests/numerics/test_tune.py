@@ -9,15 +9,12 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.__main__ import main
-from keras_mp.models.layer_paths import layers_by_path
-from keras_mp.numerics import commands, tune
-from keras_mp.numerics.tune import Errors
 from tests.common import Times, once
-from tests.numerics.tools import Norm
+from tests.numerics.tools import Errors, Norm, commands, dtypes, main, saved, sequential
 
 K = tf.keras
 L = tf.keras.layers
+tune = keras_mp.numerics.tune
 
 
 def batches(count=4, size=1.0, seed=0):
@@ -32,23 +29,9 @@ def batches(count=4, size=1.0, seed=0):
 
 
 def model_with_norm():
-    model = K.Sequential(
-        [
-            K.Input([6]),
-            Times(300.0, name="rescaling"),
-            Norm(name="norm"),
-            L.Dense(16, "relu", name="first"),
-            L.Dropout(0.5, name="dropout"),
-            L.Dense(2, name="last"),
-        ],
-        name="model",
-    )
-    model.compile("sgd", "mse")
-    return model
-
-
-def dtypes(model):
-    return {path: layer.compute_dtype for path, layer in layers_by_path(model).items()}
+    layers = [Times(300.0, name="rescaling"), Norm(name="norm"), L.Dense(16, "relu", name="first")]
+    layers += [L.Dropout(0.5, name="dropout"), L.Dense(2, name="last")]
+    return sequential(*layers, shape=[6], name="model")
 
 
 def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_path):
@@ -266,10 +249,8 @@ def test_errors_in_words():
 @once
 def test_the_command(tmp_path, capsys, monkeypatch):
     model = model_with_norm()
-    files = [str(tmp_path / "model.keras"), str(tmp_path / "batches.npz")]
-    model.save(files[0])
     x, y = (np.concatenate(parts) for parts in zip(*batches()))
-    np.savez(files[1], x=x, y=y)
+    files = saved(tmp_path, model, x=x, y=y)
     outputs = [str(tmp_path / name) for name in ("mixed.keras", "policies.json")]
     options = ["--batch-size", "8", "--output", outputs[0], "--json", outputs[1], "--all-rows"]
     monkeypatch.setitem(commands._OPTIONS["--all-rows"], "default", 1)

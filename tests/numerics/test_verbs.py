@@ -8,12 +8,11 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.__main__ import main
-from keras_mp.kernels import slow
-from keras_mp.numerics import check, tune, watch
 from tests import common
+from tests.numerics.tools import compiled, dense, main, saved, sequential
 
 L = tf.keras.layers
+check, tune, watch = keras_mp.numerics.check, keras_mp.numerics.tune, keras_mp.numerics.watch
 X = np.random.default_rng(0).normal(size=[16, 8]).astype("float32")
 Y = np.random.default_rng(1).normal(size=[16, 1]).astype("float32")
 
@@ -34,16 +33,22 @@ class NoConfig(L.Layer):
         return x * tf.matmul(y[:, None], y[:, :, None])[:, 0] / 160_000
 
 
-def small_model(*layers, policy="mixed_float16", optimizer="sgd", **compiled):
-    with keras_mp.policy_scope(policy):
-        head = L.Dense(1, dtype="float32", name="head")
-        model = tf.keras.Sequential([tf.keras.Input([8]), *(make() for make in layers), head])
-        model.compile(optimizer, **{"loss": "mse", **compiled})
-    return model
+def small_model(*layers, policy="mixed_float16", **how):
+    return sequential(*layers, dense(1, dtype="float32", name="head"), policy=policy, **how)
+
+
+def test_nothing_of_the_model_is_changed():
+    model = small_model(L.BatchNormalization, lambda: L.Dropout(0.5), dense(4), optimizer="adam")
+    model.fit(X, Y, verbose=0)
+    before = [variable.copy() for variable in common.training_state(model)]
+    check(model, (X, Y))
+    common.assert_all_equal(common.training_state(model), before)
+    assert all("call" not in vars(layer) for layer in model.layers)
+    assert not tf.config.functions_run_eagerly()
 
 
 def test_large_inputs_of_the_batch_are_named():
-    large = small_model(lambda: L.Dense(512, kernel_initializer="ones"))
+    large = small_model(dense(512, kernel_initializer="ones"))
     first = check(large, (X * 1e4, Y)).findings[0]
     assert "inputs of the batch" in first.why
     assert "Normalize" in first.cure
@@ -100,7 +105,7 @@ KERNELS = [
 
 @pytest.fixture
 def kernels(request, monkeypatch):
-    monkeypatch.setattr(slow, "is_slow", lambda *_: request.param)
+    monkeypatch.setattr("keras_mp.kernels.slow.is_slow", lambda *_: request.param)
 
 
 @pytest.mark.parametrize(("kind", "policy", "kernels"), KERNELS, indirect=["kernels"])
@@ -114,6 +119,10 @@ def test_nothing_is_found_in_sound_models(kind, policy, kernels):
     images = np.random.default_rng(0).normal(size=[8, 8, 8, 4]).astype("float32")
     found = check(model, (images, images.reshape(8, -1) if kind == "autoencoder" else Y[:8]))
     assert (found.findings, found.notes) == ((), ()), str(found)
+    # Nor is anything near one.
+    for layer in found.comparison.layers:
+        for distance in (layer.output, layer.own_output):
+            assert distance is None or distance.units < 1.5, layer
 
 
 def test_a_float32_model_is_looked_at_under_a_policy_with_all_of_its_loss():
@@ -121,7 +130,7 @@ def test_a_float32_model_is_looked_at_under_a_policy_with_all_of_its_loss():
     outputs = {name: L.Dense(1, name=name)(inputs) for name in ("a", "b")}
     model = tf.keras.Model(inputs, outputs)
     model.compile("sgd", {"a": "mse", "b": "mse"}, loss_weights={"a": 1.0, "b": 0.0})
-    copy = keras_mp.numerics.run.compiled(model, "mixed_float16")
+    copy = compiled(model, "mixed_float16")
     assert copy.get_compile_config()["loss_weights"] == {"a": 1.0, "b": 0.0}
     labels = {"a": Y, "b": Y}
     assert check(model, (X, labels), policy="mixed_float16").findings == ()
@@ -129,16 +138,15 @@ def test_a_float32_model_is_looked_at_under_a_policy_with_all_of_its_loss():
 
 @common.once
 def test_gradients_that_are_zero_are_not_called_small():
-    with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=None)):
-        model = tf.keras.Sequential([tf.keras.Input([8]), L.Dense(1, kernel_initializer="zeros")])
-        model.compile("sgd", "mse")
+    policy = common.unscaled("float16")
+    model = sequential(dense(1, kernel_initializer="zeros"), policy=policy)
     assert check(model, (X, 0 * Y)).findings == ()
 
 
 @common.once
 def test_a_scale_that_has_to_fall_is_a_finding_if_it_is_fixed():
     def found(optimizer):
-        model = small_model(lambda: L.Dense(8), optimizer=optimizer)
+        model = small_model(dense(8), optimizer=optimizer)
         return [each.where for each in check(model, (X * 8, Y)).findings]
 
     assert found("sgd") == []
@@ -159,7 +167,7 @@ def test_layers_without_a_name_in_their_config_are_named_as_in_the_model():
 
 
 def test_a_model_is_watched_in_fit_and_in_a_loop():
-    model = small_model(lambda: L.Dense(8, name="dense"))
+    model = small_model(dense(8, name="dense"))
     watching = watch(model, every=1)
     with watching:
         model.fit(X, Y, 4, verbose=0, callbacks=[watching])
@@ -189,7 +197,7 @@ def test_what_comes_of_an_operation_that_was_named_is_not_named_again(x):
 
 
 def test_one_batch_is_cut_to_tune_with():
-    model = small_model(lambda: L.Dense(8), policy="float32")
+    model = small_model(dense(8), policy="float32")
     for batch in ((X, Y), [(X, Y)], (X, Y, np.ones(16))):
         tuned = tune(model, batch)
         assert tuned.policies[""] == "mixed_float16"
@@ -202,11 +210,10 @@ def test_the_public_names():
 
 
 @common.once
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_steps_of_a_function_are_watched(replicas):
-    strategy = common.mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+def test_steps_of_a_function_are_watched():
+    strategy = common.mirrored(2)
     with strategy.scope():
-        model = small_model(lambda: L.Dense(8, name="dense"))
+        model = small_model(dense(8, name="dense"))
         optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD())
         watching = watch(model, optimizer, every=1)
 
@@ -221,12 +228,12 @@ def test_steps_of_a_function_are_watched(replicas):
     assert watching.report().counted == watching.report().counted == 2
     step()
     assert watching.report().counted == 3
-    assert watching.report()["output", "dense"].histogram.total == 3 * replicas * 16 * 8
+    assert watching.report()["output", "dense"].histogram.total == 3 * 2 * 16 * 8
 
 
 @common.once
 def test_several_optimizers_and_a_scaler_are_known_to_a_block():
-    model, scaler = small_model(lambda: L.Dense(8)), keras_mp.GradScaler()
+    model, scaler = small_model(dense(8)), keras_mp.GradScaler()
     weights = model.trainable_variables
     optimizers = [tf.keras.optimizers.SGD(), tf.keras.optimizers.Adam()]
     watching = watch(model, [*optimizers, scaler])
@@ -262,9 +269,7 @@ def test_commands_import_the_layers_of_a_model(tmp_path, monkeypatch, capsys):
 
     policy = "mixed_bfloat16"  # without a loss scale, whose operations take longest to trace
     model = small_model(own_layers.Halved, policy=policy, metrics=[own_layers.own_metric])
-    files = [os.fspath(tmp_path / name) for name in ("model.keras", "batches.npz")]
-    model.save(files[0])
-    np.savez(files[1], x=X, y=Y)
+    files = saved(tmp_path, model, x=X, y=Y)
     assert main(["check", *files, "--import", "own_layers"]) == 0
     assert "nothing found" in capsys.readouterr().out
     assert main(["watch", *files, "--import", "own_layers"]) == 0
@@ -285,9 +290,7 @@ def test_commands_do_without_a_metric_that_is_missing(tmp_path, capsys):
     def missing(y, predictions):
         return tf.reduce_mean(y)
 
-    files = [os.fspath(tmp_path / name) for name in ("model.keras", "batches.npz")]
-    small_model(lambda: L.Dense(8), metrics=[missing]).save(files[0])
-    np.savez(files[1], x=X, y=Y)
+    files = saved(tmp_path, small_model(dense(8), metrics=[missing]), x=X, y=Y)
     assert main(["check", *files, "--loss", "mse"]) == 0
     if common.IS_KERAS_3:
         assert "--import MODULE" in capsys.readouterr().err
@@ -295,7 +298,7 @@ def test_commands_do_without_a_metric_that_is_missing(tmp_path, capsys):
 
 @common.once
 def test_a_checkpoint_is_compared_and_the_loss_scale_is_looked_at():
-    model = small_model(lambda: L.Dense(8, name="dense"))
+    model = small_model(dense(8, name="dense"))
     other = keras_mp.convert(model, "float32")
     assert check(model, (X, Y), reference=other).findings == ()
     other.layers[0].set_weights([weight * 2 for weight in other.layers[0].get_weights()])

@@ -1,15 +1,49 @@
-"""The tools behind `check`, each by itself, on a model and a batch."""
+"""Models for the tools, and the parts of the tools, each by itself.
 
+What other tests take of the inside of the tools, they take from here.
+"""
+# ruff: noqa: F401
+
+import functools
+
+import numpy as np
 import tensorflow as tf
 
+import keras_mp
+from keras_mp.__main__ import main
+from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.numerics import audit as auditing
-from keras_mp.numerics import batches, origins, own_thread
+from keras_mp.numerics import batches, commands, hazards, not_finite, origins, own_thread, patterns
 from keras_mp.numerics import compare as comparing
-from keras_mp.numerics.check import Check
-from keras_mp.numerics.run import compiled
+from keras_mp.numerics.census import Cast, Census, Graph, Operation, census
+from keras_mp.numerics.check import FINDINGS, Check, judge_lost
+from keras_mp.numerics.counting import ExponentHistograms
+from keras_mp.numerics.first_bad import FirstBadOperation
+from keras_mp.numerics.histogram import EVERYWHERE, FORMATS, Histogram, Window, count_exponents
+from keras_mp.numerics.profile import StepTimes, class_of, step_times
+from keras_mp.numerics.records import Distance, apart, array, relative, underflow
+from keras_mp.numerics.report import Row, advise
+from keras_mp.numerics.run import RandomNumbers, Runner, compiled, of_model
 from keras_mp.numerics.run import runners as made
 from keras_mp.numerics.traced_step import TracedStep
+from keras_mp.numerics.tune import Errors
 from keras_mp.support.autograph import do_not_convert
+
+# What makes a `Dense`, in the policy that is in force then.
+dense = functools.partial(functools.partial, tf.keras.layers.Dense)
+
+
+def sequential(
+    *layers, shape=(8,), policy=None, optimizer="sgd", loss="mse", name=None, **compiled
+):
+    """A model of layers, or of what makes them, under a policy; compiled if there is a loss."""
+    with keras_mp.policy_scope(policy or keras_mp.global_policy()):
+        of_keras = tf.keras.layers.Layer
+        made = [layer if isinstance(layer, of_keras) else layer() for layer in layers]
+        model = tf.keras.Sequential([tf.keras.Input(shape), *made], name=name)
+        if loss is not None:
+            model.compile(optimizer, loss, **compiled)
+    return model
 
 
 @tf.keras.utils.register_keras_serializable("tests")
@@ -64,6 +98,19 @@ def both(model, *batch, policy=None, **how):
 def compare(model, *batch, **how):
     """Returns a `Comparison`, on a copy of the model if there is a policy."""
     return both(model, *batch, **how)[0]
+
+
+def dtypes(model):
+    """Returns {path of a layer: the dtype that it computes in}."""
+    return {path: layer.compute_dtype for path, layer in layers_by_path(model).items()}
+
+
+def saved(folder, model, **batch):
+    """Returns the paths of a saved model and of a batch, as the commands take them."""
+    files = [str(folder / name) for name in ("model.keras", "batch.npz")]
+    model.save(files[0])
+    np.savez(files[1], **batch)
+    return files
 
 
 def of_keras(dtype="float16"):
