@@ -15,8 +15,8 @@ if __name__ == "__main__":  # pytest looks for doctests in here
     tf.disable_v2_behavior()
 
 import keras_mp
-from keras_mp.compat import v1 as mixed_precision
 
+mixed_precision = keras_mp.compat.v1
 warnings.filterwarnings("ignore", ".* may run slower", keras_mp.MixedPrecisionWarning)
 
 data = sklearn.datasets.load_digits()
