@@ -1,6 +1,7 @@
 """What the loss scale does, in logs and in TensorBoard's files."""
 
 import collections
+import contextlib
 import csv
 import inspect
 import math
@@ -15,10 +16,13 @@ import tensorflow as tf
 from absl import logging
 
 import keras_mp
-from keras_mp.callbacks import LossScaleMonitor, write_loss_scale
 from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once
 
 K = tf.keras
+LossScaleMonitor, write_loss_scale = (
+    keras_mp.callbacks.LossScaleMonitor,
+    keras_mp.callbacks.write_loss_scale,
+)
 NAMES = ["loss_scale", "steps_skipped"]
 
 ONES = np.ones([16, 1], "float32")
@@ -48,16 +52,6 @@ def fit(model, callbacks, x=BAD, **kwargs):
 # Of three epochs. The third step of each is skipped, which halves the scale.
 SCALES = [32.0, 32.0, 32.0]
 SKIPPED = [1, 2, 3]
-
-
-def test_the_numbers_that_the_other_tests_expect():
-    monitor = LossScaleMonitor(update_freq=1)
-    fit(linear(run_eagerly=False), [monitor])
-    assert monitor.history == {
-        "step": list(range(13)),
-        "loss_scale": [64, 64, 64, 32, 32, 32, 64, 32, 32, 32, 64, 32, 32],
-        "steps_skipped": [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3],
-    }
 
 
 class Recorder(K.callbacks.Callback):
@@ -135,10 +129,11 @@ def test_everything_that_reads_logs_shows_them(tmp_path, capsys, update_freq):
 
 @once
 def test_the_order_is_the_users(capsys):
-    recorder, monitor = Recorder(), LossScaleMonitor(1)
-    callbacks = [recorder, monitor]
+    recorder, monitor, another = Recorder(), LossScaleMonitor(1), LossScaleMonitor()
+    callbacks = [recorder, monitor, another]
     history = fit(linear(), callbacks, verbose=2).history
-    assert callbacks == [recorder, monitor]
+    assert callbacks == [recorder, monitor, another]
+    assert [each.history["step"] for each in callbacks[1:]] == [list(range(13)), [0, 4, 8, 12]]
     assert not any(logs.keys() & set(NAMES) for logs in (*recorder.batches, *recorder.epochs))
     assert [history[name] for name in NAMES] == [SCALES, SKIPPED]
     assert capsys.readouterr().out.count("steps_skipped: ") == 3
@@ -173,12 +168,11 @@ def scalars(folder):
     return found
 
 
+@once
 def test_tensorboard_of_batches(tmp_path):
     board = K.callbacks.TensorBoard(str(tmp_path), write_graph=False, update_freq=1)
     fit(linear(), [LossScaleMonitor(1), board], epochs=1)
-    written = scalars(tmp_path / "train")
-    assert list(written["batch_loss_scale"].values()) == [64, 64, 32, 32]
-    assert written["epoch_steps_skipped"] == {0: 1}
+    assert list(scalars(tmp_path / "train")["batch_loss_scale"].values()) == [64, 64, 32, 32]
 
 
 class CountingScale(keras_mp.DynamicLossScale):
@@ -228,26 +222,30 @@ def test_families_and_nested_wrappers(family):
     assert [history[name] for name in NAMES] == [SCALES, SKIPPED]
 
 
-@pytest.mark.parametrize(
-    "how",
-    [{"jit_compile": True}, {"steps_per_execution": 2}, {"run_eagerly": True}],
-    ids=lambda how: next(iter(how)),
-)
-def test_ways_to_run(how):
-    monitor = LossScaleMonitor(update_freq=1)
-    history = fit(linear(**{"run_eagerly": False, **how}), [monitor]).history
-    assert [history[name] for name in NAMES] == [SCALES, SKIPPED]
-    steps = [0, 2, 4, 6, 8, 10, 12] if "steps_per_execution" in how else list(range(13))
-    assert monitor.history["step"] == steps
+# By step, of which the third of each epoch is skipped.
+BY_STEP = {
+    "step": list(range(13)),
+    "loss_scale": [64, 64, 64, 32, 32, 32, 64, 32, 32, 32, 64, 32, 32],
+    "steps_skipped": [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3],
+}
+WAYS = {
+    "a graph": {},
+    "XLA": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+    "two steps": {"steps_per_execution": 2},
+    "replicas": {},
+}
 
 
-def test_replicas():
-    with mirrored(2).scope():
-        model = linear(run_eagerly=False)
-    monitor = LossScaleMonitor(update_freq=2)
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_run(way):
+    with mirrored(2).scope() if way == "replicas" else contextlib.nullcontext():
+        model = linear(**{"run_eagerly": False, **WAYS[way]})
+    every = 2 if way in ("replicas", "two steps") else 1
+    monitor = LossScaleMonitor(update_freq=every if way == "replicas" else 1)
     history = fit(model, [monitor]).history
     assert [history[name] for name in NAMES] == [SCALES, SKIPPED]
-    assert monitor.history["step"] == [0, 2, 4, 6, 8, 10, 12]
+    assert monitor.history == {name: values[::every] for name, values in BY_STEP.items()}
 
 
 def test_evaluate_and_predict_are_left_alone():
@@ -285,15 +283,6 @@ def test_an_interrupted_run_starts_where_it_was_restored(tmp_path):
     fit(linear(), [backup, monitor])
     assert monitor.history["step"] == [4, 8, 12]
     assert monitor.history["steps_skipped"] == SKIPPED
-
-
-@once
-def test_two_monitors():
-    every_epoch, every_batch = LossScaleMonitor(), LossScaleMonitor(1)
-    history = fit(linear(), [every_epoch, every_batch]).history
-    assert [history[name] for name in NAMES] == [SCALES, SKIPPED]
-    assert every_epoch.history["step"] == [0, 4, 8, 12]
-    assert every_batch.history["step"] == list(range(13))
 
 
 def test_a_loop_that_calls_the_callbacks_itself():

@@ -8,7 +8,6 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import hardware
-from keras_mp.support import cpu
 
 K = tf.keras
 L = K.layers
@@ -95,7 +94,7 @@ def test_the_dtype_that_the_model_returns(last, returns):
 @pytest.mark.parametrize(("dtype", "has_units"), [("bfloat16", True), ("bfloat16", False)])
 def test_the_note_about_the_machine(monkeypatch, dtype, has_units):
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [])
-    monkeypatch.setattr(cpu, "has_units", lambda dtype: has_units)
+    monkeypatch.setattr("keras_mp.support.cpu.has_units", lambda dtype: has_units)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
         keras_mp.set_global_policy(f"mixed_{dtype}")
@@ -108,6 +107,9 @@ def test_a_float32_model_is_not_remarked_on():
     assert {cells[0] for cells in rows.values()} == {"float32", "-"}
     assert not notes
     assert others[1:] == ["Parameters: 370, trainable: 370"]
+    notes = notes_of(ends_in(L.Dense(8, name="half", dtype="mixed_float16"), L.Dense(8)))
+    assert [name for name, text in notes.items() if text] == ["half"]
+    assert "right for an output" not in notes["half"]
 
 
 def ends_in(*layers):
@@ -126,12 +128,25 @@ def ends_in(*layers):
         (lambda: ends_in(L.Activation("softmax", dtype="float32")), False),
         (lambda: ends_in(L.Dense(8, "sigmoid")), False),
         (lambda: ends_in(L.Softmax(), L.Dense(8)), False),
+        (lambda: attention(), False),  # which has a layer for it
+        (lambda: two_heads(), True),
     ],
 )
 def test_which_softmax_is_an_output(make, is_noted):
     keras_mp.set_global_policy(UNCHANGED)
     found = [name for name, text in notes_of(make()).items() if "A softmax output" in text]
-    assert bool(found) == is_noted
+    assert len(found) == is_noted
+
+
+def attention():
+    inputs = K.Input([4, 8])
+    return K.Model(inputs, L.MultiHeadAttention(2, 4)(inputs, inputs))
+
+
+def two_heads():
+    inputs = K.Input([8])
+    wide, narrow = (L.Dense(8, "softmax", dtype=dtype)(inputs) for dtype in ("float32", None))
+    return K.Model(inputs, {"a": wide, "b": narrow})
 
 
 def test_a_softmax_that_the_model_returns_in_float32_is_not_remarked_on():
@@ -144,34 +159,19 @@ def test_a_softmax_that_the_model_returns_in_float32_is_not_remarked_on():
     assert any("A softmax output" in text for text in notes_of(model).values())
 
 
-def test_the_softmax_inside_of_attention_is_no_output():
-    keras_mp.set_global_policy("mixed_float16")
-    inputs = K.Input([4, 8])
-    model = K.Model(inputs, L.MultiHeadAttention(2, 4)(inputs, inputs))
-    assert any(name.startswith("softmax") for name in notes_of(model))
-    assert not any("A softmax" in text for text in notes_of(model).values())
-
-
-@pytest.fixture
-def tensor_cores(monkeypatch):
-    monkeypatch.setattr(hardware, "has_tensor_cores", lambda dtype: True)
-
-
-def test_sizes_cost_nothing_without_tensor_cores(monkeypatch):
-    monkeypatch.setattr(hardware, "has_tensor_cores", lambda dtype: dtype == "bfloat16")
-    keras_mp.set_global_policy("mixed_float16")
-    model = K.Sequential([K.Input([8]), L.Dense(9), L.Dense(5)])
-    assert not any("units" in text for text in notes_of(model).values())
-
-
-@pytest.mark.parametrize(("units", "is_noted"), [(10, False), (1001, True)])
-def test_a_head_is_noted_where_much_is_in_it(tensor_cores, units, is_noted):
+@pytest.mark.parametrize(
+    ("cores", "units", "is_noted"),
+    [("float16", 10, False), ("float16", 1001, True), ("bfloat16", 1001, False)],
+)
+def test_a_head_is_noted_where_much_is_in_it(monkeypatch, cores, units, is_noted):
+    monkeypatch.setattr(hardware, "has_tensor_cores", lambda dtype: dtype == cores)
     keras_mp.set_global_policy("mixed_float16")
     model = K.Sequential([K.Input([64]), L.Dense(64), L.Dense(64), L.Dense(units, name="last")])
     assert notes_of(model)["last"].startswith(f"{units} units") == is_noted
 
 
-def test_sizes_that_tensor_cores_like_less(tensor_cores):
+def test_sizes_that_tensor_cores_like_less(monkeypatch):
+    monkeypatch.setattr(hardware, "has_tensor_cores", lambda dtype: True)
     keras_mp.set_global_policy("mixed_float16")
     inputs = K.Input([8, 8, 3])
     x = L.Conv2D(6, 3, name="conv")(inputs)
@@ -199,13 +199,6 @@ def test_layers_that_do_not_follow_the_policy():
     assert notes["last"].endswith("That is right for an output.")
     assert notes["half"].startswith("Its policy is float16, not the model's")
     assert notes["as_they_come"].endswith("autocast=False.")
-
-
-def test_half_of_a_float32_model():
-    notes = notes_of(ends_in(L.Dense(8, name="half", dtype="mixed_float16"), L.Dense(8)))
-    noted = [name for name, text in notes.items() if text]
-    assert noted == ["half"]
-    assert "right for an output" not in notes["half"]
 
 
 class Block(L.Layer):
@@ -278,16 +271,6 @@ def test_text():
     assert not notes
 
 
-def test_several_outputs():
-    keras_mp.set_global_policy(UNCHANGED)
-    inputs = K.Input([8])
-    wide = L.Dense(8, "softmax", dtype="float32", name="wide")(inputs)
-    narrow = L.Dense(8, "softmax", name="narrow")(inputs)
-    notes = notes_of(K.Model(inputs, {"a": wide, "b": narrow}))
-    assert "A softmax output" in notes["narrow"]
-    assert "A softmax output" not in notes["wide"]
-
-
 def test_a_trained_and_loaded_model(tmp_path):
     keras_mp.set_global_policy("mixed_float16")
     model = head()
@@ -300,11 +283,8 @@ def test_a_trained_and_loaded_model(tmp_path):
     assert notes["[1]"].endswith("Keras does not store the policy of a model.")
 
 
-def test_prints_by_default(capsys):
+def test_it_prints_by_default_and_takes_models_only(capsys):
     keras_mp.summary(head())
     assert "last (Dense)" in capsys.readouterr().out
-
-
-def test_what_is_no_model_is_refused():
     with pytest.raises(TypeError, match="Expected a model.*Received: model=<"):
         keras_mp.summary(L.Dense(1))

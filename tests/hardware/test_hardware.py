@@ -1,3 +1,4 @@
+import importlib
 import inspect
 import pathlib
 import subprocess
@@ -10,13 +11,11 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import hardware
-from keras_mp.hardware import __main__ as program
-from keras_mp.hardware import fast_dtypes, stopwatch
-from keras_mp.support import cpu
 from tests.common import mirrored, once
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
+hardware = keras_mp.hardware
+cpu, fast_dtypes = keras_mp.support.cpu, hardware.fast_dtypes
 
 # Of two CPUs with instructions for bfloat16 and for float16.
 SPEEDS = {
@@ -66,7 +65,7 @@ def clock(monkeypatch, fresh):
                 raise speeds
             return speeds
 
-        monkeypatch.setattr(stopwatch, "measure", measure)
+        monkeypatch.setattr(hardware.stopwatch, "measure", measure)
         return asked
 
     return set_speeds
@@ -114,7 +113,8 @@ FLOAT16_ON_A_GPU = "float16 is fast on A GPU"
 )
 def test_what_is_fast(machine, description, fast, policy, reason):
     machine(**description)
-    for dtype, needs in (("float16", "an Nvidia GPU"), ("bfloat16", "a GPU")):
+    gpus = "an Nvidia GPU of compute capability 7.0", "a GPU of compute capability 8.0"
+    for dtype, needs in zip(("float16", "bfloat16"), gpus):
         assert (hardware.why_slow(dtype) is None) == (dtype in fast)
         said = "fast here." if dtype in fast else f"slow here: {dtype} needs {needs}"
         assert fast_dtypes.verdict(dtype).startswith(f"{dtype} is {said}")
@@ -132,12 +132,6 @@ def test_tensor_cores(machine):
     machine(gpus=[(6, 1), (8, 0)])
     assert hardware.has_tensor_cores("float16")
     assert hardware.has_tensor_cores("bfloat16")
-
-
-def test_the_reason_names_what_is_needed_and_what_is_there(machine):
-    machine(gpus=[(6, 1)])
-    assert "compute capability 7.0" in hardware.why_slow("float16")
-    assert "A GPU (compute capability 6.1)" in hardware.why_slow("float16")
 
 
 # Defect 14: Keras 3 gives no hint at all.
@@ -213,15 +207,6 @@ def test_programs_measure_nothing(clock, machine):
     assert not asked
 
 
-def test_the_program_names_what_computes_in_float32_inside(clock, machine, capsys):
-    clock(SPEEDS)
-    machine(cpu_flags="avx512_bf16 avx512_fp16")
-    program.main([])
-    lines = capsys.readouterr().out.splitlines()
-    [line] = [line for line in lines if "in float32 inside" in line]
-    assert line.startswith("In float16 these are computed in float32 inside: Conv2DBackpropFilter,")
-
-
 def test_what_cannot_be_measured_has_no_speeds(clock):
     asked = clock(tf.errors.ResourceExhaustedError(None, None, "no memory"))
     assert hardware.speeds() is None
@@ -252,11 +237,16 @@ def test_what_is_returned_may_be_changed_and_measured_anew(clock):
     assert len(asked) == 2
 
 
+def printed(capsys):
+    """The lines that `python -m keras_mp.hardware` prints."""
+    assert importlib.import_module("keras_mp.hardware.__main__").main([]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
 def test_the_program_prints_speeds_and_the_reason(clock, machine, capsys):
     clock(SPEEDS)
     machine(cpu_flags="avx512_bf16 avx512_fp16")
-    assert program.main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed(capsys)
     assert f"TensorFlow {tf.__version__}" in lines[0]
     assert lines[1].startswith("16-bit units of the CPU: AVX512-BF16, AVX512-FP16; used by")
     assert lines[3:6] == [
@@ -267,18 +257,20 @@ def test_the_program_prints_speeds_and_the_reason(clock, machine, capsys):
     assert lines[7].startswith("float16 is slow here")
     assert lines[8] == "bfloat16 is fast here."
     assert lines[9].startswith("Best policy: mixed_bfloat16, since bfloat16 is fast on this CPU")
+    [line] = [line for line in lines if "in float32 inside" in line]
+    assert line.startswith("In float16 these are computed in float32 inside: Conv2DBackpropFilter,")
 
 
 def test_the_program_measures_gpus(clock, machine, capsys):
     asked = clock(SPEEDS)
     machine(gpus=[(7, 5)])
-    program.main([])
-    printed = capsys.readouterr().out
+    lines = printed(capsys)
     assert asked == ["GPU:0"]
-    assert "154 (0.56)" in printed
-    assert "A GPU (compute capability 7.5)" in printed.splitlines()[0]
-    assert "bfloat16 needs a GPU of compute capability 8.0" in printed
-    assert "Best policy: mixed_float16, since float16 is fast on A GPU" in printed
+    assert "A GPU (compute capability 7.5)" in lines[0]
+    text = "\n".join(lines)
+    assert "154 (0.56)" in text
+    assert "bfloat16 needs a GPU of compute capability 8.0" in text
+    assert "Best policy: mixed_float16, since float16 is fast on A GPU" in text
 
 
 @pytest.mark.parametrize(

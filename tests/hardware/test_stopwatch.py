@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_mp.hardware import stopwatch
-from keras_mp.hardware.turns import fastest, medians
-from keras_mp.kernels import slow
+import keras_mp
 from tests.common import once
 
 pytestmark = once
+stopwatch, turns = keras_mp.hardware.stopwatch, keras_mp.hardware.turns
 
 
 def test_every_dtype_gets_a_speed_for_every_operation(monkeypatch):
@@ -40,7 +39,7 @@ def test_what_is_computed_is_what_is_counted():
     ],
 )
 def test_what_is_timed_is_the_output_and_both_gradients(problems, compute, is_slow, monkeypatch):
-    monkeypatch.setattr(slow, "is_slow", lambda *_: is_slow)
+    monkeypatch.setattr("keras_mp.kernels.slow.is_slow", lambda *_: is_slow)
     problem = next(problems())
     arguments = [tf.cast(each, "bfloat16") for each in problem.arguments]
     output, *gradients = problem.compute(*arguments)
@@ -76,6 +75,6 @@ def test_a_problem_grows_until_it_is_large_enough_or_a_dtype_much_slower(monkeyp
 
 
 def test_other_load_slows_the_median_turn_and_not_the_fastest():
-    turns = {"float32": [1.0, 3.0, 5.0], "bfloat16": [9.0, 9.0, 8.0]}
-    assert fastest(turns) == {"float32": 1.0, "bfloat16": 8.0}
-    assert medians(turns) == {"float32": 3.0, "bfloat16": 9.0}
+    taken = {"float32": [1.0, 3.0, 5.0], "bfloat16": [9.0, 9.0, 8.0]}
+    assert turns.fastest(taken) == {"float32": 1.0, "bfloat16": 8.0}
+    assert turns.medians(taken) == {"float32": 3.0, "bfloat16": 9.0}
