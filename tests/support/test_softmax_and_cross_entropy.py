@@ -77,21 +77,16 @@ BETWEEN = {
 }
 
 
+def in_graphs(cases):
+    """Cases in both kinds of graphs and both dtypes. XLA leaves checks out."""
+    found = pairs(cases, GRAPHS, ["float16", "bfloat16"])
+    return [case for case in found if case[:2] != ("check", "jit")]
+
+
 @once
-@pytest.mark.parametrize(
-    ("between", "name", "dtype", "mode"),
-    [
-        case
-        for case in pairs(
-            BETWEEN,
-            ["CategoricalCrossentropy", "BinaryCrossentropy"],
-            ["float16", "bfloat16"],
-            GRAPHS,
-        )
-        if (case[0], case[-1]) != ("check", "jit")  # XLA leaves the check out.
-    ],
-)
-def test_what_may_lie_between_in_a_graph(name, between, dtype, mode):
+@pytest.mark.parametrize(("between", "mode", "dtype"), in_graphs(BETWEEN))
+def test_what_may_lie_between_in_a_graph(between, mode, dtype):
+    name = "BinaryCrossentropy" if dtype == "bfloat16" else "CategoricalCrossentropy"
     activation, y_true, expected, _ = CASES[name]
 
     def predict(logits):
@@ -157,79 +152,141 @@ def fitted(name, model, layers, **run):
     return value, sum(issubclass(w.category, keras_mp.MixedPrecisionWarning) for w in caught)
 
 
-@pytest.mark.parametrize(
-    ("name", "policy", "run"),
-    [
-        ("CategoricalCrossentropy", "mixed_float16", {}),
-        ("SparseCategoricalCrossentropy", "mixed_bfloat16", {}),
-        ("BinaryCrossentropy", "mixed_float16", {"run_eagerly": True}),
-        ("BinaryFocalCrossentropy", "mixed_bfloat16", {"run_eagerly": True}),
-        ("CategoricalFocalCrossentropy", "mixed_float16", {"jit_compile": True}),
-        ("CategoricalCrossentropy", "mixed_bfloat16", {"jit_compile": True}),
-    ],
-    ids=str,
-)
-def test_defect_6_through_fit(name, policy, run):
-    keras_mp.set_global_policy(policy)
-    activation, _, expected, _ = CASES[name]
-    layers = layers_after(activation)
-    assert fitted(name, "sequential", layers["nothing"], **run) == (expected, 0)
-    assert fitted(name, "sequential", layers["linear"], **run) == (expected, 0)
-
-
-# Each layer after both activations, in two of the models.
-LAYERS_IN_MODELS = [
-    (between, model, activation)
-    for between, model, activation in zip(
-        [*layers_after("softmax")] * 2, cycle(MODELS), cycle(["softmax", "sigmoid"])
+RUNS = [
+    ("CategoricalCrossentropy", "mixed_float16", {}),
+    ("SparseCategoricalCrossentropy", "mixed_bfloat16", {}),
+    ("BinaryCrossentropy", "mixed_float16", {"run_eagerly": True}),
+    ("BinaryFocalCrossentropy", "mixed_bfloat16", {"run_eagerly": True}),
+    ("CategoricalFocalCrossentropy", "mixed_float16", {"jit_compile": True}),
+    ("CategoricalCrossentropy", "mixed_bfloat16", {"jit_compile": True}),
+]
+OF_ACTIVATION = {"softmax": "SparseCategoricalCrossentropy", "sigmoid": "BinaryCrossentropy"}
+# Each way to run, and each layer after both activations in two of the models.
+FITS = [
+    (name, "sequential", layers, *run) for name, *run in RUNS for layers in ("nothing", "linear")
+]
+FITS += [
+    (OF_ACTIVATION[activation], model, layers, "mixed_float16", {})
+    for layers, model, activation in zip(
+        [*layers_after("softmax")] * 2, cycle(MODELS), cycle(OF_ACTIVATION)
     )
-    if between in layers_after(activation)
+    if layers in layers_after(activation)
 ]
 
 
-@pytest.mark.parametrize(("between", "model", "activation"), LAYERS_IN_MODELS)
-def test_through_all_kinds_of_models(between, model, activation):
-    keras_mp.set_global_policy("mixed_float16")
-    name = {"softmax": "SparseCategoricalCrossentropy", "sigmoid": "BinaryCrossentropy"}[activation]
-    assert fitted(name, model, layers_after(activation)[between]) == (50, 0)
+@pytest.mark.parametrize(("name", "model", "layers", "policy", "run"), FITS, ids=str)
+def test_defect_6_through_fit(name, model, layers, policy, run):
+    keras_mp.set_global_policy(policy)
+    activation, _, expected, _ = CASES[name]
+    assert fitted(name, model, layers_after(activation)[layers], **run) == (expected, 0)
 
 
-@once
-@pytest.mark.parametrize(("mode", "dtype"), list(zip(["function", "jit", "function"], DTYPES)))
-def test_the_axis_of_the_classes(dtype, mode):
-    logits = np.zeros([3, 2, 4], dtype="float32")
-    logits[:, 0] = 50
-    labels = np.zeros_like(logits)
-    labels[:, 1] = 1
-    loss = losses.CategoricalCrossentropy(axis=1)
-    predictions = {
-        "along 1": lambda x: tf.nn.softmax(x, axis=1),
-        "Keras along 1": lambda x: K.activations.softmax(x, axis=1),
-        "permuted": lambda x: tf.transpose(tf.nn.softmax(tf.transpose(x, [0, 2, 1])), [0, 2, 1]),
-        "reshaped": lambda x: tf.reshape(
-            tf.nn.softmax(tf.reshape(x, [3, 2, 2, 2]), axis=1), [3, 2, 4]
-        ),
-    }
-    for predict in predictions.values():
-        value, _ = loss_and_gradient(
-            loss, tf.constant(labels), tf.constant(logits, dtype), predict, mode
-        )
-        assert value == 50
+FIRST, SECOND = np.float32([[50, 0]]), np.float32([[0, 1]])
+ALONG_1 = (
+    losses.CategoricalCrossentropy(axis=1),
+    *(np.tile(of_class.reshape([1, 2, 1]), [3, 1, 4]) for of_class in (SECOND, FIRST)),
+)
 
 
-@once
-@pytest.mark.parametrize("mode", GRAPHS)
-def test_the_axis_is_not_mixed_up_with_one_of_the_same_size(mode):
-    logits = tf.tile([[[50, 0, 0]]], [1, 3, 1])
-    labels = tf.one_hot([1, 1, 1], 3)
-    value, _ = loss_and_gradient(
+class Twice(losses.SparseCategoricalCrossentropy):
+    """As a user may override what is fused."""
+
+    def call(self, y_true, y_pred):
+        return 2 * super().call(y_true, y_pred)
+
+
+# A loss, labels, logits, what predicts, and the loss that it costs; where only a graph tells.
+IN_GRAPHS = {
+    "along 1": (*ALONG_1, lambda x: tf.nn.softmax(x, axis=1), 50),
+    "Keras along 1": (*ALONG_1, lambda x: K.activations.softmax(x, axis=1), 50),
+    "permuted": (*ALONG_1, lambda x: swapped(tf.nn.softmax(swapped(x))), 50),
+    "reshaped": (
+        *ALONG_1,
+        lambda x: tf.reshape(tf.nn.softmax(tf.reshape(x, [3, 2, 2, 2]), axis=1), [3, 2, 4]),
+        50,
+    ),
+    "an axis of the size of another": (
         losses.CategoricalCrossentropy(),
-        labels,
-        tf.cast(logits, "float16"),
+        np.eye(3, dtype="float32")[[1, 1, 1]],
+        np.tile(np.float32([[[50, 0, 0]]]), [1, 3, 1]),
         lambda x: tf.reshape(tf.nn.softmax(x), [3, 3]),
-        mode,
-    )
-    assert value == 50
+        50,
+    ),
+    "a shape that depends on the batch": (
+        *(losses.SparseCategoricalCrossentropy(), np.int32([[1]]), FIRST),
+        lambda x: tf.reshape(tf.nn.softmax(x), [-1, 1, 2]),
+        50,
+    ),
+    "concatenated": (
+        *(losses.CategoricalCrossentropy(), np.tile(SECOND, [2, 1]), FIRST),
+        lambda x: concat_twice(tf.nn.softmax(x), 0),
+        50,
+    ),
+    "stacked": (
+        *(losses.CategoricalCrossentropy(), np.tile(SECOND, [2, 1, 1]), FIRST),
+        lambda x: tf.stack([tf.nn.softmax(x)] * 2),
+        50,
+    ),
+    "stacked along 1": (
+        *(losses.CategoricalCrossentropy(), np.tile(SECOND, [1, 2, 1]), FIRST),
+        lambda x: tf.stack([tf.nn.softmax(x)] * 2, 1),
+        50,
+    ),
+    "of two labels each": (
+        *(losses.BinaryCrossentropy(), np.tile(SECOND, [1, 2]), np.float32([[50, -50]])),
+        lambda x: concat_twice(tf.nn.sigmoid(x), -1),
+        50,
+    ),
+    "not of two distributions": (
+        *(losses.CategoricalCrossentropy(), np.tile(SECOND, [1, 2]), FIRST),
+        lambda x: concat_twice(tf.nn.softmax(x), -1),
+        pytest.approx(2 * -np.log(1e-7), rel=1e-2),
+    ),
+}
+ANYWHERE = {
+    "labels that are smoothed": (
+        *(losses.CategoricalCrossentropy(label_smoothing=0.5), SECOND, FIRST),
+        *(K.activations.softmax, 37.5),
+    ),
+    **{
+        # One of the two is right.
+        f"binary labels of the shape {list(shape)}": (
+            *(losses.BinaryCrossentropy(), np.float32([0, 1]).reshape(shape)),
+            *(np.float32([[50], [50]]), K.activations.sigmoid, 25),
+        )
+        for shape in ([2, 1], [2])
+    },
+    "a call of the user's": (Twice(), np.int32([1]), FIRST, K.activations.softmax, 100),
+}
+
+
+def swapped(x):
+    return tf.transpose(x, [0, 2, 1])
+
+
+def concat_twice(p, axis):
+    return tf.concat([p, p], axis)
+
+
+def cost(case, mode, dtype):
+    loss, labels, logits, predict, expected = case
+    found = loss_and_gradient(loss, tf.constant(labels), tf.constant(logits, dtype), predict, mode)
+    return found[0], expected
+
+
+@once
+@pytest.mark.parametrize(("name", "mode", "dtype"), in_graphs(IN_GRAPHS))
+@pytest.mark.filterwarnings("ignore:.*computed in float16")
+def test_the_axis_and_parts_are_found_in_a_graph(name, mode, dtype):
+    value, expected = cost(IN_GRAPHS[name], mode, dtype)
+    assert value == expected
+
+
+@pytest.mark.parametrize("name", ANYWHERE)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_losses_and_labels_may_be(name, mode):
+    value, expected = cost(ANYWHERE[name], mode, "float16")
+    assert value == expected
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -273,24 +330,14 @@ def test_temporal_outputs(mode):
 
 
 @once
-@pytest.mark.parametrize("mode", GRAPHS)
-def test_shapes_that_are_known_only_when_it_runs(mode):
-    loss = losses.SparseCategoricalCrossentropy()
-
-    def function(logits, shape):
-        return loss(tf.constant([[1]]), tf.reshape(tf.nn.softmax(logits), shape))
-
-    def fixed(logits):
-        return function(logits, [-1, 1, 2])
-
-    assert placed(mode, fixed)(tf.constant([[50, 0]], tf.float16)) == 50
-    signature = [tf.TensorSpec([None, None], tf.float16)]
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_shapes_that_are_known_only_when_it_runs(jit_compile):
     free = tf.function(
-        lambda logits: loss(tf.constant([1]), tf.nn.softmax(logits)),
-        input_signature=signature,
-        jit_compile=mode == "jit",
+        lambda logits: losses.SparseCategoricalCrossentropy()([1], tf.nn.softmax(logits)),
+        input_signature=[tf.TensorSpec([None, None], tf.float16)],
+        jit_compile=jit_compile,
     )
-    assert free(tf.constant([[50, 0]], tf.float16)) == 50
+    assert free(tf.constant(FIRST, tf.float16)) == 50
 
 
 @pytest.mark.parametrize(
@@ -500,24 +547,6 @@ def test_nan_logits_stay_nan_and_say_nothing_of_float16():
         assert np.isnan(value)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_labels_smoothed_and_fused(mode):
-    logits, labels = tf.constant([[50, 0]], "float16"), tf.constant(ONE_HOT)
-    loss = losses.CategoricalCrossentropy(label_smoothing=0.5)
-    value, _ = loss_and_gradient(loss, labels, logits, K.activations.softmax, mode)
-    assert value == 37.5
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("columns", [True, False])
-def test_binary_labels_and_predictions_of_other_ranks(columns, mode):
-    labels = tf.constant([[0.0], [1.0]]) if columns else tf.constant([0.0, 1.0])
-    loss = losses.BinaryCrossentropy()
-    logits = tf.constant([[50], [50]], "float16")
-    value, _ = loss_and_gradient(loss, labels, logits, K.activations.sigmoid, mode)
-    assert value == 25  # one of the two is right
-
-
 @pytest.mark.skipif(IS_KERAS_3, reason="Ragged losses are of Keras 2.")
 @pytest.mark.parametrize("are_labels_ragged", [True, False])
 @pytest.mark.parametrize("name", CASES)
@@ -541,43 +570,6 @@ def test_ragged_predictions(name, are_labels_ragged):
     flat = value.flat_values if are_labels_ragged else tf.reshape(value, [-1])
     # Keras fills up the others.
     assert np.all(flat == expected) == are_labels_ragged
-
-
-def test_a_user_who_overrides_call_may_call_the_fused_one():
-    class Twice(losses.SparseCategoricalCrossentropy):
-        def call(self, y_true, y_pred):
-            return 2 * super().call(y_true, y_pred)
-
-    for mode in MODES:
-        value, _ = loss_and_gradient(
-            Twice(), tf.constant([1]), tf.constant([[50, 0]], "half"), K.activations.softmax, mode
-        )
-        assert value == 100
-
-
-@once
-@pytest.mark.parametrize("name", ["CategoricalCrossentropy", "BinaryCrossentropy"])
-@pytest.mark.parametrize("mode", GRAPHS)
-@pytest.mark.filterwarnings("ignore:.*computed in float16")
-def test_parts_that_are_put_together(name, mode):
-    activation, labels, expected, _ = CASES[name]
-    activate, loss = K.activations.get(activation), getattr(losses, name)()
-    for together, shape in [
-        (lambda p: tf.concat([p, p], 0), [2, 1]),
-        (lambda p: tf.stack([p, p]), [2, 1, 1]),
-        (lambda p: tf.stack([p, p], 1), [1, 2, 1]),
-        (lambda p: tf.concat([p, p], -1), [1, 2]),
-    ]:
-        value, _ = loss_and_gradient(
-            loss,
-            tf.tile([labels] if len(shape) > 2 else labels, shape),
-            wrong(name, "float16"),
-            lambda x, together=together: together(activate(x)),
-            mode,
-        )
-        if shape == [1, 2] and activation == "softmax":
-            expected = 2 * -np.log(1e-7)  # not fused: those are two distributions
-        assert value == pytest.approx(expected, rel=1e-2)
 
 
 def test_time_distributed():
