@@ -1,5 +1,5 @@
-"""Advice is put to the test: by doing what it says, on 20 models and more that suffer, and on as
-many healthy ones, of which it must say nothing."""
+"""Advice is put to the test: by doing what it says, on models that suffer, each from something
+else, and on as many healthy ones, of which it must say nothing."""
 
 import dataclasses
 import re
@@ -9,15 +9,11 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.conversion import compute_dtypes
-from keras_mp.numerics.counting import ExponentHistograms
-from keras_mp.numerics.records import underflow
-from keras_mp.numerics.report import TOLERANCE, advise
-from keras_mp.step.schedule import INITIAL_LOSS_SCALE
-from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from tests.ci.advised_models import HEALTHY, SUFFERING
-from tests.numerics.tools import runners
+from tests.numerics.tools import ExponentHistograms, advise, dtypes, runners, underflow
 
+INITIAL_LOSS_SCALE = 2.0**15
+TOLERANCE = 0.001
 SCALE = re.compile(
     r"[Ss]tart the loss scale at 2\^(\d+): between 2\^(-?\d+) and 2\^(\d+) (?:no gradient loses "
     r"more than|the other gradients lose no more than) 0\.1 %, in the batch\."
@@ -82,7 +78,7 @@ def test_a_model_that_follows_advice_to_its_end_loses_nothing(name):
             scale = advice.loss_scale
         if dtype == "float16":
             model.compile(keras_mp.LossScaleOptimizer("sgd", scale), case.loss)
-        if compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES):
+        if {*dtypes(model).values()} <= {"float32"}:
             return  # There is nothing left to be lost.
         checked = check(case, model)
         if advice.loss_scale and not checked.advice().policies:
@@ -101,35 +97,11 @@ def test_a_model_that_follows_advice_to_its_end_loses_nothing(name):
     assert difference < {"float16": 0.02, "bfloat16": 0.1}[dtype]
 
 
-def losses_of_training(case, policy):
-    """Five steps of one batch, and how many were skipped."""
-    model = keras_mp.convert(case.model(), policy)
-    x, y = case.batch()
-    optimizer = keras_mp.LossScaleOptimizer(
-        tf.keras.optimizers.SGD(0.01 / case.factor),
-        "dynamic" if policy == "mixed_float16" else 1,
-    )
-    losses = []
-    for _ in range(5):
-        with tf.GradientTape() as tape:
-            loss = case.loss(y, model(x, training=True))
-            scaled = optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-        losses.append(float(loss))
-    return np.array(losses), int(optimizer.steps_skipped)
-
-
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_model_is_told_nothing_and_trains(name):
+def test_a_healthy_model_is_told_nothing(name):
     case = HEALTHY[name]
     checked = check(case, case.model())
     assert (checked.findings, checked.advice()) == ((), ([], {}, None))
-    expected, _ = losses_of_training(case, "float32")
-    losses, skipped = losses_of_training(case, f"mixed_{case.dtype}")
-    assert skipped == 0
-    assert expected[-1] < expected[0]
-    np.testing.assert_allclose(losses, expected, rtol=0.02)
 
 
 FIX = re.compile(

@@ -21,7 +21,6 @@ from benchmarks import (
 )
 from benchmarks.acceptance import defects, third_party, third_party_models, third_party_programs
 from keras_mp import keras_api
-from keras_mp.numerics.profile import CLASSES
 from tests.common import mirrored, once
 
 
@@ -52,22 +51,14 @@ KERAS = "Keras 3" if keras_api.ROOT_PACKAGE == "keras" else "tf_keras"
 def test_overhead_is_measured_in_every_mode(monkeypatch):
     monkeypatch.setattr(overhead, "REPEATS", (2, 3))
     monkeypatch.setattr(overhead, "BLOCK_SECONDS", 0)
-    cells = [
-        Cell("graph", "SGD", 2, 4),
-        Cell("XLA", "AdamW", 2, 4),
-        Cell("eager", "Adam", 2, 4, scaler=True),
-    ]
+    cells = [Cell("XLA", "AdamW", 2, 4), Cell("eager", "Adam", 2, 4, scaler=True)]
     results = dict(overhead.measure(1, cells, 0.0))
-    assert list(results) == [
-        "graph, SGD, 2 of 4x4",
-        "XLA, AdamW, 2 of 4x4",
-        "eager, Adam, 2 of 4x4",
-    ]
     wrappers = [*common.WRAPPERS, overhead.SCALER]
-    for of_cell, measured in zip(results.values(), (wrappers[:3], wrappers[:3], wrappers)):
-        assert {name: len(seconds) for name, seconds in of_cell.items()} == dict.fromkeys(
-            measured, 2
-        )
+    turns = {cell: {name: len(each) for name, each in of.items()} for cell, of in results.items()}
+    assert turns == {
+        "XLA, AdamW, 2 of 4x4": dict.fromkeys(common.WRAPPERS, 2),
+        "eager, Adam, 2 of 4x4": dict.fromkeys(wrappers, 2),
+    }
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -86,24 +77,6 @@ def test_the_steps_that_are_compared_do_the_same(replicas):
     assert tf.reduce_max(tf.abs(bare)) > 1e-6
     tf.debugging.assert_near(of_keras, bare, atol=1e-7)
     tf.debugging.assert_near(ours, bare, atol=1e-7)
-
-
-@once
-def test_overhead_is_what_is_added_to_the_bare_step():
-    turns = [1.0, 3.0, 2.0]
-    of_cell = overhead.summary(
-        {
-            "bare": turns,
-            "Keras": [t + 0.5 for t in turns],
-            "keras_mp": [t + 0.125 for t in turns],
-        }
-    )
-    assert of_cell == {
-        "bare": 2.0,
-        "Keras": [0.5, 0.5, 0.5],
-        "keras_mp": [0.125, 0.125, 0.125],
-        "step": 2.125 / 2.5,
-    }
 
 
 @pytest.fixture
@@ -198,41 +171,6 @@ def test_what_comes_first_is_measured_in_its_order(kind, monkeypatch):
 
 
 @once
-def test_what_comes_before_all_kinds_has_one_row():
-    names = ("import tensorflow", "import keras_mp", "model")
-    for kind, before in ((first.KINDS[0], names), (first.KINDS[1], ())):
-        seconds = dict.fromkeys((*names, kind, f"{kind} again"), 0.5)
-        ours = {name: 2 * each for name, each in seconds.items()}
-        rows = first.rows_of([{"Keras": seconds, "keras_mp": ours}], kind)
-        assert [row[0] for row in rows] == [*before, kind, f"{kind} again"]
-        assert rows[-1][1:] == ["0.50", "1.00", "2.00"]
-
-
-@once
-@pytest.mark.parametrize("name", models.SIZES["small"])
-def test_models_of_pytorch_have_the_same_weights(name):
-    torch_models = pytest.importorskip("benchmarks.torch_models", reason="PyTorch is optional")
-    sizes = models.SIZES["small"][name]._replace(batch=2)
-    torch_models.make_step(name, sizes, autocast=True)()
-    layers, width = torch_models.layers_of(name, sizes)
-    found = sum(w.numel() for layer in layers for w in layer.parameters())
-    head = (width + 1) * sizes.classes
-    second_biases = 4 * width * sizes.blocks if name == "LSTM" else 0
-    expected, _, _ = models.make(name, sizes)
-    assert found + head - second_biases == sum(
-        w.shape.num_elements() for w in expected.trainable_variables
-    )
-
-
-@once
-def test_a_wrong_name_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "speed"])
-    with pytest.raises(SystemExit):
-        command.main()
-    assert "there are ['defects', 'faults', 'first', 'gpu_compiled', " in capsys.readouterr().err
-
-
-@once
 def test_defects_are_planted_and_found(monkeypatch):
     from benchmarks.acceptance import defective_models
 
@@ -261,13 +199,6 @@ def test_steps_leave_no_objects_behind(kind):
 
 
 @once
-def test_a_soak_finds_what_is_left(monkeypatch):
-    left = []
-    monkeypatch.setitem(soak.KINDS, "leak", lambda: lambda: left.append([[]]))
-    assert soak.measure("leak", 20)["objects"] >= 1
-
-
-@once
 @pytest.mark.parametrize("kind", ["compile, fit, delete", "convert"])
 def test_a_soak_counts_the_models_that_live(kind, monkeypatch):
     monkeypatch.setattr(soak, "LOOKS", 2)
@@ -282,25 +213,6 @@ def test_steps_are_measured_and_taken_apart(name, tiny, monkeypatch):
     found = step.measure(name, "full")
     assert set(step.VARIANTS) <= set(found["seconds"])
     for variant, classes in found["classes"].items():
-        assert set(classes) == set(CLASSES)
         assert classes["products"] > 0
         assert classes["update"] + classes["compiled"] > 0
         assert (classes["casts"] > 0) >= (variant not in ("float32", "graph rewrite"))
-
-
-@once
-def test_steps_that_count_count_what_a_step_makes(monkeypatch):
-    made = []
-
-    class Counting(step.ExponentHistograms):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options)
-            made.append(self)
-
-    monkeypatch.setattr(step, "ExponentHistograms", Counting)
-    for variant in ("counting", "counting, not due"):
-        run = step.make_step("MLP", models.Sizes(1, 64, 2), **step.VARIANTS[variant])
-        run()
-        assert {row.kind for row in made[-1].read().rows} == {"gradient", "output"}
-        run()
-        assert bool(made[-1].read().rows) == (variant == "counting")

@@ -2,12 +2,11 @@
 
 import os
 import pathlib
-import re
 
 import pytest
 
 import keras_mp
-from benchmarks import common, gpu_compiled, gpu_compiled_steps, gpu_compiler, gpu_targets
+from benchmarks import gpu_compiled, gpu_compiled_steps, gpu_targets
 from tests.ci import functions_of_keras
 from tests.common import once
 
@@ -16,76 +15,12 @@ needs_compiler = pytest.mark.skipif(
     not COMPILER, reason=f"{gpu_compiled.VARIABLE} names no environment with XLA's compiler."
 )
 
-COMPILED = """\
-HloModule step, is_scheduled=true
-
-%fused_a (p: f32[8]) -> f16[8] {
-  %p = f32[8]{0} parameter(0)
-  ROOT %convert.1 = f16[8]{0} convert(%p), metadata={op_name="convert(x)"}
-}
-
-%then (t: f32[8]) -> f32[8] {
-  %t = f32[8]{0} parameter(0)
-  ROOT %loop_fusion = f32[8]{0} fusion(%t), kind=kLoop, calls=%fused_b
-}
-
-%else (e: f32[8]) -> f32[8] {
-  ROOT %e = f32[8]{0} parameter(0)
-}
-
-ENTRY %main (a: f32[8], c: pred[], k: bf16[8,8]) -> (f32[8], bf16[8,8]) {
-  %a = f32[8]{0} parameter(0)
-  %c = pred[] parameter(1)
-  %k = bf16[8,8]{1,0} parameter(2)
-  %fusion = f16[8]{0} fusion(%a), kind=kLoop, calls=%fused_a
-  %copy.1 = f32[8]{0} copy(%a)
-  %copy-start = (f32[8]{0:S(5)}, f32[8]{0}, u32[]) copy-start(%a)
-  %copy-done = f32[8]{0:S(5)} copy-done(%copy-start)
-  %conditional = f32[8]{0} conditional(%c, %a, %a), true_computation=%then, false_computation=%else
-  %gemm = (bf16[8,8]{1,0}, s8[16]{0}) custom-call(%k, %k), custom_call_target="__cublas$gemm"
-  %get = bf16[8,8]{1,0} get-tuple-element(%gemm), index=0
-  ROOT %tuple = (f32[8]{0}, bf16[8,8]{1,0}) tuple(%conditional, %get)
-}
-"""
-
-
-@once
-def test_what_is_counted():
-    assert gpu_compiler.counts(COMPILED) == {
-        # Of the two copies one goes to the host; the fusion in the branch is one of four kernels.
-        "kernels": 5,
-        "in_conditions": 1,
-        "copies": 2,
-        "to_host": 2,
-        "conditions": 1,
-        "products": {"bf16": 1},
-        "roundings": {"f16": 1},
-    }
-
 
 @once
 def test_a_description_has_what_a_gpu_is_known_by():
     text = gpu_targets.description("A100")
     assert "cuda_compute_capability { major: 8 minor: 0 }" in text
     assert "core_count: 108" in text
-
-
-@once
-def test_the_extra_is_what_the_command_installs():
-    lines = gpu_compiled.REQUIREMENTS.read_text().splitlines()
-    extra = (
-        (common.ROOT / "setup.py").read_text().partition("_GPU_COMPILER = [")[2].partition("]")[0]
-    )
-    assert re.findall('"(.*)"', extra) == [line for line in lines if not line.startswith("#")]
-
-
-@once
-def test_an_environment_that_cannot_be_made_is_a_sentence(tmp_path, monkeypatch):
-    requirements = tmp_path / "no such file.txt"
-    monkeypatch.setattr(gpu_compiled, "REQUIREMENTS", requirements)
-    with pytest.raises(SystemExit, match="could not be installed in .* --compiler"):
-        gpu_compiled.compiler(tmp_path / "environment")
-    assert not (tmp_path / "environment" / "bin" / "python").exists()
 
 
 @pytest.fixture

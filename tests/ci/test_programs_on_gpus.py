@@ -12,20 +12,16 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import graph_rewrite
-from keras_mp.kernels import sums
 from tests.common import digits, needs_cuda, needs_onednn, once, value
 from tests.compat import tf1_program
 from tests.grappler import rewritten
+from tests.grappler.rewritten import distance, update
 
 V1 = tf.compat.v1
 GPUS = ("GPU 6.1", "GPU 7.0", "GPU 8.0", "GPU 9.0")
 TENSOR_CORES = GPUS[1:]
 
 pytestmark = needs_cuda
-
-
-def distance(found, exact):
-    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
 
 
 def enable(optimizer):
@@ -52,15 +48,6 @@ def program():
     batch = images[32:64], labels[32:64]
     function, arguments = graph_rewrite._step_of_training(model, batch, {})
     return model, batch, arguments, function.get_concrete_function(*arguments)
-
-
-def update(model, step, *arguments):
-    """What a step adds to the weights, which are put back."""
-    before = model.get_weights()
-    step(*arguments)
-    after = model.get_weights()
-    model.set_weights(before)
-    return np.concatenate([np.ravel(new - old) for new, old in zip(after, before, strict=True)])
 
 
 @pytest.mark.parametrize("device", GPUS)
@@ -164,37 +151,3 @@ def test_the_lists_say_what_is_computed(changes, dtypes):
         assert 2**-20 < error < rewritten.tolerance(report)
     else:
         assert error < 2**-20
-
-
-@once
-@pytest.mark.skipif(
-    not sums.TABLE.is_wrong("ResizeNearestNeighborGrad", "float16"),
-    reason="Here the kernel is right.",
-)
-def test_what_is_kept_out_for_its_sum_is_right():
-    """A kernel that is wrong on this machine stays in float32 while the rewrite is on."""
-    op = "ResizeNearestNeighborGrad"
-
-    @tf.function
-    def function(x, w):
-        images = tf.reshape(tf.matmul(x, w), [1, 64, 64, 1])
-        totals = tf.raw_ops.ResizeNearestNeighborGrad(grads=images, size=[1, 1])
-        return tf.matmul(tf.reshape(totals, [1, 1]), [[1.0]])
-
-    def rewrite():
-        arguments = tf.ones([64, 64]), tf.eye(64)
-        report = graph_rewrite.report(function, *arguments, device="GPU 7.0")
-        concrete = function.get_concrete_function(*arguments)
-        [found] = rewritten.of_function(concrete, "GPU 7.0")(*arguments)
-        return {(each.dtype, each.why) for each in report.operations if each.op == op}, found
-
-    reasons, found = rewrite()
-    assert reasons == {("float16", "")}
-    assert value(found) == 2048  # of 4096
-    enable(tf.keras.optimizers.SGD())
-    try:
-        reasons, found = rewrite()
-    finally:
-        keras_mp.disable_mixed_precision_graph_rewrite()
-    assert reasons == {("float32", "kept for its sum")}
-    assert value(found) == 4096

@@ -15,6 +15,7 @@ from keras_mp import kernels
 from keras_mp.hooks import reach
 from keras_mp.kernels import convolutions, cudnn, slow, sums, trials
 from keras_mp.support.dtypes import LOW_PRECISION
+from tests import steps
 
 Found = tuple[bool, str]
 _WAYS: dict[str, Callable[..., Any]] = {
@@ -136,14 +137,11 @@ def _scaled_step(
     They are the loss scale times the factor.
     """
 
-    def step(factor: tf.Tensor) -> None:
-        with tf.GradientTape() as tape:
-            product = tf.cast(weights, tf.float16) * factor
-            loss = optimizer.get_scaled_loss(tf.reduce_sum(tf.cast(product, tf.float32)))
-        gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [weights]))
-        optimizer.apply_gradients(zip(gradients, [weights], strict=True))
+    def loss(factor: tf.Tensor) -> tf.Tensor:
+        product = tf.cast(weights, tf.float16) * factor
+        return tf.reduce_sum(tf.cast(product, tf.float32))
 
-    return step
+    return steps.rfc(optimizer, loss, [weights])
 
 
 def _overflow_is_skipped(way: str) -> Found:
@@ -198,13 +196,7 @@ def _scaler_skips() -> Found:
     scaler = keras_mp.GradScaler()
     optimizer.build([weight])
 
-    def step(factor: tf.Tensor) -> None:
-        with tf.GradientTape() as tape:
-            scaled = scaler.scale(weight * factor)
-        scaler.step(optimizer, [(tape.gradient(scaled, weight), weight)])
-        scaler.update()
-
-    step = _WAYS["graph"](step)
+    step = _WAYS["graph"](steps.scaler(scaler, optimizer, lambda factor: weight * factor, [weight]))
     values = []
     for factor in (1.0, float("inf"), 1.0):
         step(tf.constant(factor))

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_mp
+from tests import steps
 from tests.gpu.promises import Promise, judge
 
 _MEGABYTES = 1024  # of each half of a GPU
@@ -65,13 +66,12 @@ def _step(
 ) -> Callable[[tf.Tensor], None]:
     """Returns a step in which each replica has a factor of its own."""
 
-    def of_replica(factors: tf.Tensor) -> None:
+    def loss(factors: tf.Tensor) -> tf.Tensor:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        with tf.GradientTape() as tape:
-            product = tf.cast(weights, tf.float16) * tf.gather(factors, replica)
-            loss = optimizer.scale_loss(tf.reduce_sum(tf.cast(product, tf.float32)))
-        optimizer.apply_gradients([(tape.gradient(loss, weights), weights)])
+        product = tf.cast(weights, tf.float16) * tf.gather(factors, replica)
+        return tf.reduce_sum(tf.cast(product, tf.float32))
 
+    of_replica = steps.keras_3(optimizer, loss, [weights])
     return tf.function(lambda factors: strategy.run(of_replica, args=(factors,)), autograph=False)
 
 

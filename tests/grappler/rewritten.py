@@ -1,7 +1,7 @@
 """Runs graphs that were rewritten for a GPU, on this machine's CPU."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,20 @@ def of_function(concrete: Any, device: str) -> Any:
         return runs(*(all_inputs[i] for i in sorted(arguments)))[0]
 
     return call
+
+
+def update(model: Any, step: Callable[..., Any], *arguments: Any) -> np.ndarray:
+    """What a step adds to a model's weights, which are put back."""
+    before = model.get_weights()
+    step(*arguments)
+    after = model.get_weights()
+    model.set_weights(before)
+    return np.concatenate([np.ravel(new - old) for new, old in zip(after, before, strict=True)])
+
+
+def distance(found: np.ndarray, exact: np.ndarray) -> float:
+    """How far numbers are from others, relative to these."""
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
 
 
 def of_session(

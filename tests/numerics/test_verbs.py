@@ -119,6 +119,7 @@ def test_nothing_is_found_in_sound_models(kind, policy, kernels):
     images = np.random.default_rng(0).normal(size=[8, 8, 8, 4]).astype("float32")
     found = check(model, (images, images.reshape(8, -1) if kind == "autoencoder" else Y[:8]))
     assert (found.findings, found.notes) == ((), ()), str(found)
+    assert found.advice() == ([], {}, None)
     # Nor is anything near one.
     for layer in found.comparison.layers:
         for distance in (layer.output, layer.own_output):
