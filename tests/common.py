@@ -12,7 +12,7 @@ import sklearn.datasets
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.support import cpu
+from tests import inside
 
 IS_KERAS_3 = tf.keras.Model.__module__.startswith("keras.")
 # What Keras takes for an optimizer.
@@ -162,10 +162,10 @@ def mirrored(count: int) -> tf.distribute.MirroredStrategy:
 
 
 # oneDNN may be switched off, as it is on older CPUs, or be kept from using what the CPU has.
-has_all_of_onednn = cpu.uses_onednn() and "ONEDNN_MAX_CPU_ISA" not in os.environ
+has_all_of_onednn = inside.uses_onednn() and "ONEDNN_MAX_CPU_ISA" not in os.environ
 needs_onednn = pytest.mark.skipif(not has_all_of_onednn, reason="It takes all of oneDNN.")
 
-TAKES_BFLOAT16_REWRITE = cpu.takes_rewrite("bfloat16")
+TAKES_BFLOAT16_REWRITE = inside.takes_rewrite("bfloat16")
 needs_bfloat16_rewrite = pytest.mark.skipif(
     not TAKES_BFLOAT16_REWRITE,
     reason="TensorFlow rewrites no graph to bfloat16 on this CPU.",

@@ -8,9 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.grappler import passes
-from keras_mp.step import scaled_losses
-from tests import speed
+from tests import inside, speed
 from tests.common import needs_bfloat16_rewrite
 
 # The modules of the Keras that is not there.
@@ -39,13 +37,28 @@ def clean_slate(doctest_namespace: dict) -> Iterator[None]:
     tf.keras.backend.set_floatx("float32")
     keras_mp.set_global_policy(None)
     tf.keras.utils.set_random_seed(0)
-    # An earlier test may have scaled a loss.
-    type(scaled_losses.thread).noted = scaled_losses.ScaledLosses()
+    inside.forget_losses()
     yield
-    if passes.enabled_dtype() is not None:
+    if inside.enabled_rewrite() is not None:
         keras_mp.disable_mixed_precision_graph_rewrite()
     tf.keras.backend.set_floatx("float32")
     keras_mp.set_global_policy(None)
+
+
+@pytest.fixture
+def kernels_of_tensorflow() -> Iterator[None]:
+    """Nothing is computed in float32 since it is faster, which takes casts and both dtypes."""
+    keras_mp.enable_float32_where_faster(False)
+    yield
+    keras_mp.enable_float32_where_faster()
+
+
+@pytest.fixture
+def sums_of_tensorflow() -> Iterator[None]:
+    """No sum is computed in float32, which takes casts."""
+    keras_mp.enable_float32_sums(False)
+    yield
+    keras_mp.enable_float32_sums()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,19 +9,18 @@ machine of their own (`tests/hardware/test_hardware.py`, `tests/kernels/test_slo
 what a CPU without units computes.
 """
 
-import functools
 import os
 import warnings
 
 import keras_mp
-from keras_mp.support import cpu
+from tests import inside
 
 UNITS = os.environ.get("KERAS_MP_TEST_UNITS", "float16 bfloat16").split()
 
 
 def settle() -> None:
     """Decides for this process, and lets it count as warned."""
-    cpu.has_units = functools.wraps(cpu.has_units)(lambda dtype: dtype in UNITS)
+    inside.set_units(lambda dtype: dtype in UNITS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
         for dtype in ("float16", "bfloat16"):

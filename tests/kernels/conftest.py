@@ -3,15 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
-import tensorflow as tf
 
-from keras_mp import kernels
-from keras_mp.hooks import reach
+from tests import inside
 
 
 @pytest.fixture(autouse=True)
 def in_reach() -> Iterator[None]:
     """Runs a test in the reach of what keras_mp replaces."""
-    kernels.install()
-    with reach.entered(tf.bfloat16):
+    with inside.in_reach("bfloat16"):
         yield

@@ -5,16 +5,16 @@ in whichever thread, it is called.
 """
 
 import tempfile
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tests.kernels.stock_layers import ROWS
+
 K = tf.keras
 L = K.layers
 OWN_POLICY = getattr(K, "DTypePolicy", None) or K.mixed_precision.Policy
-ROWS = 5_000  # 16 bits stop short of their sum.
 Program = Callable[[], list[Any]]
 
 
@@ -34,18 +34,6 @@ def _gradient(function: Callable[..., Any], *inputs: tf.Tensor) -> list[Any]:
         tape.watch(inputs)
         y = tf.reduce_sum(tf.cast(function(*inputs), tf.float32))
     return [y, *tape.gradient(y, inputs)]
-
-
-def recomputed() -> Program:
-    layer, x = _layer("bfloat16")
-    again = tf.recompute_grad(layer)
-
-    def run() -> list[Any]:
-        with tf.GradientTape() as tape:
-            y = again(x)
-        return tape.gradient(y, layer.trainable_variables)
-
-    return run
 
 
 def custom_gradient() -> Program:
@@ -157,26 +145,6 @@ def traced_before() -> Program:
     return lambda: [*step(x), *concrete(x)]
 
 
-def tapes() -> Program:
-    """One that is persistent, one within another, and one that is asked in another thread."""
-    x, b = _inputs()
-
-    def run() -> list[Any]:
-        with tf.GradientTape() as outer:
-            outer.watch(b)
-            with tf.GradientTape(persistent=True) as tape:
-                tape.watch(b)
-                y = tf.nn.bias_add(x, b) ** 3
-            first = tape.gradient(y, b)
-        found = [first, tape.gradient(y, b), outer.gradient(first, b)]
-        thread = threading.Thread(target=lambda: found.append(tape.gradient(y, b)))
-        thread.start()
-        thread.join()
-        return found
-
-    return run
-
-
 def trained() -> Program:
     """A model of Keras's own policy, in `fit`."""
     x = tf.random.stateless_uniform([64, 2], [1, 2], 0.5, 1.5)
@@ -223,7 +191,7 @@ def counting() -> Program:
 PROGRAMS: dict[str, Callable[[], Program]] = {
     each.__name__: each
     for each in (
-        *(recomputed, custom_gradient, loops, forward_mode, vectorized, datasets, loaded),
-        *(imported, traced_before, tapes, trained, counting),
+        *(custom_gradient, loops, forward_mode, vectorized, datasets, loaded),
+        *(imported, traced_before, trained, counting),
     )
 }

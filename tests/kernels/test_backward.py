@@ -2,14 +2,13 @@
 
 import threading
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
 from keras_mp import kernels
-from keras_mp.hooks import reach
-from keras_mp.kernels import slow, sums
+from keras_mp.kernels import sums
+from tests import inside
 from tests.common import mirrored, once
 
 K = tf.keras
@@ -21,9 +20,9 @@ X = tf.ones([ROWS, 1], tf.bfloat16)
 @pytest.fixture(autouse=True)
 def wrong(in_reach, monkeypatch):
     """Outside of reach, on a machine whose kernels are all wrong."""
-    monkeypatch.setattr(sums.TABLE, "_asks", lambda *_: True)
-    monkeypatch.setattr(slow, "is_slow", lambda *_: False)
-    with reach.entered(None):
+    inside.set_wrong(monkeypatch, sums.TABLE)
+    inside.set_slow(monkeypatch, False)
+    with inside.in_reach(None):
         yield
 
 
@@ -135,7 +134,7 @@ def test_the_gradient_of_a_layer(way):
 def test_a_session_differentiates_a_graph():
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         x, bias = tf.ones([ROWS, 1], tf.bfloat16), tf.zeros([1], tf.bfloat16)
-        with reach.entered(tf.bfloat16):
+        with inside.in_reach("bfloat16"):
             ours = tf.nn.bias_add(x, bias)
         gradients = [tf.gradients(y, bias) for y in (ours, tf.nn.bias_add(x, bias))]
         found = [op.type for op in tf.compat.v1.get_default_graph().get_operations()]
@@ -180,7 +179,7 @@ def test_gradients_of_gradients():
         return outer.gradient(gradient, w)
 
     def compute(x, w):
-        with reach.entered(tf.bfloat16):
+        with inside.in_reach("bfloat16"):
             return tf.nn.bias_add(x, w) ** 2
 
     for run in (second, tf.function(second)):
@@ -189,71 +188,22 @@ def test_gradients_of_gradients():
 
 
 @once
-def test_forward_accumulators():
-    x, w = tf.ones([64, 1], tf.bfloat16), tf.ones([1], tf.bfloat16)
-    with reach.entered(tf.bfloat16), tf.autodiff.ForwardAccumulator(w, w) as accumulator:
-        y = tf.tanh(tf.nn.bias_add(x, w))
-    np.testing.assert_allclose(
-        tf.cast(accumulator.jvp(y), tf.float32), 1 - np.tanh(2.0) ** 2, rtol=0.05
-    )
-
-
-@once
-@pytest.mark.parametrize("mode", ["eager", "function"])
-def test_a_custom_gradient_runs_where_its_function_was_called(mode):
-    found = []
-
-    @tf.custom_gradient
-    def noted(x):
-        def gradient(upstream):
-            found.append(reach.current())
-            return upstream
-
-        return tf.identity(x), gradient
-
-    def step(x, dtype):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            with reach.entered(dtype):
-                y = noted(x)
-        return tape.gradient(y, x)
-
-    run = step if mode == "eager" else tf.function(step)
-    for dtype in (tf.bfloat16, None, tf.float16):
-        run(tf.constant(1.0), dtype)
-    assert found == [tf.bfloat16, None, tf.float16]
-
-
-@once
 def test_a_function_has_a_trace_for_reach():
     types = []
 
     @tf.function
     def function(x, b):
-        types.append(reach.current())
+        types.append(inside.dtype_in_reach())
         return tf.nn.bias_add(x, b)
 
     b = tf.zeros([1], tf.bfloat16)
-    for dtype in (None, tf.bfloat16, None, tf.bfloat16):
-        with reach.entered(dtype), tf.GradientTape() as tape:
+    dtypes = [None, tf.bfloat16, tf.float16]
+    for dtype in dtypes * 2:
+        with inside.in_reach(dtype), tf.GradientTape() as tape:
             tape.watch(b)
             y = function(X, b)
         assert (float(tape.gradient(y, b)[0]) == RIGHT) == (dtype is not None)
-    assert types == [None, tf.bfloat16]
-
-
-@once
-def test_what_is_loaded_is_of_tensorflow(tmp_path):
-    module = tf.Module()
-    module.layer = layer()
-    module.call = tf.function(module.layer, input_signature=[tf.TensorSpec([None, 1], "bfloat16")])
-    tf.saved_model.save(module, tmp_path)
-    assert b"keras_mp" not in (tmp_path / "saved_model.pb").read_bytes()
-    loaded = tf.saved_model.load(tmp_path)
-    with tf.GradientTape() as tape:
-        y = loaded.call(X)
-    own = tf.raw_ops.BiasAddGrad(out_backprop=X)
-    assert float(tape.gradient(y, loaded.layer.bias)[0]) == float(own[0])
+    assert types == dtypes
 
 
 def test_scopes_and_regions_are_ours():
@@ -269,19 +219,11 @@ def test_scopes_and_regions_are_ours():
     assert gradient(keras_mp.autocast_scope("bfloat16")) == RIGHT
     assert gradient(keras_mp.autocast("bfloat16")) == RIGHT
     own = float(tf.raw_ops.BiasAddGrad(out_backprop=X)[0])
-    assert gradient(reach.entered(None)) == own
+    assert gradient(inside.in_reach(None)) == own
     assert gradient(keras_mp.autocast(enabled=False)) == own
     assert gradient(keras_mp.autocast_scope("float32")) == own
     with keras_mp.autocast("bfloat16"):
         assert gradient(keras_mp.autocast(enabled=False)) == own
-
-
-@once
-def test_installing_twice_changes_nothing():
-    kernels.install()
-    own = tf.Graph._create_op_helper
-    kernels.install()
-    assert tf.Graph._create_op_helper is own
 
 
 @once
@@ -292,7 +234,7 @@ def test_what_keras_mp_has_decided_says_so():
     def step(x, b):
         with tf.GradientTape() as tape:
             tape.watch(b)
-            with reach.entered(tf.bfloat16):
+            with inside.in_reach("bfloat16"):
                 y = tf.nn.bias_add(x, b)
             wide = tf.cast(y, tf.float32)
         return tape.gradient(wide, b)

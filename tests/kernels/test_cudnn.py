@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import kernels
 from keras_mp.kernels import cudnn, trials
+from tests import inside
 from tests.common import once
 
 K = tf.keras
@@ -22,7 +22,6 @@ LAYERS = {
 @pytest.fixture
 def gpu(monkeypatch):
     """A machine with a GPU, which loses the gradients in bfloat16; what it was asked."""
-    kernels.install()
     asked = []
 
     def ask(op, kernel, dtype, case, device):
@@ -31,8 +30,8 @@ def gpu(monkeypatch):
 
     devices = tf.config.list_logical_devices
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind=None: devices("CPU"))
-    monkeypatch.setattr(trials, "usual_device", lambda: "GPU")
-    monkeypatch.setattr(cudnn.TABLE, "_asks", ask)
+    inside.set_device(monkeypatch, "GPU")
+    inside.set_wrong(monkeypatch, cudnn.TABLE, ask)
     return asked
 
 

@@ -1,5 +1,7 @@
 """Functions that lose in 16 bits what none of their kernels would lose alone."""
 
+import contextlib
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.hooks import observers, reach
+from tests import inside
 from tests.common import IS_KERAS_3, once
 
 ROWS = tf.constant([[300.0, 400.0], [1e-4, 2e-4], [3.0, 4.0]])
@@ -41,10 +43,56 @@ def _seeded(draw: Callable[[], tf.Tensor]) -> tf.Tensor:
     return draw()
 
 
+def _of(names: str, call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Functions of TensorFlow that are called alike. keras_mp may replace them later."""
+
+    def called(name: str, c: Callable[[tf.Tensor], tf.Tensor]) -> Any:
+        return call(operator.attrgetter(name)(tf), c)
+
+    return {name: functools.partial(called, name) for name in names.split()}
+
+
 PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
-    "math.unsorted_segment_mean": lambda c: tf.math.unsorted_segment_mean(c(MANY), ZEROS, 1),
-    "math.unsorted_segment_sqrt_n": lambda c: tf.math.unsorted_segment_sqrt_n(c(MANY), ZEROS, 1),
-    "math.zero_fraction": lambda c: tf.math.zero_fraction(c(MANY)),
+    **_of("math.softplus math.log_sigmoid nn.elu nn.selu", lambda own, c: own(c(ODDS))),
+    **_of("math.zero_fraction math.reduce_logsumexp", lambda own, c: own(c(MANY))),
+    **_of("math.cumprod math.reduce_prod", lambda own, c: own(c(FACTORS))),
+    **_of("math.add_n math.accumulate_n", lambda own, c: own([c(MANY[:1])] * 300)),
+    **_of(
+        "math.unsorted_segment_mean math.unsorted_segment_sqrt_n",
+        lambda own, c: own(c(MANY), ZEROS, 1),
+    ),
+    **_of(
+        "linalg.cholesky linalg.eigvalsh linalg.inv linalg.logdet linalg.matrix_rank "
+        "linalg.pinv linalg.slogdet linalg.tensor_diag_part",
+        lambda own, c: own(c(MATRIX)),
+    ),
+    **_of("linalg.eigh linalg.lu linalg.svd", lambda own, c: own(c(MATRIX))[0]),
+    **_of(
+        "linalg.cholesky_solve linalg.lstsq linalg.solve linalg.triangular_solve",
+        lambda own, c: own(c(MATRIX), c(VECTORS)),
+    ),
+    **_of("signal.dct signal.idct", lambda own, c: own(c(FRAMES))),
+    **_of(
+        "norm linalg.normalize math.l2_normalize math.reduce_variance math.reduce_euclidean_norm",
+        lambda own, c: own(c(ROWS), axis=-1),
+    ),
+    **_of(
+        "image.total_variation image.rgb_to_grayscale image.rgb_to_yuv "
+        "image.sobel_edges image.image_gradients image.yuv_to_rgb image.rgb_to_yiq "
+        "image.yiq_to_rgb image.per_image_standardization",
+        lambda own, c: own(c(IMAGES)),
+    ),
+    **_of("image.rgb_to_hsv image.hsv_to_rgb", lambda own, c: own(c(UNIT))),
+    **_of("image.adjust_contrast image.adjust_saturation", lambda own, c: own(c(UNIT), 1.5)),
+    **_of("image.ssim image.psnr", lambda own, c: own(c(IMAGES), c(OTHERS), 255.0)),
+    **_of(
+        "signal.hann_window signal.hamming_window signal.vorbis_window",
+        lambda own, c: own(4000, dtype=c(IMAGES).dtype),
+    ),
+    **_of(
+        "signal.kaiser_window signal.kaiser_bessel_derived_window",
+        lambda own, c: own(400, dtype=c(IMAGES).dtype),
+    ),
     "math.bincount": lambda c: tf.math.bincount(ZEROS, c(MANY[:, 0])),
     "math.bincount, dtype": lambda c: tf.math.bincount(ZEROS[:3000], dtype=c(MANY).dtype),
     "sparse.bincount": lambda c: tf.sparse.to_dense(
@@ -63,45 +111,21 @@ PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
     "math.reduce_mean": lambda c: tf.reduce_mean(
         tf.RaggedTensor.from_row_lengths(c(IN_HALVES), LENGTHS), axis=1
     ),
-    "math.reduce_logsumexp": lambda c: tf.reduce_logsumexp(c(MANY)),
     "math.cumulative_logsumexp": lambda c: tf.math.cumulative_logsumexp(c(MANY[:3000])),
-    "math.cumprod": lambda c: tf.math.cumprod(c(FACTORS)),
     "math.segment_prod": lambda c: tf.math.segment_prod(c(FACTORS), ZEROS[:300]),
     "math.unsorted_segment_prod": lambda c: tf.math.unsorted_segment_prod(
         c(FACTORS), ZEROS[:300], 1
     ),
-    "math.reduce_prod": lambda c: tf.reduce_prod(c(FACTORS)),
     "math.lbeta": lambda c: tf.math.lbeta(c(ROWS + 0.5)),
-    "math.add_n": lambda c: tf.add_n([c(MANY[:1])] * 300),
-    "math.accumulate_n": lambda c: tf.math.accumulate_n([c(MANY[:1])] * 300),
-    "math.softplus": lambda c: tf.math.softplus(c(ODDS)),
-    "math.log_sigmoid": lambda c: tf.math.log_sigmoid(c(ODDS)),
-    "nn.elu": lambda c: tf.nn.elu(c(ODDS)),
-    "nn.selu": lambda c: tf.nn.selu(c(ODDS)),
     "nn.log_poisson_loss": lambda c: tf.nn.log_poisson_loss(
         c(LABELS * 40), c(ODDS / 20), compute_full_loss=True
     ),
     "nn.isotonic_regression": lambda c: tf.nn.isotonic_regression(c(MANY[:3000, 0] + 300.0))[0],
-    "linalg.cholesky": lambda c: tf.linalg.cholesky(c(MATRIX)),
-    "linalg.cholesky_solve": lambda c: tf.linalg.cholesky_solve(c(MATRIX), c(VECTORS)),
     "linalg.det": lambda c: tf.linalg.det(c(MATRIX / 300)),
-    "linalg.eigh": lambda c: tf.linalg.eigh(c(MATRIX))[0],
-    "linalg.eigvalsh": lambda c: tf.linalg.eigvalsh(c(MATRIX)),
     "linalg.expm": lambda c: tf.linalg.expm(c(MATRIX / 100)),
-    "linalg.inv": lambda c: tf.linalg.inv(c(MATRIX)),
-    "linalg.logdet": lambda c: tf.linalg.logdet(c(MATRIX)),
-    "linalg.lstsq": lambda c: tf.linalg.lstsq(c(MATRIX), c(VECTORS)),
-    "linalg.lu": lambda c: tf.linalg.lu(c(MATRIX))[0],
-    "linalg.matrix_rank": lambda c: tf.linalg.matrix_rank(c(MATRIX)),
-    "linalg.pinv": lambda c: tf.linalg.pinv(c(MATRIX)),
     "linalg.qr": lambda c: tf.linalg.qr(c(MATRIX))[1],
-    "linalg.slogdet": lambda c: tf.linalg.slogdet(c(MATRIX)),
-    "linalg.solve": lambda c: tf.linalg.solve(c(MATRIX), c(VECTORS)),
-    "linalg.svd": lambda c: tf.linalg.svd(c(MATRIX))[0],
     "linalg.trace": lambda c: tf.linalg.trace(c(tf.linalg.diag(ROWS[:, 1] * 100 - 19990))),
     "linalg.tensor_diag": lambda c: tf.linalg.tensor_diag(c(ROWS[:, 1])),
-    "linalg.tensor_diag_part": lambda c: tf.linalg.tensor_diag_part(c(MATRIX)),
-    "linalg.triangular_solve": lambda c: tf.linalg.triangular_solve(c(MATRIX), c(VECTORS)),
     "AvgPool3D": lambda c: tf.nn.avg_pool3d(c(tf.fill([1, 4, 4, 4, 1], 30000.0)), 4, 4, "VALID"),
     "image.non_max_suppression": lambda c: tf.image.non_max_suppression(
         c(BOXES), c(tf.constant([0.9, 0.8, 0.7])), 3
@@ -110,14 +134,11 @@ PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
         c(BOXES), c(tf.constant([0.9, 0.8, 0.7])), 3, soft_nms_sigma=0.3
     ),
     "signal.stft": lambda c: tf.abs(tf.signal.stft(c(FRAMES[:2]), 64, 16)),
-    "signal.dct": lambda c: tf.signal.dct(c(FRAMES)),
-    "signal.idct": lambda c: tf.signal.idct(c(FRAMES)),
     "signal.mdct": lambda c: tf.signal.mdct(c(FRAMES), 64),
     "signal.inverse_mdct": lambda c: tf.signal.inverse_mdct(c(FRAMES[None])),
     "signal.mfccs_from_log_mel_spectrograms": lambda c: tf.signal.mfccs_from_log_mel_spectrograms(
         c(FRAMES / 600.0)
     ),
-    "math.reduce_euclidean_norm": lambda c: tf.math.reduce_euclidean_norm(c(ROWS), -1),
     "nn.batch_normalization": lambda c: tf.nn.batch_normalization(
         c(ROWS + 3000.0), c(ROWS[0] + 3000.0), c(ROWS[2]), None, None, 1e-3
     ),
@@ -125,54 +146,28 @@ PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
     "nn.local_response_normalization": lambda c: tf.nn.local_response_normalization(
         c(ROWS)[None, None]
     ),
-    "math.l2_normalize": lambda c: tf.math.l2_normalize(c(ROWS), -1),
-    "math.reduce_variance": lambda c: tf.math.reduce_variance(c(ROWS), -1),
     "math.reduce_std": lambda c: tf.math.reduce_std(c(ROWS * 5), -1),
-    "norm": lambda c: tf.norm(c(ROWS), axis=-1),
-    "linalg.normalize": lambda c: tf.linalg.normalize(c(ROWS), axis=-1),
     "nn.moments": lambda c: tf.nn.moments(c(ROWS), [-1]),
     "nn.weighted_moments": lambda c: tf.nn.weighted_moments(c(ROWS), [-1], c(ROWS)),
     "nn.l2_loss": lambda c: tf.nn.l2_loss(c(ROWS[:, 1] / 2)),
     "clip_by_norm": lambda c: tf.clip_by_norm(c(ROWS), 5.0),
     "clip_by_global_norm": lambda c: tf.clip_by_global_norm([c(ROWS), None], 5.0)[0][0],
     "linalg.global_norm": lambda c: tf.linalg.global_norm([c(ROWS)]),
-    "image.ssim": lambda c: tf.image.ssim(c(IMAGES), c(OTHERS), 255.0),
-    "image.psnr": lambda c: tf.image.psnr(c(IMAGES), c(OTHERS), 255.0),
-    "image.total_variation": lambda c: tf.image.total_variation(c(IMAGES)),
-    "image.rgb_to_grayscale": lambda c: tf.image.rgb_to_grayscale(c(IMAGES)),
-    "image.rgb_to_yuv": lambda c: tf.image.rgb_to_yuv(c(IMAGES)),
-    "image.sobel_edges": lambda c: tf.image.sobel_edges(c(IMAGES)),
     "image.ssim_multiscale": lambda c: tf.image.ssim_multiscale(
         c(LARGE), c(tf.minimum(LARGE + 9.0, 255.0)), 255.0
     ),
-    "image.image_gradients": lambda c: tf.image.image_gradients(c(IMAGES)),
-    "image.yuv_to_rgb": lambda c: tf.image.yuv_to_rgb(c(IMAGES)),
-    "image.rgb_to_yiq": lambda c: tf.image.rgb_to_yiq(c(IMAGES)),
-    "image.yiq_to_rgb": lambda c: tf.image.yiq_to_rgb(c(IMAGES)),
-    "image.rgb_to_hsv": lambda c: tf.image.rgb_to_hsv(c(UNIT)),
-    "image.hsv_to_rgb": lambda c: tf.image.hsv_to_rgb(c(UNIT)),
-    "image.adjust_contrast": lambda c: tf.image.adjust_contrast(c(UNIT), 1.5),
     "image.adjust_gamma": lambda c: tf.image.adjust_gamma(c(UNIT), 0.8),
     "image.adjust_hue": lambda c: tf.image.adjust_hue(c(UNIT), 0.2),
-    "image.adjust_saturation": lambda c: tf.image.adjust_saturation(c(UNIT), 1.5),
     "image.convert_image_dtype": lambda c: tf.image.convert_image_dtype(c(UNIT), tf.uint16),
     "image.convert_image_dtype, dtype": lambda c: tf.image.convert_image_dtype(
         tf.cast(IMAGES * 257.0, tf.uint16), c(IMAGES).dtype
     ),
-    "signal.hann_window": lambda c: tf.signal.hann_window(4000, dtype=c(IMAGES).dtype),
-    "signal.hamming_window": lambda c: tf.signal.hamming_window(4000, dtype=c(IMAGES).dtype),
-    "signal.kaiser_window": lambda c: tf.signal.kaiser_window(400, dtype=c(IMAGES).dtype),
-    "signal.kaiser_bessel_derived_window": lambda c: tf.signal.kaiser_bessel_derived_window(
-        400, dtype=c(IMAGES).dtype
-    ),
-    "signal.vorbis_window": lambda c: tf.signal.vorbis_window(4000, dtype=c(IMAGES).dtype),
     "signal.linear_to_mel_weight_matrix": lambda c: tf.signal.linear_to_mel_weight_matrix(
         20, 129, 8000, 20.0, 4000.0, dtype=c(IMAGES).dtype
     ),
     "signal.rfft": lambda c: tf.abs(tf.signal.rfft(c(UNIT[0, 0, 0]))),
     "signal.rfft2d": lambda c: tf.abs(tf.signal.rfft2d(c(UNIT[0, 0]))),
     "signal.rfft3d": lambda c: tf.abs(tf.signal.rfft3d(c(UNIT[0]))),
-    "image.per_image_standardization": lambda c: tf.image.per_image_standardization(c(IMAGES)),
     "complex": lambda c: tf.abs(tf.complex(c(ROWS), c(ROWS))),
     "math.digamma": lambda c: tf.math.digamma(c(ROWS + 1.0)),
     "range": lambda c: tf.range(3000, dtype=c(MANY).dtype),
@@ -193,12 +188,9 @@ PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
 }
 
 
-observers.reach_begins()
-
-
 def _rounded(x: tf.Tensor, dtype: Any) -> tf.Tensor:
     """Rounds a tensor as code that is not ours does, so that nothing is left of what it was."""
-    with reach.entered(None):
+    with inside.in_reach(None):
         return tf.cast(x, dtype)
 
 
@@ -209,7 +201,7 @@ def test_a_product_of_a_tensor_with_itself_is_a_sum_of_squares(jit_compile: bool
         return [tf.matmul(x, x, transpose_a=True) / 1000.0, tf.einsum("ij,ik->jk", x, x) / 1000.0]
 
     compute = grams if jit_compile is None else tf.function(grams, jit_compile=jit_compile)
-    with reach.entered(tf.float16):
+    with inside.in_reach("float16"):
         found = compute(_rounded(ROWS, tf.float16))
     for gram in found:  # Its sums are infinite in float16.
         np.testing.assert_allclose(np.asarray(gram, "f4"), grams(ROWS)[0], rtol=1e-3)
@@ -220,14 +212,19 @@ def test_a_product_of_a_tensor_with_itself_is_a_sum_of_squares(jit_compile: bool
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_they_compute_in_float32(name: str, dtype: str) -> None:
     program = PROGRAMS[name]
-    with reach.entered(None):
+    own: list[Any] = []
+    with inside.in_reach(None):
         rounded = tf.nest.flatten(program(lambda x: tf.cast(tf.cast(x, dtype), tf.float32)))
-    with reach.entered(tf.as_dtype(dtype)):
+        # TensorFlow itself does not have all of them in 16 bits on this machine.
+        with contextlib.suppress(ValueError, TypeError, tf.errors.OpError):
+            own = tf.nest.flatten(program(lambda x: _rounded(x, dtype)))
+    with inside.in_reach(dtype):
         results = [program(lambda x: _rounded(x, dtype))]
         if dtype == "bfloat16":  # In the regions below functions are traced in float16.
             results.append(tf.function(lambda: program(lambda x: _rounded(x, dtype)))())
-    for found in results:
-        for value, right in zip(tf.nest.flatten(found), rounded, strict=True):
+    for found in map(tf.nest.flatten, results):
+        assert not own or [each.dtype for each in found] == [each.dtype for each in own]
+        for value, right in zip(found, rounded, strict=True):
             right = _rounded(right, value.dtype)
             np.testing.assert_allclose(
                 np.asarray(value, "f4"),
@@ -256,31 +253,6 @@ def test_a_dropout_keeps_its_share(dtype: str, rate: float) -> None:
         factor = np.asarray(tf.cast(_rounded(1 / (1 - rate), dtype), "float32"))
         np.testing.assert_array_equal(np.asarray(outputs), np.where(kept, factor, 0.0))
         np.testing.assert_allclose(np.asarray(gradients), np.where(kept, factor, 0.0), rtol=2**-7)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_weights_in_16_bits_may_begin_orthogonal(dtype: str) -> None:
-    layer = tf.keras.layers.LSTM(4, dtype=keras_mp.Policy(dtype))
-    layer(tf.ones([2, 3, 4]))
-    _, recurrent, _ = (np.asarray(tf.cast(each, "float32")) for each in layer.weights)
-    assert tf.as_dtype(layer.weights[1].dtype) == dtype
-    np.testing.assert_allclose(recurrent @ recurrent.T, np.eye(4), atol=0.02)
-
-
-@once
-@pytest.mark.parametrize("name", list(PROGRAMS))
-def test_results_have_the_dtype_of_those_of_tensorflow(name: str) -> None:
-    def dtypes() -> list[tf.DType]:
-        found = PROGRAMS[name](lambda x: _rounded(x, tf.float16))
-        return [each.dtype for each in tf.nest.flatten(found)]
-
-    try:
-        with reach.entered(None):
-            own = dtypes()
-    except (ValueError, TypeError, tf.errors.NotFoundError, tf.errors.InvalidArgumentError):
-        pytest.skip("TensorFlow cannot compute it in float16 on this machine.")
-    with reach.entered(tf.float16):
-        assert dtypes() == own
 
 
 @once
@@ -360,7 +332,7 @@ def test_those_of_keras(name: str, dtype: str) -> None:
         def call(self, x: tf.Tensor) -> Any:
             return OPS[name](lambda x: _rounded(x, dtype))
 
-    with reach.entered(None):
+    with inside.in_reach(None):
         right = tf.nest.flatten(OPS[name](lambda x: tf.cast(tf.cast(x, dtype), tf.float32)))
     layer = Ops(dtype=keras_mp.Policy(f"mixed_{dtype}"))
     # Functions refuse its `if`, and XLA their branches, in float32, too.
@@ -371,7 +343,7 @@ def test_those_of_keras(name: str, dtype: str) -> None:
     for run in (layer, *([function] if in_functions else ())):
         for value, exact in zip(tf.nest.flatten(run(ROWS)), right, strict=True):
             assert value.dtype == dtype
-            with reach.entered(None):  # In reach, what float16 cannot hold stays float32.
+            with inside.in_reach(None):  # In reach, what float16 cannot hold stays float32.
                 rounded = tf.cast(exact, dtype)
             np.testing.assert_allclose(
                 np.asarray(value, "f4"),
@@ -395,7 +367,7 @@ def test_those_of_keras(name: str, dtype: str) -> None:
 )
 def test_inputs_of_other_dtypes_may_be_lists(compute: Callable[[tf.Tensor], tf.Tensor]) -> None:
     """In eager, too, where TensorFlow makes tensors of them in a slower way."""
-    with reach.entered(None):
+    with inside.in_reach(None):
         right = compute(ROWS)
 
     class Layer(tf.keras.layers.Layer):
@@ -407,16 +379,3 @@ def test_inputs_of_other_dtypes_may_be_lists(compute: Callable[[tf.Tensor], tf.T
     layer = Layer(dtype=keras_mp.Policy("mixed_float16"))
     for run in (layer, tf.function(layer)):
         np.testing.assert_array_equal(run(ROWS), right)
-
-
-@once
-def test_gradients_and_what_is_not_ours() -> None:
-    x = tf.cast(ROWS, tf.float16)
-    with reach.entered(None):
-        own = tf.math.l2_normalize(x, -1)  # TensorFlow's: the square of 300 is infinite
-    assert float(own[0, 0]) == 0.0
-    with reach.entered(tf.float16), tf.GradientTape() as tape:
-        tape.watch(x)
-        y = tf.math.l2_normalize(x, -1)
-    assert float(y[0, 0]) == pytest.approx(0.6, rel=1e-3)
-    assert tape.gradient(y, x).dtype == tf.float16

@@ -1,11 +1,14 @@
 """Batch normalization of Keras 3 in 16 bits: one kernel, as exact as Keras's operations."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_mp.kernels import normalization, slow
-from tests.common import IS_KERAS_3, distances, pairs, unscaled
+from keras_mp.kernels import slow
+from tests.common import IS_KERAS_3, distances, pairs, unscaled, value
+from tests.kernels.stock_layers import results_and_gradients
 
 pytestmark = pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has one kernel itself.")
 K = tf.keras
@@ -26,9 +29,8 @@ def calls(monkeypatch):
         ops.append(op)
         return compute(op, **arguments)
 
-    monkeypatch.setattr(normalization.slow, "compute", counted)
-    yield ops
-    slow.enable_float32_where_faster()
+    monkeypatch.setattr(slow, "compute", counted)
+    return ops
 
 
 def data(shape):
@@ -44,28 +46,20 @@ def layer_of(dtype, shape, **kwargs):
     return layer
 
 
-def of_step(layer, x, mode, **kwargs):
+def of_step(layer, x, mode):
     """The output, gradients of input and weights, and the statistics after a step."""
+    options = {"input_signature": [tf.TensorSpec([None, *x.shape[1:]], x.dtype)]}
 
-    def step(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = layer(x, training=True, **kwargs)
-            # Each number matters in its own way.
-            weights = tf.cos(tf.cast(tf.reshape(tf.range(tf.size(y)), tf.shape(y)), tf.float64))
-            loss = tf.reduce_sum(tf.cast(y, tf.float64) * weights)
-        return [y, *tape.gradient(loss, [x, *(w._value for w in layer.trainable_variables)])]
+    def wrap(step):
+        return step if mode == "eager" else tf.function(step, jit_compile=mode == "jit", **options)
 
-    if mode != "eager":
-        signature = [tf.TensorSpec([None, *x.shape[1:]], x.dtype)]
-        step = tf.function(step, input_signature=signature, jit_compile=mode == "compiled")
-    found = step(x)
-    values = [*found, *(w._value for w in layer.non_trainable_variables)]
-    return [np.array(tf.cast(each, tf.float64)) for each in values]
+    call, weights = functools.partial(layer, training=True), layer.trainable_variables
+    found = results_and_gradients(call, x, weights=weights, wrap=wrap)
+    return [*found, *map(np.float64, map(value, layer.non_trainable_variables))]
 
 
 CASES = pairs(
-    ["eager", "graph"],
+    ["eager", "function"],
     ["bfloat16", "float16"],
     [(8, 6, 6, 4), (8, 6, 6, 16), (8, 4), (4, 6, 16), (2, 3, 3, 3, 4)],
     [{}, {"scale": False}, {"center": False}, {"epsilon": 1e-6, "momentum": 0.5}],
@@ -73,14 +67,14 @@ CASES = pairs(
 
 
 @pytest.mark.parametrize(("mode", "dtype", "shape", "kwargs"), CASES, ids=str)
-def test_as_exact_as_keras(mode, dtype, shape, kwargs, calls):
+def test_as_exact_as_keras(mode, dtype, shape, kwargs, calls, request):
     # In 16 bits already, so that nothing is lost on the way in.
     x = tf.cast(data(shape), tf.bfloat16)
     exact = of_step(layer_of("float64", shape, **kwargs), tf.cast(x, tf.float64), "eager")
     ours = layer_of(dtype, shape, **kwargs)
     found = of_step(ours, tf.cast(x, dtype), mode)
     assert calls == ["FusedBatchNormV3"]
-    slow.enable_float32_where_faster(False)
+    request.getfixturevalue("kernels_of_tensorflow")
     of_keras = of_step(layer_of(dtype, shape, **kwargs), tf.cast(x, dtype), mode)
     assert len(calls) == 1
     assert [each.shape for each in found] == [each.shape for each in of_keras]
@@ -115,7 +109,7 @@ def test_inference_float32_and_classes_of_users_are_left_to_keras(calls):
     layer_of("bfloat16", shape)(data(shape), training=False)
     layer_of("bfloat16", shape)(data(shape))
     layer_of("float32", shape)(data(shape), training=True)
-    of_step(layer_of("bfloat16", shape), tf.cast(data(shape), tf.bfloat16), "compiled")
+    of_step(layer_of("bfloat16", shape), tf.cast(data(shape), tf.bfloat16), "jit")
     assert not calls
 
 

@@ -1,15 +1,16 @@
 """LSTMs in 16 bits: what Keras computes, nearer to float64, in one loop of small products."""
 
-import gc
-import weakref
+import functools
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.kernels import recurrent, slow
-from tests.common import IS_KERAS_3, distances, once, pairs, unscaled
+from keras_mp.kernels import recurrent
+from tests import inside
+from tests.common import IS_KERAS_3, MODES, distances, once, pairs, unscaled
+from tests.kernels.stock_layers import results_and_gradients
 
 K = tf.keras
 BATCH, TIME, FEATURES, UNITS = 6, 9, 5, 8
@@ -29,11 +30,6 @@ def calls(monkeypatch):
     return runs
 
 
-def set_speed(monkeypatch, are_slow):
-    """Says whether products in 16 bits are slow, as on a CPU without units for them."""
-    monkeypatch.setattr(recurrent, "is_slow", lambda *_: are_slow)
-
-
 def data(features=FEATURES):
     random = np.random.default_rng(0)
     x = random.normal(size=[BATCH, TIME, features])
@@ -46,29 +42,10 @@ def layers(policy, **kwargs):
     return layer
 
 
-def of_run(layer, x, state=None, jit_compile=None, **kwargs):
+def of_run(layer, x, mode):
     """What a layer returns, and the gradients of its inputs and weights."""
-
-    def step(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            results = tf.nest.flatten(layer(x, initial_state=state, **kwargs))
-            # Every result matters, and each number in its own way.
-            sums = [
-                tf.reduce_sum(
-                    tf.cast(each, tf.float64)
-                    * tf.reshape(tf.cos(tf.range(tf.size(each), dtype=tf.float64)), tf.shape(each))
-                )
-                for each in results
-            ]
-            loss = tf.add_n(sums)
-        weights = [getattr(w, "_value", w) for w in layer.trainable_weights]
-        return results, tape.gradient(loss, [x, *weights])
-
-    if jit_compile is not None:
-        step = tf.function(step, jit_compile=jit_compile, reduce_retracing=True)
-    results, gradients = step(tf.constant(x))
-    return [np.array(tf.cast(each, tf.float64)) for each in (*results, *gradients)]
+    wrap, weights = MODES[mode], layer.trainable_variables
+    return results_and_gradients(layer, tf.constant(x), weights=weights, wrap=wrap)
 
 
 KWARGS = {
@@ -79,35 +56,24 @@ KWARGS = {
 SPEEDS = [("bfloat16", False), ("bfloat16", True), ("float16", True)]
 
 
-@pytest.mark.parametrize(("kind", "jit_compile", "returned"), pairs(SPEEDS, [None, False], KWARGS))
-def test_as_keras_and_at_least_as_exact(kind, jit_compile, returned, calls, monkeypatch):
+@pytest.mark.parametrize(("kind", "mode", "returned"), pairs(SPEEDS, ["eager", "function"], KWARGS))
+def test_as_keras_and_at_least_as_exact(kind, mode, returned, calls, monkeypatch, request):
     (dtype, are_slow), kwargs = kind, KWARGS[returned]
-    set_speed(monkeypatch, are_slow)
+    inside.set_slow(monkeypatch, are_slow)
     policy = unscaled(dtype)
     exact, ours = layers("float64", **kwargs), layers(policy, **kwargs)
     ours.set_weights(exact.get_weights())
-    found = of_run(ours, data(), jit_compile=jit_compile)
+    found = of_run(ours, data(), mode)
     assert len(calls) == 1
-    slow.enable_float32_where_faster(False)
-    try:
-        keras_own = of_run(ours, data(), jit_compile=jit_compile)
-    finally:
-        slow.enable_float32_where_faster()
+    request.getfixturevalue("kernels_of_tensorflow")
+    keras_own = of_run(ours, data(), mode)
     assert len(calls) == 1
-    expected = of_run(exact, data().astype(np.float64))
+    expected = of_run(exact, data().astype(np.float64), "eager")
     assert [each.shape for each in found] == [each.shape for each in keras_own]
     # The sum over all of them: of one, the rounding of the last digit may decide.
     of_ours, of_keras = sum(distances(found, expected)), sum(distances(keras_own, expected))
     assert of_ours < of_keras * 1.05
     assert max(distances(found, expected)) < {"bfloat16": 0.02, "float16": 0.003}[dtype]
-
-
-@pytest.mark.parametrize("are_slow", [True, False])
-def test_float16_takes_the_loop_where_its_products_are_slow(are_slow, calls, monkeypatch):
-    set_speed(monkeypatch, are_slow)
-    layer = layers(unscaled("float16"))
-    assert layer(data()).dtype == tf.float16
-    assert bool(calls) == are_slow
 
 
 def test_states_that_are_given_have_gradients(calls):
@@ -117,18 +83,12 @@ def test_states_that_are_given_have_gradients(calls):
     random = np.random.default_rng(1)
     states = [tf.constant(random.normal(size=[BATCH, UNITS]), tf.float32) for _ in range(2)]
 
-    def gradients(layer, dtype):
+    def of_states(layer, dtype):
         begin = [tf.cast(each, dtype) for each in states]
-        with tf.GradientTape() as tape:
-            tape.watch(begin)
-            total = tf.add_n(
-                [tf.reduce_sum(tf.cast(y, tf.float32)) for y in layer(data(), initial_state=begin)]
-            )
-        return [np.array(tf.cast(each, tf.float32)) for each in tape.gradient(total, begin)]
+        return results_and_gradients(lambda *s: layer(data(), initial_state=list(s)), *begin)
 
-    found, expected = gradients(layer, tf.bfloat16), gradients(exact, tf.float32)
+    assert max(distances(of_states(layer, "bfloat16"), of_states(exact, "float32"))) < 0.02
     assert len(calls) == 1
-    assert max(distances(found, expected)) < 0.02
 
 
 @pytest.mark.parametrize(
@@ -143,7 +103,7 @@ def test_states_that_are_given_have_gradients(calls):
     ids=lambda kwargs: next(iter(kwargs)),
 )
 def test_other_lstms_are_left_to_keras(kwargs, calls, monkeypatch):
-    set_speed(monkeypatch, are_slow=False)
+    inside.set_slow(monkeypatch, False)
     layers(keras_mp.Policy("mixed_bfloat16"), **kwargs)(data())
     layers(keras_mp.Policy("mixed_bfloat16"))(data(), mask=np.ones([BATCH, TIME], bool))
     layers("float32")(data())
@@ -212,23 +172,6 @@ def test_second_derivatives():
 
 
 @once
-def test_no_graph_is_left():
-    layer = layers(keras_mp.Policy("mixed_bfloat16"))
-    x = tf.constant(data())
-
-    @tf.function
-    def step():
-        with tf.GradientTape() as tape:
-            y = tf.reduce_sum(tf.cast(layer(x), tf.float32))
-        return tape.gradient(y, layer.trainable_weights[0]._value)
-
-    graph = weakref.ref(step.get_concrete_function().graph)
-    del step
-    gc.collect()
-    assert graph() is None
-
-
-@once
 def test_a_saved_step_goes_on(tmp_path, calls):
     layer = layers(keras_mp.Policy("mixed_bfloat16"), return_sequences=True)
     module = tf.Module()
@@ -246,4 +189,29 @@ def test_a_saved_step_goes_on(tmp_path, calls):
         z = loaded.run(x)
     np.testing.assert_array_equal(tf.cast(y, tf.float32), tf.cast(z, tf.float32))
     np.testing.assert_array_equal(before, tape.gradient(z, x))
+    assert calls
+
+
+@once
+@pytest.mark.parametrize("runs", ["cond", "while_loop", "map_fn", "closed over"])
+def test_in_control_flow_and_of_tensors_that_a_function_closes_over(runs, calls):
+    with inside.in_reach(None):
+        rounded = tf.cast(data(), tf.bfloat16)
+    bodies = {
+        "closed over": lambda run, x: run(rounded) * tf.reduce_sum(x),
+        "cond": lambda run, x: tf.cond(x[0, 0, 0] < 9, lambda: run(x), lambda: 2 * run(x)),
+        "while_loop": lambda run, x: tf.while_loop(
+            lambda i, _: i < 2, lambda i, y: (i + 1, y + run(x)), (0, tf.zeros([BATCH, UNITS]))
+        )[1],
+        "map_fn": lambda run, x: tf.map_fn(lambda row: run(row[None])[0], x),
+    }
+    ours, exact = layers(unscaled("bfloat16")), layers("float32")
+    exact.set_weights(ours.get_weights())
+
+    def results(layer):
+        run = lambda x: tf.cast(layer(x), tf.float32)  # noqa: E731
+        call, weights = functools.partial(bodies[runs], run), layer.trainable_variables
+        return results_and_gradients(call, tf.constant(data()), weights=weights, wrap=tf.function)
+
+    assert max(distances(results(ours), results(exact))) < 0.02
     assert calls

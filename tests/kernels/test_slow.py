@@ -1,81 +1,16 @@
 """Operations are computed in float32 inside where 16 bits are slower."""
 
-import itertools
+import collections
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import kernels
-from keras_mp.hardware import turns
-from keras_mp.hooks import reach
-from keras_mp.kernels import slow, sums
-from keras_mp.support import cpu
+from tests import inside
 from tests.common import once
 
 K = tf.keras
-LAYERS = {
-    "Conv1D": (lambda **kw: K.layers.Conv1D(4, 3, **kw), [2, 8, 3]),
-    "Conv2D": (lambda **kw: K.layers.Conv2D(4, 3, **kw), [2, 8, 8, 3]),
-    "Conv2DTranspose": (lambda **kw: K.layers.Conv2DTranspose(4, 3, **kw), [2, 8, 8, 3]),
-    "Conv3D": (lambda **kw: K.layers.Conv3D(4, 2, **kw), [2, 4, 4, 4, 3]),
-    "DepthwiseConv2D": (lambda **kw: K.layers.DepthwiseConv2D(3, **kw), [2, 8, 8, 3]),
-    "Dense of a sequence": (lambda **kw: K.layers.Dense(4, **kw), [2, 5, 3]),
-    "LayerNormalization": (K.layers.LayerNormalization, [2, 5, 16]),
-}
-
-
-@pytest.fixture(autouse=True)
-def installed():
-    kernels.install()
-
-
-@pytest.fixture(params=[True, False], ids=["slow", "fast"])
-def answer(request, monkeypatch):
-    """Whether operations are slow in 16 bits."""
-    monkeypatch.setattr(slow, "is_slow", lambda *_: request.param)
-    return request.param
-
-
-def values_and_gradients(layer, x):
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = layer(x)
-        loss = tf.reduce_sum(tf.cast(y, "float32") ** 3)
-    return [y, *tape.gradient(loss, [x, *layer.trainable_variables])]
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"), [*zip([*LAYERS] * 2, itertools.cycle(["eager", "graph", "compiled"]))]
-)
-def test_layers_are_as_in_float32(name, mode, answer):
-    make, shape = LAYERS[name]
-    x = tf.random.stateless_uniform(shape, [1, 2])
-    exact = make(dtype="float32")
-    expected = values_and_gradients(exact, x)
-    layer = make(dtype=keras_mp.Policy("mixed_float16"))
-    layer(x)
-    layer.set_weights(exact.get_weights())
-    step = values_and_gradients
-    if mode != "eager":
-        step = tf.function(step, jit_compile=mode == "compiled")
-    output, *gradients = step(layer, x)
-    assert output.dtype == "float16"
-    assert {each.dtype for each in gradients} == {tf.float32}
-    for found, right in zip([output, *gradients], expected):
-        scale = float(tf.reduce_max(tf.abs(right)))
-        np.testing.assert_allclose(tf.cast(found, "float32"), right, atol=0.005 * scale)
-
-
-def test_what_is_slow_computes_in_float32(answer):
-    function = tf.function(lambda x, w: tf.gradients(tf.nn.conv2d(x, w, 1, "SAME"), [x, w]))
-    spec = [tf.TensorSpec([1, 4, 4, 2], "float16"), tf.TensorSpec([3, 3, 2, 2], "float16")]
-    graph = function.get_concrete_function(*spec).graph
-    found = {
-        op.get_attr("T") for op in graph.get_operations() if op.type.startswith("Conv2DBackprop")
-    }
-    assert found == {tf.float32 if answer else tf.float16}
 
 
 @pytest.mark.parametrize("is_training", [True, False], ids=["training", "inference"])
@@ -103,23 +38,17 @@ def test_channels_that_fill_no_vectors_are_normalized_in_float32(
         y, *_ = tf.compat.v1.nn.fused_batch_norm(x, scale, scale, **how)
         return tf.gradients(y, [x, scale])
 
-    monkeypatch.setattr(cpu, "has_units", lambda dtype: True)
-    with reach.entered(dtype):
-        graph = (
-            tf.function(normalized)
-            .get_concrete_function(tf.TensorSpec(shape, dtype), tf.TensorSpec([channels]))
-            .graph
-        )
-    found = {op.get_attr("T") for op in graph.get_operations() if "BatchNorm" in op.type}
-    assert found == {expected}
+    inside.set_units(lambda dtype: True, monkeypatch.setattr)
+    with inside.in_reach(dtype):
+        found = dtypes_by_type(normalized, tf.TensorSpec(shape, dtype), tf.TensorSpec([channels]))
+    assert set().union(*(found[op] for op in found if "BatchNorm" in op)) == {expected}
 
 
 def test_a_normalization_in_float32_is_rounded_once():
-    with reach.entered(None):  # It has lost nothing.
+    with inside.in_reach(None):  # It has lost nothing.
         x = tf.cast(tf.random.stateless_normal([8, 4, 4, 12], [1, 2]), tf.bfloat16)
     options = {"scale": tf.fill([12], 1.5), "offset": tf.fill([12], 0.5), "epsilon": 1e-3}
-    with reach.entered("bfloat16"):
-        found, *statistics = tf.compat.v1.nn.fused_batch_norm(x, **options)
+    found, *statistics = tf.compat.v1.nn.fused_batch_norm(x, **options)
     exact, *expected = tf.compat.v1.nn.fused_batch_norm(tf.cast(x, tf.float32), **options)
     np.testing.assert_array_equal(found, tf.cast(exact, tf.bfloat16))
     np.testing.assert_array_equal(statistics, expected)
@@ -128,21 +57,27 @@ def test_a_normalization_in_float32_is_rounded_once():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("has_units", [True, False])
 def test_the_units_of_the_cpu_decide(has_units, dtype, monkeypatch):
-    monkeypatch.setattr(cpu, "has_units", lambda dtype: has_units)
-    found = set(slow.slow_operations(dtype))
-    gradients = {op for op in slow.OPS if "Backprop" in op}
+    inside.set_units(lambda dtype: has_units, monkeypatch.setattr)
+    found = set(inside.slow_operations(dtype))
+    gradients = {op for op in inside.SLOW_OPERATIONS if "Backprop" in op}
     assert len(gradients) == 6
     if not has_units:
-        assert found == set(slow.OPS)
+        assert found == set(inside.SLOW_OPERATIONS)
     else:
         assert found == (gradients if dtype == "float16" else set())
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("op", slow.OPS)
-def test_operations_take_float32_where_they_are_slow(op, dtype, monkeypatch):
-    monkeypatch.setattr(slow, "is_slow", lambda *_: True)
+def dtypes_by_type(function, *specs):
+    """The dtypes in which the operations of a graph compute, by their types."""
+    found = collections.defaultdict(set)
+    for op in tf.function(function).get_concrete_function(*specs).graph.get_operations():
+        if "T" in op.node_def.attr:
+            found[op.type].add(op.get_attr("T"))
+    return found
 
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_operations_take_float32_where_they_are_slow(dtype, monkeypatch):
     def compute(x, image, volume):
         pooled = [pool(image, 2, 2, "VALID") for pool in (tf.nn.max_pool2d, tf.nn.avg_pool2d)]
         pooled += [pool(volume, 2, 2, "VALID") for pool in (tf.nn.max_pool3d, tf.nn.avg_pool3d)]
@@ -159,14 +94,19 @@ def test_operations_take_float32_where_they_are_slow(op, dtype, monkeypatch):
         results = [*pooled, *convolved, normal, *products]
         return tf.gradients(results, [x, image, volume, filters])
 
-    with reach.entered(tf.as_dtype(dtype)):
-        specs = [tf.TensorSpec(s, dtype) for s in ([2, 4, 3], [2, 4, 4, 2], [2, 4, 4, 4, 2])]
-        graph = tf.function(compute).get_concrete_function(*specs).graph
-    found = {each.get_attr("T") for each in graph.get_operations() if each.type == op}
-    # TensorFlow differentiates what was computed in float32 in float32.
-    assert found <= {tf.float32}
-    if not op.endswith(("Grad", "Backprop")):
-        assert found or "Backprop" in op
+    specs = [tf.TensorSpec(s, dtype) for s in ([2, 4, 3], [2, 4, 4, 2], [2, 4, 4, 4, 2])]
+    found = {}
+    for are_slow in (True, False):
+        inside.set_slow(monkeypatch, are_slow)
+        with inside.in_reach(dtype):
+            found[are_slow] = dtypes_by_type(compute, *specs)
+    for op in inside.SLOW_OPERATIONS:
+        # TensorFlow differentiates what was computed in float32 in float32.
+        assert found[True][op] <= {tf.float32}
+        if not op.endswith(("Grad", "Backprop")):
+            assert found[True][op] or "Backprop" in op
+    for op in ("MatMul", "Conv2D", "Conv2DBackpropInput", "MaxPool"):
+        assert found[False][op] == {tf.as_dtype(dtype)}
 
 
 def test_nothing_is_timed(monkeypatch):
@@ -175,7 +115,7 @@ def test_nothing_is_timed(monkeypatch):
     def fail(*_):
         raise AssertionError
 
-    monkeypatch.setattr(turns, "take", fail)
+    monkeypatch.setattr("keras_mp.hardware.turns.take", fail)
     with keras_mp.policy_scope("mixed_bfloat16"):
         model = K.Sequential([K.Input([8, 8, 1]), K.layers.Conv2D(2, 3, activation="gelu")])
         model.compile("sgd", "mse")
@@ -199,16 +139,15 @@ def output_and_gradient(function, x):
 
 
 @once
+@pytest.mark.usefixtures("sums_of_tensorflow")  # A small window is averaged in float32 anyway.
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_float32_inside_is_no_less_exact(name, dtype, monkeypatch):
-    # A small window is averaged in float32 anyway, slow or not.
-    monkeypatch.setattr(sums.TABLE, "enabled", False)
     x = tf.cast(3 * tf.random.stateless_normal([8, 32], [3, 4]), dtype)
     exact = output_and_gradient(FUNCTIONS[name], tf.cast(x, "float64"))
 
     def errors(is_slow):
-        monkeypatch.setattr(slow, "is_slow", lambda *_: is_slow)
+        inside.set_slow(monkeypatch, is_slow)
         function = tf.function(lambda x: output_and_gradient(FUNCTIONS[name], x))
         graph = function.get_concrete_function(x).graph
         casts = [op for op in graph.get_operations() if op.type == "Cast"]
@@ -225,25 +164,9 @@ def test_float32_inside_is_no_less_exact(name, dtype, monkeypatch):
         assert ours <= theirs * 1.000001
 
 
-def test_the_switch_leaves_the_kernels_of_tensorflow(monkeypatch):
-    monkeypatch.setattr(slow, "is_slow", lambda *_: True)
-
-    def dtypes():
-        x = tf.TensorSpec([2, 2], "bfloat16")
-        ops = tf.function(tf.matmul).get_concrete_function(x, x).graph.get_operations()
-        return {op.get_attr("T") for op in ops if op.type == "MatMul"}
-
-    assert dtypes() == {tf.float32}
-    keras_mp.enable_float32_where_faster(False)
-    try:
-        assert dtypes() == {tf.bfloat16}
-    finally:
-        keras_mp.enable_float32_where_faster()
-
-
-def test_float32_is_not_asked_about(monkeypatch):
-    def fail(*_):
-        raise AssertionError
-
-    monkeypatch.setattr(slow, "is_slow", fail)
-    values_and_gradients(K.layers.Conv2D(2, 3), tf.ones([1, 4, 4, 1]))
+def test_the_switch_leaves_the_kernels_of_tensorflow(monkeypatch, request):
+    inside.set_slow(monkeypatch)
+    x = tf.TensorSpec([2, 2], "bfloat16")
+    assert dtypes_by_type(tf.matmul, x, x)["MatMul"] == {tf.float32}
+    request.getfixturevalue("kernels_of_tensorflow")
+    assert dtypes_by_type(tf.matmul, x, x)["MatMul"] == {tf.bfloat16}

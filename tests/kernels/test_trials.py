@@ -1,13 +1,14 @@
 """A kernel is asked about on the device that will run it."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_mp import kernels
 from keras_mp.hooks import reach
-from keras_mp.kernels import slow, sums, trials
-from keras_mp.support import attributes
+from keras_mp.kernels import slow, sums
+from tests import inside
 from tests.common import mirrored, once
 
 pytestmark = once
@@ -17,16 +18,22 @@ X = tf.ones([8, 4], "bfloat16")
 @pytest.fixture
 def asked(monkeypatch):
     """A machine with a GPU, whose CPU is wrong and whose GPU is right; what it was asked."""
-    kernels.install()
     devices = []
 
     def ask(op, kernel, dtype, case, device):
         devices.append(device)
         return device == "CPU"
 
-    monkeypatch.setattr(trials, "usual_device", lambda: "GPU")
-    monkeypatch.setattr(sums.TABLE, "_asks", ask)
+    inside.set_device(monkeypatch, "GPU")
+    inside.set_wrong(monkeypatch, sums.TABLE, ask)
     return devices
+
+
+@pytest.fixture
+def right_gpu(monkeypatch):
+    """A machine with a GPU, whose kernels are right in each example."""
+    inside.set_device(monkeypatch, "GPU")
+    inside.set_wrong(monkeypatch, sums.TABLE, False)
 
 
 def casts(function, *arguments):
@@ -46,11 +53,7 @@ def in_gradient(function):
     """There the dtypes of the forward pass decide, and kernels that are wrong; a sum of the
     forward pass is in float32 anyway."""
 
-    def call(*arguments):
-        with attributes.replaced(reach.thread, "in_gradient", True):
-            return function(*arguments)
-
-    return call
+    return mock.patch.object(reach.thread, "in_gradient", True)(function)
 
 
 @in_gradient
@@ -90,7 +93,7 @@ def test_replicas_ask_their_own_devices(asked):
 
 
 def test_only_a_cpu_is_slow(monkeypatch):
-    monkeypatch.setattr(slow, "is_slow", lambda *_: True)
+    inside.set_slow(monkeypatch)
     assert casts(lambda x: tf.matmul(x, tf.ones_like(x), transpose_b=True), X) == 3
     monkeypatch.setattr(slow, "device_type", lambda: "GPU")
     assert casts(lambda x: tf.matmul(x, tf.ones_like(x), transpose_b=True), X) == 0
@@ -99,35 +102,6 @@ def test_only_a_cpu_is_slow(monkeypatch):
 def test_without_a_gpu_nothing_is_added_to_a_graph():
     function = tf.function(column_sums).get_concrete_function(X)
     assert "NoOp" not in {op.type for op in function.graph.get_operations()}
-
-
-@pytest.mark.parametrize(
-    ("shape", "data_format", "layout"),
-    [
-        ([2, 6144], "NHWC", "NHWC"),
-        ([2, 6145], "NHWC", "wide NHWC"),
-        ([2, 6145, 1, 1], "NCHW", "NCHW"),
-        ([None, None], "NHWC", "NHWC"),
-    ],
-)
-def test_biases_whose_sums_do_not_fit_into_a_gpu(shape, data_format, layout):
-    gradient = tf.TensorSpec(shape, "float16")
-    assert sums.KERNELS["BiasAddGrad"].case(gradient, data_format) == layout
-
-
-def test_a_session_on_a_gpu_takes_float32(monkeypatch):
-    """To ask would take memory of the GPU in another way than the program's own session."""
-    kernel = sums.KERNELS["Sum"]
-    with tf.Graph().as_default():
-        assert trials.is_result_wrong.__wrapped__("Sum", kernel, tf.float16, (True, False), "GPU")
-
-
-@pytest.fixture
-def right_gpu(monkeypatch):
-    """A machine with a GPU, whose kernels are right in each example."""
-    kernels.install()
-    monkeypatch.setattr(trials, "usual_device", lambda: "GPU")
-    monkeypatch.setattr(sums.TABLE, "_asks", lambda *_: False)
 
 
 def sum_over(axis):
