@@ -155,6 +155,15 @@ IMAGES = {
         "image.psnr": lambda x: tf.image.psnr(x, x * 0.9, 1.0),
     }.items()
 }
+
+
+def csr_product(x: Any) -> Any:
+    """The square of a part of a matrix, by TensorFlow's operations of sparse matrices."""
+    matrix = tf.raw_ops.DenseToCSRSparseMatrix(dense_input=x, indices=[[0, 0], [1, 1]])
+    product = tf.raw_ops.SparseMatrixSparseMatMul(a=matrix, b=matrix, type=x.dtype)
+    return tf.raw_ops.CSRSparseMatrixToDense(sparse_input=product, type=x.dtype)
+
+
 OTHERS = {
     "range": lambda x: x + tf.range(4, dtype=x.dtype),
     "range of tensors": lambda x: tf.range(tf.cast(0, x.dtype), 4, tf.cast(1, x.dtype)) * x,
@@ -202,6 +211,13 @@ OTHERS = {
     "ragged product": lambda x: tf.matmul(
         tf.RaggedTensor.from_tensor(x[None], ragged_rank=1), tf.ones([1, 4, 2])
     ).to_tensor(),
+    "sparse.add": lambda x: tf.sparse.reduce_sum(
+        tf.sparse.add(tf.sparse.from_dense(x), tf.sparse.from_dense(x))
+    ),
+    "sparse product with float32": lambda x: tf.sparse.sparse_dense_matmul(
+        tf.sparse.from_dense(tf.ones([4, 4])), x, adjoint_b=True
+    ),
+    "sparse matrices": lambda x: csr_product(tf.stop_gradient(x)),
     "sparse product": lambda x: tf.sparse.sparse_dense_matmul(tf.sparse.from_dense(x), x),
 }
 GROUPS = {
@@ -222,5 +238,6 @@ NOT_IN_XLA = {
     *("math.segment_prod", "linalg.det", "linalg.slogdet", "linalg.expm", "linalg.lu"),
     *("linalg.tridiagonal_solve", "nn.dilation2d", "image.resize bicubic"),
     *("image.crop_and_resize", "image.adjust_contrast", "nn.ctc_greedy_decoder"),
-    *("nn.ctc_beam_search_decoder", "ragged product", "sparse product"),
+    *("nn.ctc_beam_search_decoder", "ragged product", "sparse product", "sparse.add"),
+    *("sparse product with float32", "sparse matrices"),
 }

@@ -1,4 +1,4 @@
-"""The cast policies against the lists of the installed TensorFlow."""
+"""The cast policies against the lists of the installed TensorFlow, and docs/autocast.md."""
 
 import pathlib
 import re
@@ -7,8 +7,10 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.kernels import cast_policy, sums
 from tests.common import once
+from tests.inside import OPERATIONS_OF_REGIONS as ROWS
+from tests.inside import POLICIES_OF_REGIONS as POLICIES
+from tests.inside import SUMS
 
 pytestmark = once
 
@@ -38,17 +40,13 @@ def tensorflows_lists():
 SAME = {"promote": "deny"}
 
 
-def test_tensorflows_lists_are_read():
+def test_the_table_has_every_operation_of_tensorflows_lists():
     lists = tensorflows_lists()
     assert len(lists) > 200
-    assert lists["MatMul"] == {"allow"}
-    assert lists["Mean"] == {"deny", "infer"}
-    assert lists["TensorListStack"] == {"clear"}
-    assert lists["ZerosLike"] == {"clear"}
-
-
-def test_the_table_has_every_operation_of_tensorflows_lists():
-    assert not sorted(tensorflows_lists().keys() - cast_policy.ROWS.keys())
+    assert (lists["MatMul"], lists["Mean"]) == ({"allow"}, {"deny", "infer"})
+    assert not sorted(lists.keys() - ROWS.keys())
+    missing = {op for op in ROWS if not hasattr(tf.raw_ops, op)}
+    assert {ROWS[op].policy for op in missing} == {"none"}
 
 
 # TensorFlow's list and our policy, where they differ. The reason is in the table.
@@ -66,7 +64,7 @@ DIFFERENCES = {
 def test_differences_from_tensorflows_lists_are_those_that_are_known():
     found = {}
     for op, names in tensorflows_lists().items():
-        row = cast_policy.ROWS[op]
+        row = ROWS[op]
         if SAME.get(row.policy, row.policy) not in names and row.policy not in names:
             found.setdefault((min(names), row.policy), []).append(op)
     assert found.keys() == DIFFERENCES, found
@@ -74,26 +72,40 @@ def test_differences_from_tensorflows_lists_are_those_that_are_known():
     assert found["deny", "none"] == ["SaveV2"]
 
 
-@pytest.mark.parametrize("policy", cast_policy.POLICIES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_each_policy_is_used_and_each_row_has_a_reason(policy):
-    rows = [row for row in cast_policy.ROWS.values() if row.policy == policy]
+    rows = [row for row in ROWS.values() if row.policy == policy]
     assert rows
     assert all(len(row.why) > 10 for row in rows)
-
-
-def test_a_kind_has_one_policy():
-    groups = [kinds for reasons in cast_policy._KINDS.values() for kinds in reasons.values()]
-    listed = ", ".join(groups).split(", ")
-    assert len(listed) == len(set(listed))
-    missing = {op for op in cast_policy.ROWS if not hasattr(tf.raw_ops, op)}
-    assert all(cast_policy.ROWS[op].policy == "none" for op in missing)
-    others = cast_policy.BOUNDED | cast_policy.SLOW_ON_CPU
-    assert others <= cast_policy.ROWS.keys()
 
 
 def test_nothing_that_adds_up_wrongly_in_16_bits_runs_in_16_bits():
     for dtype in ("bfloat16", "float16"):
         rows = keras_mp.autocast_ops(dtype, "CPU")
         right = {"AvgPool"} if dtype == "bfloat16" else set()
-        policies = {rows[op].policy for op in (sums.KERNELS.keys() & rows.keys()) - right}
+        policies = {rows[op].policy for op in (SUMS.keys() & rows.keys()) - right}
         assert policies <= {"deny", "none"}
+
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "autocast.md").read_text()
+
+
+def test_the_programs_print_what_the_page_says(capsys):
+    names = {}
+    expected = []
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        expected += re.findall(r"print\(.*\)  # (.*)$", block, re.MULTILINE)
+        exec(compile(block, "autocast.md", "exec"), names)
+    assert capsys.readouterr().out.splitlines() == expected
+    assert len(expected) == 3
+
+
+def test_the_table_is_that_of_the_package():
+    groups = {}
+    for op, row in ROWS.items():
+        groups.setdefault(row, []).append(f"`{op}`")
+    rows = ["| policy | operations | why |", "| -- | -- | -- |"]
+    rows += [f"| {row.policy} | {', '.join(ops)} | {row.why} |" for row, ops in groups.items()]
+    assert "\n".join(rows) in PAGE
+    for policy, meaning in POLICIES.items():
+        assert f"- **{policy}**: {meaning}" in PAGE

@@ -1,10 +1,13 @@
 """Gradients: with respect to what user code sees, of sums, wherever they are computed."""
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
+from tests import inside
 from tests.common import assert_all_equal, once
 from tests.op_autocast.common import HALF, error, normal, region
 
@@ -52,25 +55,6 @@ def test_a_float32_tensor_that_is_watched_late():
                 y * 3.0
             y = y @ tf.eye(2)
     np.testing.assert_array_equal(tape.gradient(y, z), tf.cast(z > 0, tf.float32))
-
-
-def test_of_rows():
-    w = tf.Variable(normal(5, 4))
-    with keras_mp.autocast("bfloat16"), tf.GradientTape() as tape:
-        z = w @ tf.eye(4)
-        tape.watch(z)
-        y = tf.gather(z, [1, 1, 3])
-    gradient = tf.convert_to_tensor(tape.gradient(y, z))
-    np.testing.assert_array_equal(gradient[:, 0], [0, 2, 0, 1, 0])
-
-
-def test_stop_gradient_and_unconnected():
-    w = tf.Variable(normal(2, 2))
-    with keras_mp.autocast("bfloat16"), tf.GradientTape(persistent=True) as tape:
-        y = tf.stop_gradient(w @ w)
-    assert tape.gradient(y, w) is None
-    zeros = tape.gradient(y, w, unconnected_gradients="zero")
-    np.testing.assert_array_equal(zeros, tf.zeros([2, 2]))
 
 
 @pytest.mark.parametrize("wrap", [*WRAPS, lambda f: tf.function(f, jit_compile=True)])
@@ -143,25 +127,31 @@ def test_gradient_functions_of_the_users_run_as_their_forward_pass():
     @tf.custom_gradient
     def function(x):
         def gradient(upstream):
-            states.append(keras_mp.autocast_state().dtype)
+            states.append((keras_mp.autocast_state().dtype, inside.dtype_in_reach()))
             return upstream
 
         return tf.identity(x), gradient
 
-    for inside, outside in ((True, False), (False, True), (True, True)):
-        for wrap in WRAPS:
+    low = tf.bfloat16
+    for around, of_region, in_reach in (
+        (region("bfloat16"), low, low),
+        (inside.in_reach("bfloat16"), None, low),
+        (region(None), None, None),
+    ):
+        for wrap, backward in itertools.product(WRAPS, (region("bfloat16"), region(None))):
 
             @wrap
             def run(x):
                 with tf.GradientTape() as tape:
                     tape.watch(x)
-                    with region("bfloat16" if inside else None):
+                    with around:
                         y = function(x)
-                with region("bfloat16" if outside else None):
+                with backward:
                     return tape.gradient(y, x)
 
             run(tf.constant(1.0))
-            assert set(states) == {tf.bfloat16 if inside else None}
+            assert {each for each, _ in states} == {of_region}
+            assert in_reach is None or {each for _, each in states} == {low}
             states.clear()
 
 

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import digits, once
+from tests.common import digits
 from tests.op_autocast.common import error, region
 
 K = tf.keras
@@ -99,18 +99,3 @@ def test_float16_without_loss_scaling_is_warned_about():
         pytest.warns(keras_mp.MixedPrecisionWarning, match=message),
     ):
         model.compile("sgd", "sparse_categorical_crossentropy")
-
-
-@once
-def test_a_model_is_saved_as_it_is_outside(tmp_path):
-    x, y = (each[:64] for each in digits())
-    model = compiled(mlp)
-    path = str(tmp_path / "model.keras")
-    with keras_mp.autocast("bfloat16"):
-        model.fit(x, y, 32, 1, verbose=0)
-        model.save(path)
-        inside = model.predict(x, verbose=0)
-    loaded = K.models.load_model(path)
-    np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
-    with keras_mp.autocast("bfloat16"):
-        np.testing.assert_array_equal(loaded.predict(x, verbose=0), inside)

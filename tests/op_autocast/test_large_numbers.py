@@ -107,16 +107,6 @@ def test_gradients(mode):
     np.testing.assert_allclose(found, [[p * (1 - p), -p * (1 - p), 0]], rtol=2e-3)
 
 
-def test_fit():
-    with keras_mp.policy_scope("mixed_float16"):
-        scores = Mixes(lambda x: x + mask(x) * -1e36)
-        model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(4), scores])
-    model.compile("sgd", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    history = model.fit(np.ones([64, 4], "float32"), np.zeros(64), batch_size=8, verbose=0)
-    assert np.isfinite(history.history["loss"]).all()
-    assert model.optimizer.steps_skipped == 0
-
-
 @once
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("mode", MODES)

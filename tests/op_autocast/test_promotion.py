@@ -7,20 +7,12 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.hooks import faces
-from keras_mp.kernels import door
-from keras_mp.op_autocast import promotion
-from tests.common import Mixes, eager_and_graph, mirrored, once, pairs
+from tests.common import MODES, Mixes, eager_and_graph, once
 from tests.op_autocast import operations
 
 L = tf.keras.layers
 WIDE = tf.constant([[1.5, 2.5]])
 X = np.array([[1.0, 3.0]], "float32")
-MODES = {
-    "eager": lambda function: function,
-    "function": lambda function: tf.function(function, autograph=False),
-    "jit": lambda function: tf.function(function, jit_compile=True),
-}
 MIXTURES = {
     "+": lambda x: x + WIDE,
     "+ reversed": lambda x: WIDE + x,
@@ -66,32 +58,6 @@ NUMBERS = {
     "linspace": lambda x: tf.linspace(0.5, x[0, 1], 3)[None],
     "one_hot": lambda x: tf.one_hot([1], 2, on_value=0.5, off_value=x[0, 0]) * x,
 }
-SQUARE = tf.constant([[2.0, 0.5], [0.5, 1.5]])
-# TensorFlow has no kernel in 16 bits, does not take them, or only on GPUs.
-OF_FLOAT32 = {
-    "inv": lambda x: tf.linalg.inv(x @ tf.cast(SQUARE, x.dtype)),
-    "cholesky": lambda x: tf.linalg.cholesky(tf.cast(SQUARE, x.dtype) * x[0, 0]),
-    "svd": lambda x: tf.linalg.svd(x, compute_uv=False),
-    "slogdet": lambda x: tf.linalg.slogdet(tf.cast(SQUARE, x.dtype) * x[0, 0])[1],
-    "solve": lambda x: tf.linalg.solve(tf.cast(SQUARE, x.dtype), x),
-    "digamma": lambda x: tf.math.digamma(x),
-    "lgamma": lambda x: tf.math.lgamma(x),
-    "erfinv": lambda x: tf.math.erfinv(x / 8),
-    "igamma": lambda x: tf.math.igamma(x, x),
-    "bessel_i0e": lambda x: tf.math.bessel_i0e(x),
-    "max_pool3d": lambda x: tf.nn.max_pool3d(x[None, ..., None, None], 2, 2, "SAME"),
-    "avg_pool3d": lambda x: tf.nn.avg_pool3d(x[None, ..., None, None], 2, 2, "SAME"),
-    "crop_and_resize": lambda x: tf.image.crop_and_resize(
-        x[None, :, :, None], [[0.0, 0.0, 1.0, 1.0]], [0], [3, 3]
-    ),
-    "fake_quant": lambda x: tf.quantization.fake_quant_with_min_max_args(x, 0.0, 8.0),
-    "sparse.add": lambda x: tf.sparse.reduce_sum(
-        tf.sparse.add(tf.sparse.from_dense(x), tf.sparse.from_dense(x))
-    ),
-    "ctc_greedy_decoder": lambda x: tf.nn.ctc_greedy_decoder(x[:, None], [2])[1],
-}
-
-
 WEIGHT = np.array([[0.5, 2.0], [1.5, 1.0]], "float32")
 # A weight that appears in 16 bits has all digits of float32 in what TensorFlow has in float32 only.
 OF_WEIGHTS = {
@@ -181,37 +147,6 @@ def test_a_number_has_the_dtype_of_the_tensor_beside_it(name, mode, dtype):
     np.testing.assert_allclose(gradient, of_x, rtol=2**-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_number_that_16_bits_do_not_hold(mode):
-    layer = Mixes(lambda x: tf.truediv(1e6, x) / 1e4, dtype=keras_mp.Policy("mixed_float16"))
-    np.testing.assert_allclose(run(layer, mode)[0], 100 / X, rtol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("name", "mode", "dtype"), pairs(OF_FLOAT32, ["eager", "function"], ["bfloat16", "float16"])
-)
-def test_operations_that_tensorflow_has_in_float32_only(name, mode, dtype):
-    x = tf.constant([[1.0, 3.0], [2.0, 0.5]])
-    layer = Mixes(OF_FLOAT32[name], dtype=keras_mp.Policy(f"mixed_{dtype}"))
-
-    @MODES[mode]
-    def differentiate():
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = layer(x)
-        return y, tape.gradient(y, x)
-
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        expected = OF_FLOAT32[name](x)
-    found, gradient = differentiate()
-    np.testing.assert_allclose(tf.cast(found, tf.float32), expected, rtol=2**-5)
-    right = tape.gradient(expected, x)
-    assert (gradient is None) == (right is None)
-    if right is not None:
-        np.testing.assert_allclose(gradient, right, rtol=2**-4, atol=2**-6)
-
-
 @once
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("group", operations.GROUPS)
@@ -237,10 +172,12 @@ def test_what_float32_computes_runs_in_16_bits(group, mode):
 
         return MODES[mode](differentiate)(tf.constant(x))
 
-    expected, _ = run("float32")
+    expected, of_float32 = run("float32")
     for dtype in ("float16", "bfloat16"):
         found, gradient = run(keras_mp.Policy(f"mixed_{dtype}"))
         assert gradient.dtype == tf.float32
+        atol = 0.01 * np.abs(of_float32).max()
+        np.testing.assert_allclose(gradient, of_float32, rtol=0.05, atol=atol)
         for name, results, right in zip(functions, found, expected, strict=True):
             for each, exact in zip(results, right, strict=True):
                 each, exact = (tf.cast(value, tf.float32) for value in (each, exact))
@@ -276,16 +213,6 @@ def test_a_kernel_is_missing_in_float16_only(mode, size):
     )
     found = MODES[mode](lambda: layer(images))()
     np.testing.assert_array_equal(tf.cast(found, tf.float32), images[:, 1:])
-
-
-@pytest.mark.parametrize("mode", ["eager", "function"])
-def test_elsewhere_they_are_refused(mode):
-    Mixes(lambda x: x, dtype=keras_mp.Policy("mixed_bfloat16"))(X)
-    low = tf.cast(SQUARE, tf.bfloat16)
-    with pytest.raises((TypeError, tf.errors.InvalidArgumentError)):
-        MODES[mode](lambda: tf.linalg.inv(low))()
-    with pytest.raises(TypeError):
-        tf.function(lambda: tf.maximum(0.5, low))()
 
 
 @pytest.mark.parametrize(("name", "mode", "dtype"), eager_and_graph(CONTROL_FLOW))
@@ -336,31 +263,6 @@ def test_variables_and_steps():
     assert model(X).dtype == tf.float32
 
 
-@pytest.mark.parametrize("mode", ["eager", "function"])
-def test_sparse_matrices(mode):
-    layer = Mixes(
-        lambda x: tf.sparse.sparse_dense_matmul(tf.sparse.from_dense(WIDE), x, adjoint_b=True),
-        dtype=keras_mp.Policy("mixed_float16"),
-    )
-    result = MODES[mode](layer)(tf.constant(X))
-    assert result.dtype == tf.float32
-    np.testing.assert_array_equal(result, [[9.0]])
-
-
-@pytest.mark.parametrize("mode", ["eager", "function"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_product_of_two_sparse_matrices(mode, dtype):
-    def multiply(x):
-        matrices = tf.raw_ops.DenseToCSRSparseMatrix(dense_input=x, indices=[[0, 0], [1, 1]])
-        product = tf.raw_ops.SparseMatrixSparseMatMul(a=matrices, b=matrices, type=x.dtype)
-        return tf.raw_ops.CSRSparseMatrixToDense(sparse_input=product, type=x.dtype)
-
-    layer = Mixes(multiply, dtype=keras_mp.Policy(f"mixed_{dtype}"))
-    found = MODES[mode](layer)(tf.constant([[300.5, 0.0], [0.0, 2.0]]))
-    assert found.dtype == dtype
-    np.testing.assert_allclose(tf.cast(found[1, 1], tf.float32), 4.0)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_assigned_to_a_float32_variable(mode):
     total = tf.Variable([[0.0, 0.0]])
@@ -381,22 +283,6 @@ def test_what_is_assigned_to_a_float32_variable(mode):
         MODES[mode](lambda: layer(low))()
     with pytest.raises(ValueError, match="conversion requested dtype float32"):
         total.assign(low)
-
-
-def test_elsewhere_and_in_float32_nothing_is_promoted():
-    layer = Mixes(lambda x: x + WIDE, dtype=keras_mp.Policy("mixed_bfloat16"))
-    layer(X)
-    low = tf.cast(X, tf.bfloat16)
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        low + WIDE
-    with pytest.raises(TypeError):
-        tf.function(lambda: low + WIDE)()
-    with pytest.raises((tf.errors.InvalidArgumentError, TypeError)):
-        Mixes(lambda x: x + tf.cast(WIDE, tf.float64), dtype=layer.dtype_policy)(X)
-    # What float32 refuses is refused, with TensorFlow's own error.
-    for dtype in ("float32", layer.dtype_policy):
-        with pytest.raises(Exception, match="Incompatible shapes|must be broadcastable|Dimensions"):
-            Mixes(lambda x: x + tf.ones([3, 3]), dtype=dtype)(X)
 
 
 class Network(tf.keras.layers.Layer):
@@ -471,37 +357,25 @@ def test_out_of_reach_a_tensor_of_ours_meets_float32(name, mode, dtype, method):
 
 
 @pytest.mark.parametrize("mode", ["eager", "function"])
-def test_tensors_of_others_are_refused_beside_ours(mode):
+def test_elsewhere_16_bits_are_refused_as_ever(mode):
+    """Of others, beside ours, and in our layers what float32 refuses, too."""
     layer = network("mixed_float16")
+    low, refused = tf.cast(X, tf.float16), (TypeError, tf.errors.InvalidArgumentError)
 
     def others(x):
         assert layer(x).dtype == tf.float16
         return tf.cast(x, tf.float16) * WIDE
 
-    with pytest.raises((TypeError, tf.errors.InvalidArgumentError)):
-        MODES[mode](others)(tf.constant(X))
-    low = tf.cast(X, tf.float16)
-    Mixes(lambda x: x, dtype=layer.dtype_policy)(low)
-    with pytest.raises((TypeError, tf.errors.InvalidArgumentError)):
-        low + WIDE
-
-
-def test_a_fault_of_keras_mp_is_not_hidden(monkeypatch):
-    def fails(*args):
-        raise TypeError("a fault")
-
-    fails.__code__ = fails.__code__.replace(co_filename=promotion.__file__)
-    layer = Mixes(lambda x: tf.linalg.inv(x), dtype=keras_mp.Policy("mixed_float16"))
-    monkeypatch.setattr(faces, "widened", fails)
-    monkeypatch.setitem(door._WIDEN, faces.EXACT, fails)
-    with pytest.raises(TypeError, match="a fault"):
-        layer(tf.ones([2, 2], tf.float16))
-
-
-def test_on_replicas():
-    layer = Mixes(lambda x: tf.concat([x, WIDE], 0), dtype=keras_mp.Policy("mixed_bfloat16"))
-    strategy = mirrored(2)
-    for each in strategy.experimental_local_results(
-        strategy.run(tf.function(lambda: layer(tf.constant(X))))
+    for function in (
+        lambda: others(tf.constant(X)),
+        lambda: low + WIDE,
+        lambda: tf.linalg.inv(tf.cast(WEIGHT, tf.bfloat16)),
+        lambda: Mixes(lambda x: x + tf.cast(WIDE, tf.float64), dtype=layer.dtype_policy)(X),
     ):
-        np.testing.assert_array_equal(each, [[1, 3], [1.5, 2.5]])
+        with pytest.raises(refused):
+            MODES[mode](function)()
+    with pytest.raises(TypeError):
+        tf.function(lambda: tf.maximum(0.5, low))()
+    for dtype in ("float32", layer.dtype_policy):
+        with pytest.raises(Exception, match="Incompatible shapes|must be broadcastable|Dimensions"):
+            Mixes(lambda x: x + tf.ones([3, 3]), dtype=dtype)(X)
