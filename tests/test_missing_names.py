@@ -7,12 +7,9 @@ import sys
 
 import pytest
 
-from keras_mp import keras_api
-from keras_mp.tensorflow_api import features
 from tests import without_names
 from tests.common import IS_KERAS_3
-
-FEATURES = features.FEATURES + keras_api.FEATURES
+from tests.inside import FEATURES
 
 
 def groups():

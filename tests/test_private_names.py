@@ -7,7 +7,6 @@ import inspect
 import pathlib
 import re
 import sys
-import types
 from typing import NamedTuple
 
 import pytest
@@ -15,8 +14,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import hooks
-from keras_mp.tensorflow_api import names
-from tests import private_names
+from tests import inside, private_names
 from tests.common import IS_KERAS_3, once
 
 K = tf.keras
@@ -105,7 +103,7 @@ def reads_in_a_branch(x):
 
 def resolve(path):
     """What a dotted path stands for."""
-    return names.Name(path).get()
+    return inside.Name(path).get()
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.of in HERE], ids=lambda row: row.name)
@@ -114,59 +112,6 @@ def test_it_is_where_it_was(row):
     assert result is not None
     assert result is not False
     assert not isinstance(result, list) or result
-
-
-# The finder itself.
-
-SAMPLE = """
-import tensorflow as tf
-from keras.src.trainers import epoch_iterator as _iterators
-from tensorflow.python.framework import ops
-from keras.src.backend import AutocastScope as _Scope
-
-
-class Model(tf.keras.Model):
-    def __init__(self):
-        super().__init__()
-        self._compute_dtype_object = self._ours = 3
-
-    def _flatten_modules(self, *args):
-        return self._ours, self._helper()
-
-    def _helper(self):
-        return super()._trackable_children()
-
-    def _called_by_others(self):
-        return getattr(self.other, "_by_string"), vars(self.other)["_by_item"]
-
-
-def function(x, scope=_Scope):
-    x._set_by_us = ops.Tensor
-    return x._of_others._ours + tf.__internal__.tracking.AutoTrackable, _iterators.EpochIterator
-"""
-
-
-def test_the_finder(tmp_path, monkeypatch):
-    (tmp_path / "sample_of_names.py").write_text(SAMPLE.replace("keras.src", "tf_keras.src.sample"))
-    monkeypatch.setattr(private_names, "ROOT", tmp_path)
-    model = type("Model", (K.Model,), {})
-    monkeypatch.setattr(private_names, "_module", lambda path: types.SimpleNamespace(Model=model))
-    expected = {
-        "_flatten_modules",
-        "_trackable_children",
-        "_called_by_others",
-        "_by_string",
-        "_by_item",
-        "_of_others",
-        "_set_by_us",
-        "tensorflow.python.framework.ops.Tensor",
-        "tf.__internal__.tracking.AutoTrackable",
-        "tf_keras.src.sample.trainers.epoch_iterator.EpochIterator",
-        "tf_keras.src.sample.backend.AutocastScope",
-    }
-    result = private_names.find().keys()
-    assert expected <= result
-    assert not result & {"_ours", "_helper", "_iterators", "_Scope"}
 
 
 # What keras_mp changes of others.
