@@ -76,30 +76,20 @@ def test_training_and_mask_arguments_still_come_from_keras():
 
 @pytest.mark.parametrize("in_function", [False, True])
 def test_recomputed_layers_read_in_the_compute_dtype(in_function):
-    class Block(layers.Layer):
-        def build(self, _):
-            self.w = self.add_weight(shape=[2, 2], initializer="identity")
+    dense = SimpleDense(dtype="mixed_float16")
+    x = tf.Variable(tf.ones([1, 10]))
+    dense(x)
 
-        def call(self, x):
-            return keras_mp.recompute_grad(lambda x: tf.tanh(x @ self.w))(x)
-
-    block, dense = Block(dtype="mixed_float16"), SimpleDense(dtype="mixed_float16")
-    x = tf.Variable(tf.ones([1, 2]))
-    y = tf.Variable(tf.ones([1, 10]))
-    block(x)
-    dense(y)
-
-    def gradients():
+    def gradient():
         with tf.GradientTape() as tape:
-            one = tf.reduce_sum(block(x))
-            other = tf.reduce_sum(tf.recompute_grad(dense)(tf.convert_to_tensor(y)))
-            third = tf.reduce_sum(tf.recompute_grad(dense.call)(tf.convert_to_tensor(y)))
-            total = one + other + third
-        return tape.gradient(total, [x, y])
+            one = tf.reduce_sum(tf.recompute_grad(dense)(tf.convert_to_tensor(x)))
+            other = tf.reduce_sum(tf.recompute_grad(dense.call)(tf.convert_to_tensor(x)))
+            total = one + other
+        return tape.gradient(total, x)
 
-    for gradient in (tf.function(gradients) if in_function else gradients)():
-        assert gradient.dtype == tf.float32
-        assert np.isfinite(gradient).all()
+    found = (tf.function(gradient) if in_function else gradient)()
+    assert found.dtype == tf.float32
+    assert np.isfinite(found).all()
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has no RematScope.")

@@ -60,7 +60,8 @@ def test_a_layer_is_named_with_line_dtypes_and_cures(name, mode, dtype, is_neste
         layer = tf.keras.Sequential([Outer(layer, dtype=policy)])
     # AutoGraph raises an error of its own for that of a function that it has converted.
     call = placed(mode, lambda x: layer(x))
-    with pytest.raises((TypeError, ValueError, tf.errors.InvalidArgumentError)) as caught:
+    in_eager = tf.errors.InvalidArgumentError if name == "float64" else ValueError
+    with pytest.raises(in_eager if mode == "eager" else (TypeError, ValueError)) as caught:
         call(tf.cast(X, dtype))
     message = str(caught.value)
     assert f"Layer 'mine' (of type Mixes) computes in {dtype}" in message
@@ -113,25 +114,8 @@ def test_a_branch_of_autograph():
         tf.function(layer)(tf.cast(X, "bfloat16"))
 
 
-def test_an_error_keeps_its_type():
-    layer = Mixes(lambda x: x * tf.cast(WIDE, tf.float64), dtype=unscaled("float16"))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="TensorFlow said"):
-        layer(X)
-    with pytest.raises(TypeError, match="TensorFlow said"):
-        tf.function(layer, autograph=False)(X)
-
-
 def test_layers_in_other_policies_and_steps_of_other_models_say_nothing():
     layer = Mixes(float64, dtype="mixed_bfloat16" if not IS_KERAS_3 else "float32")
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         layer(X)
     assert "TensorFlow said" not in str(caught.value)
-
-
-def test_a_function_of_the_layer_itself_shows_the_lines_of_keras_mp():
-    layer = Mixes(float64, dtype=keras_mp.Policy("mixed_float16"))
-    with pytest.raises(TypeError) as raised:
-        tf.function(layer)(X)
-    lines = {each.name for each in raised.traceback}
-    assert "_call_in" in lines
-    assert "tf___call_in" not in lines

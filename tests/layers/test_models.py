@@ -62,23 +62,6 @@ def test_the_layers_of_the_rfc(make, policy, mode):
     assert layer.dtype_policy.name == policy.name
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_layer_computes_what_casts_by_hand_compute(policy, mode):
-    layer = SimpleDense(dtype=policy)
-    x = tf.random.stateless_normal([4, 10], [1, 2])
-    got = run(layer, mode, x)
-    dtype = layer.compute_dtype
-    expected = tf.function(tf.matmul, jit_compile=mode == "jit")(
-        tf.cast(x, dtype), tf.cast(tf.convert_to_tensor(layer.kernel), dtype)
-    )
-    # XLA may leave out a cast to a narrow type and back, here that of the sum before it is rounded.
-    bound = {"float16": 2e-3, "bfloat16": 2e-2}.get(dtype, 0) if mode == "jit" else 0
-    np.testing.assert_allclose(
-        tf.cast(got, tf.float64), tf.cast(expected, tf.float64), rtol=0, atol=bound
-    )
-
-
 def test_a_model_of_such_layers_trains_as_one_with_casts_by_hand():
     class ByHand(tf.keras.layers.Layer):
         def build(self, shape):

@@ -3,15 +3,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import layers
-from tests.common import IS_KERAS_3, MODES, pairs
-
-
-@pytest.fixture
-def kernels_of_tensorflow():
-    """Where 16 bits are slower, keras_mp multiplies float32 inside, which takes both dtypes."""
-    keras_mp.enable_float32_where_faster(False)
-    yield
-    keras_mp.enable_float32_where_faster()
+from tests.common import IS_KERAS_3, MODES, pairs, placed
 
 
 def layer_that_calls(function, **attributes):
@@ -27,39 +19,23 @@ def layer_that_calls(function, **attributes):
     return Fails
 
 
+def makes(name):
+    """The cure where a function makes a tensor."""
+    return rf"pass the dtype: `tf.{name}\(..., dtype=self.compute_dtype\)`"
+
+
 MISTAKES = {
-    "random": (
-        lambda self, x: x + tf.random.normal([2]),
-        r"pass the dtype: `tf.random.normal\(..., dtype=self.compute_dtype\)`",
-    ),
-    "constant": (
-        lambda self, x: x * tf.constant(2.0),
-        r"pass the dtype: `tf.constant\(..., dtype=self.compute_dtype\)`",
-    ),
-    "concat": (
-        lambda self, x: tf.concat([x, tf.ones([2])], 0),
-        r"pass the dtype: `tf.ones\(..., dtype=self.compute_dtype\)`",
-    ),
+    "random": (lambda self, x: x + tf.random.normal([2]), makes("random.normal")),
+    "constant": (lambda self, x: x * tf.constant(2.0), makes("constant")),
+    "concat": (lambda self, x: tf.concat([x, tf.ones([2])], 0), makes("ones")),
     "cast": (
         lambda self, x: x - tf.cast(tf.range(2), tf.float32),
         "let `tf.cast` make a tensor of `self.compute_dtype`",
     ),
-    "matmul": (
-        lambda self, x: tf.matmul(x[tf.newaxis], tf.eye(2)),
-        r"pass the dtype: `tf.eye\(..., dtype=self.compute_dtype\)`",
-    ),
-    "where": (
-        lambda self, x: tf.where(x > 0, x, tf.zeros([2])),
-        r"pass the dtype: `tf.zeros\(..., dtype=self.compute_dtype\)`",
-    ),
-    "stack": (
-        lambda self, x: tf.stack([x, tf.ones([2])]),
-        r"pass the dtype: `tf.ones\(..., dtype=self.compute_dtype\)`",
-    ),
-    "einsum": (
-        lambda self, x: tf.einsum("i,i->", x, tf.ones([2])),
-        r"pass the dtype: `tf.ones\(..., dtype=self.compute_dtype\)`",
-    ),
+    "matmul": (lambda self, x: tf.matmul(x[tf.newaxis], tf.eye(2)), makes("eye")),
+    "where": (lambda self, x: tf.where(x > 0, x, tf.zeros([2])), makes("zeros")),
+    "stack": (lambda self, x: tf.stack([x, tf.ones([2])]), makes("ones")),
+    "einsum": (lambda self, x: tf.einsum("i,i->", x, tf.ones([2])), makes("ones")),
     "foreign": (lambda self, x: x / WIDE, "Likely cures: pass `dtype=self.compute_dtype`"),
     "foreign first": (lambda self, x: WIDE / x, "Likely cures: pass `dtype=self.compute_dtype`"),
     "dropout": (lambda self, x: tf.nn.dropout(x, WIDE[0] / 4), "Likely cures: pass"),
@@ -87,7 +63,7 @@ def test_an_error_about_dtypes_names_layer_line_dtypes_and_cure(
 ):
     function, cure = MISTAKES[mistake]
     layer = layer_that_calls(function)(dtype=policy, name="mine")
-    call = layer if mode == "eager" else tf.function(layer, jit_compile=mode == "jit")
+    call = placed(mode, layer)
     with pytest.raises(TypeError, match=cure) as caught:
         call(tf.ones([2]))
     message = str(caught.value)
@@ -149,7 +125,7 @@ def test_an_error_about_a_bare_variable_names_it(mode):
     make = layer_that_calls(lambda self, x: x * self.gain, gain=tf.Variable([1.0, 2.0]))
     with pytest.warns(keras_mp.MixedPrecisionWarning):
         layer = make(dtype="mixed_float16")
-    call = layer if mode == "eager" else tf.function(layer, jit_compile=mode == "jit")
+    call = placed(mode, layer)
     with pytest.raises(TypeError, match="`self.gain` is a bare tf.Variable; make it with"):
         call(tf.ones([2]))
 
@@ -210,7 +186,7 @@ def test_other_errors_stay_what_they_are(mode):
         (wrong_integer, (tf.errors.InvalidArgumentError, TypeError)),
     ):
         layer = layer_that_calls(function)(dtype="mixed_float16")
-        call = layer if mode == "eager" else tf.function(layer, jit_compile=mode == "jit")
+        call = placed(mode, layer)
         with pytest.raises(error) as caught:
             call(tf.ones([2]))
         assert "computes in" not in str(caught.value)

@@ -1,3 +1,4 @@
+import contextlib
 import functools
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from keras_mp import layers
-from tests.common import MODES
+from tests.common import MODES, placed
 from tests.layers.common import POLICIES
 
 
@@ -55,8 +56,7 @@ def test_weights_are_assigned_in_the_variable_dtype(mode):
     layer = Assigns(dtype="mixed_float16")
     layer.build([None])
     layer.built = True
-    call = layer if mode == "eager" else tf.function(layer, jit_compile=mode == "jit")
-    assert call(tf.zeros([1])).numpy() == np.float16(third)
+    assert placed(mode, layer)(tf.zeros([1])).numpy() == np.float16(third)
     expected = [third, 1 + third, 1 - third, 1 + np.float32(np.float16(third))]
     np.testing.assert_array_equal(layer.get_weights(), np.float32(expected))
 
@@ -117,36 +117,25 @@ def test_regularizers_see_the_variable_dtype(policy):
     assert (float(layer.inside), float(outside)) == (100_000, 100_000)
 
 
-class Recurrent(layers.Layer):
-    def build(self, _):
-        self.kernel = self.add_weight(shape=[2, 2], initializer="identity")
+def test_weights_cast_once_reaches_into_loops():
+    class Recurrent(layers.Layer):
+        def build(self, _):
+            self.kernel = self.add_weight(shape=[2, 2], initializer="identity")
 
-    def call(self, x, once):
-        def body(i, h):
-            return i + 1, tf.tanh(h @ self.kernel)
+        def call(self, x, once):
+            with self.weights_cast_once() if once else contextlib.nullcontext():
+                body = lambda i, h: (i + 1, tf.tanh(h @ self.kernel))  # noqa: E731
+                return tf.while_loop(lambda i, h: i < 4, body, (0, x), maximum_iterations=4)[1]
 
-        def loop():
-            return tf.while_loop(lambda i, h: i < 4, body, (0, x), maximum_iterations=4)[1]
-
-        if not once:
-            return loop()
-        with self.weights_cast_once():
-            return loop()
-
-
-@pytest.mark.parametrize("in_function", [False, True])
-def test_weights_cast_once_reaches_into_loops(in_function):
     layer = Recurrent(dtype="mixed_float16")
     x = tf.constant([[0.5, -0.5]], tf.float16)
-    layer(x, once=True)
-    call = functools.partial(layer, x)
-    if in_function:
-        bodies = []
-        for once in (False, True):
-            function = tf.function(functools.partial(layer, once=once), autograph=False)
-            library = function.get_concrete_function(x).graph.as_graph_def().library.function
-            (body,) = [f for f in library if "while_body" in f.signature.name]
-            bodies.append([node.op for node in body.node_def].count("Cast"))
-        assert bodies[0] == bodies[1] + 1  # A product may be computed in float32 inside.
-        call = tf.function(call, autograph=False)
-    np.testing.assert_array_equal(call(once=True), call(once=False))
+    bodies, results = [], [layer(x, once=once) for once in (True, False)]
+    for once in (False, True):
+        function = tf.function(functools.partial(layer, once=once), autograph=False)
+        library = function.get_concrete_function(x).graph.as_graph_def().library.function
+        (body,) = [f for f in library if "while_body" in f.signature.name]
+        bodies.append([node.op for node in body.node_def].count("Cast"))
+        results.append(function(x))
+    assert bodies[0] == bodies[1] + 1  # A product may be computed in float32 inside.
+    for each in results[1:]:
+        np.testing.assert_array_equal(each, results[0])
