@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3
+from tests.common import IS_KERAS_3, assert_all_equal, value
+from tests.common import state as state_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The global policy 'bfloat16' keeps variables"),
@@ -35,22 +36,19 @@ def trained():
 
 
 def state(model):
-    optimizer = model.optimizer.variables
-    values = [*model.weights, *(optimizer() if callable(optimizer) else optimizer)]
-    return [np.asarray(tf.convert_to_tensor(each)) for each in values]
+    return [*map(value, model.weights), *state_of(model.optimizer)]
 
 
 def assert_same(found, expected):
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
+    assert [each.dtype for each in found] == [each.dtype for each in expected]
+    assert_all_equal(found, expected)
 
 
 @pytest.mark.parametrize("file", FORMATS)
 def test_a_model_with_its_optimizer(file, tmp_path):
     model = trained()
     assert any(each.dtype == tf.bfloat16 for each in state(model))
+    assert_same(copy.deepcopy(model).get_weights(), model.get_weights())
     expected = state(model)
     tf.keras.models.save_model(model, str(tmp_path / file))
     again = tf.keras.models.load_model(str(tmp_path / file))
@@ -81,12 +79,6 @@ def test_a_layer_of_16_bits_in_a_float32_model(file, tmp_path):
     model = tf.keras.Sequential(layers)
     model.save(str(tmp_path / file))
     again = tf.keras.models.load_model(str(tmp_path / file))
-    assert_same(again.get_weights(), model.get_weights())
-
-
-def test_copies_continue():
-    model = trained()
-    again = copy.deepcopy(model)
     assert_same(again.get_weights(), model.get_weights())
 
 

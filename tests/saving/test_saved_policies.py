@@ -19,6 +19,7 @@ POLICIES = {
     "no scale": keras_mp.Policy("mixed_float16", None),
     "scale in float32": keras_mp.Policy("float32", 8),
     "bfloat16": keras_mp.Policy("mixed_bfloat16", output_dtype="float32"),
+    "outputs": keras_mp.Policy("mixed_bfloat16", model_outputs=None),
     "float64": keras_mp.Policy("float64"),
 }
 # Only layers with ours are in the reach of what keras_mp replaces.

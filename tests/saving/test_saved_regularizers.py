@@ -122,7 +122,7 @@ LAYERS = {
 
 
 def losses(policy, make, name, path):
-    """Losses before saving, after loading, of a loop, and of two steps; how far weights moved."""
+    """Losses before saving, after loading, of a loop, and of two steps."""
     K.utils.set_random_seed(1)
     K.backend.clear_session()
     with keras_mp.policy_scope(policy):
