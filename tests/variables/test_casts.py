@@ -7,17 +7,10 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import mirrored, once
+from tests.common import MODES, mirrored, once, placed
 
-pytestmark = once
-
-
-@pytest.fixture(autouse=True)
-def kernels_of_tensorflow():
-    """No casts but those of variables, on CPUs without units for 16 bits, too."""
-    keras_mp.enable_float32_where_faster(False)
-    yield
-    keras_mp.enable_float32_where_faster()
+# No casts but those of variables, on CPUs without units for 16 bits, too.
+pytestmark = [once, pytest.mark.usefixtures("kernels_of_tensorflow")]
 
 
 def autocast(value=(1.0, 2.0)):
@@ -57,17 +50,6 @@ def test_fifty_reads_are_one_cast(scope):
     casts, results = count(lambda: [reads[i % 4]() for i in range(50)], scope=scope)
     assert casts == 1
     assert all(r.dtype == scope for r in results)
-
-
-def test_tied_weights_are_cast_once():
-    embedding = autocast(np.ones([5, 3], np.float32))
-
-    def model(ids):
-        hidden = tf.gather(embedding, ids)  # casts the rows that it takes
-        return tf.matmul(hidden, embedding, transpose_b=True) + tf.reduce_sum(embedding)
-
-    casts, _ = count(model, tf.constant([1, 2]))
-    assert casts == 2
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -204,19 +186,15 @@ def test_a_read_before_the_tape_does_not_hide_later_ones_from_it():
             with tf.GradientTape() as inner:
                 z = v * v * v
             first = inner.gradient(z, v)
-        return before, tape.gradient(y, v), first, outer.gradient(first, v)
+        symbolic = tf.gradients(v * v + v, v._variable)[0]
+        return before, tape.gradient(y, v), first, outer.gradient(first, v), symbolic
 
-    _, (_, gradient, first, second) = count(function)
+    _, (_, gradient, first, second, symbolic) = count(function)
     np.testing.assert_array_equal(gradient, [2.0, 4.0])
     np.testing.assert_array_equal(first, [3.0, 12.0])
     np.testing.assert_array_equal(second, [6.0, 12.0])
-
-
-def test_symbolic_gradients():
-    v = autocast()
-    _, gradient = count(lambda: tf.gradients(v * v + v, v._variable)[0])
-    np.testing.assert_array_equal(gradient, [3.0, 5.0])
-    assert gradient.dtype == tf.float32
+    np.testing.assert_array_equal(symbolic, [3.0, 5.0])
+    assert symbolic.dtype == tf.float32
 
 
 def test_sparse_gradients_stay_sparse():
@@ -232,14 +210,6 @@ def test_sparse_gradients_stay_sparse():
     assert isinstance(gradient, tf.IndexedSlices)
     assert gradient.values.dtype == tf.float32
     np.testing.assert_array_equal(tf.convert_to_tensor(gradient)[:, 0], [0, 2, 0, 1, 0])
-
-
-@pytest.fixture
-def sums_of_tensorflow():
-    """Of unknown shapes it sums the gradients, which would bring casts of their own."""
-    keras_mp.enable_float32_sums(False)
-    yield
-    keras_mp.enable_float32_sums()
 
 
 @pytest.mark.usefixtures("sums_of_tensorflow")
@@ -320,52 +290,31 @@ def recurrent(cell, x, steps=5):
     return tf.while_loop(lambda i, h: i < steps, body, (0, x), maximum_iterations=steps)[1]
 
 
-@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
+@pytest.mark.parametrize("mode", MODES)
 def test_cast_once_reaches_into_loops(mode):
     kernel = autocast([[0.5, 0.25], [-0.5, 1.0]])
     x = tf.constant([[1.0, -1.0]], tf.float16)
 
-    def gradients(context):
-        with tf.GradientTape() as tape, keras_mp.autocast_scope("float16"), context():
-            y = recurrent(lambda h: tf.tanh(h @ kernel) + h @ kernel, x)
-        return tape.gradient(y, kernel), y
-
-    def held():
-        return keras_mp.cast_once([kernel])
-
-    def result(context):
-        function = functools.partial(gradients, context)
-        if mode != "eager":
-            function = tf.function(function, autograph=False, jit_compile=mode == "jit")
-        return function()
-
-    plain, once = result(lambda: keras_mp.cast_once([])), result(held)
-    assert once[0].dtype == tf.float32
-    # The same additions; XLA may keep more bits between two operations in float16.
-    np.testing.assert_allclose(once[1], plain[1], rtol=2e-3 if mode == "jit" else 0)
-    np.testing.assert_allclose(once[0], plain[0], rtol=2e-3 if mode == "jit" else 1e-6)
-
-
-def test_a_loop_without_it_casts_in_its_body():
-    kernel = autocast([[0.5, 0.25], [-0.5, 1.0]])
-    x = tf.constant([[1.0, -1.0]], tf.float16)
-
-    def held():
-        with keras_mp.cast_once([kernel]):
+    def forward(variables):
+        with keras_mp.autocast_scope("float16"), keras_mp.cast_once(variables):
             return recurrent(lambda h: tf.tanh(h @ kernel) + h @ kernel, x)
 
-    def body_casts(function):
-        @tf.function(autograph=False)
-        def run():
-            with keras_mp.autocast_scope("float16"):
-                return function()
+    def gradients(variables):
+        with tf.GradientTape() as tape:
+            y = forward(variables)
+        return tape.gradient(y, kernel), y
 
-        library = run.get_concrete_function().graph.as_graph_def().library.function
-        (body,) = [f for f in library if "while_body" in f.signature.name]
-        return [node.op for node in body.node_def].count("Cast")
-
-    assert body_casts(lambda: recurrent(lambda h: tf.tanh(h @ kernel) + h @ kernel, x)) == 1
-    assert body_casts(held) == 0
+    plain, held = (placed(mode, functools.partial(gradients, each)) for each in ([], [kernel]))
+    (expected, y), (gradient, same) = plain(), held()
+    assert gradient.dtype == tf.float32
+    # The same additions; XLA may keep more bits between two operations in float16.
+    np.testing.assert_allclose(same, y, rtol=2e-3 if mode == "jit" else 0)
+    np.testing.assert_allclose(gradient, expected, rtol=2e-3 if mode == "jit" else 1e-6)
+    for variables, casts in (([], 1), ([kernel], 0)):
+        function = tf.function(functools.partial(forward, variables), autograph=False)
+        graph = function.get_concrete_function().graph.as_graph_def()
+        (body,) = [f for f in graph.library.function if "while_body" in f.signature.name]
+        assert [node.op for node in body.node_def].count("Cast") == casts
 
 
 def test_assignments_inside_of_cast_once_are_refused():
