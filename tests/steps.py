@@ -3,15 +3,27 @@
 A step passes its arguments on to the loss, and returns nothing.
 """
 
-from collections.abc import Callable, Iterable
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 import keras_mp
+from tests.common import mirrored, placed
 
 Step = Callable[..., None]
 Loss = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def our_warnings() -> Iterator[list[warnings.WarningMessage]]:
+    """Collects keras_mp's warnings in a list, and no others."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", keras_mp.MixedPrecisionWarning)
+        yield caught
 
 
 def taped(
@@ -94,6 +106,54 @@ def compute_gradients(optimizer: Any, loss: Loss, variables: list[Any]) -> Step:
         optimizer.apply_gradients(optimizer.compute_gradients(lambda: loss(*args), variables))
 
     return step
+
+
+def scaling_tape(loss_scale: Any, loss: Loss, sources: Any, **arguments: Any) -> Any:
+    """The gradients of a loss that a LossScaleGradientTape scales."""
+    with keras_mp.LossScaleGradientTape(loss_scale, **arguments) as tape:
+        computed = loss()
+    return tape.gradient(computed, sources)
+
+
+def on_replicas(step: Callable[..., Any], mode: str = "function", count: int = 2) -> Any:
+    """A step that replicas make, each with its own part of the arguments."""
+
+    def run(*args: Any) -> Any:
+        def of_replica() -> Any:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            return step(*(tf.gather(each, replica) for each in args))
+
+        return mirrored(count).run(of_replica)
+
+    return placed(mode, run)
+
+
+def by_replica(value: Any, count: int = 2) -> list[Any]:
+    """What a variable or a result is on each replica."""
+    return [each.numpy() for each in mirrored(count).experimental_local_results(value)]
+
+
+# The calls before gradients are applied, with which a step is made in two halves.
+RFC = ("get_scaled_loss", "get_unscaled_gradients")
+KERAS_3 = ("scale_loss",)
+DIALECTS = [RFC, KERAS_3, ("scale_loss", "get_unscaled_gradients")]
+
+
+def halves(
+    optimizer: Any, loss: Loss, variables: list[Any], calls: tuple[str, ...] = KERAS_3
+) -> tuple[Callable[..., list[Any]], Callable[[list[Any]], None]]:
+    """Computes gradients, with calls of one of the `DIALECTS`; and applies them."""
+
+    def compute(*args: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            scaled = getattr(optimizer, calls[0])(loss(*args))
+        gradients = tape.gradient(scaled, variables)
+        return optimizer.get_unscaled_gradients(gradients) if calls[1:] else gradients
+
+    def apply(gradients: list[Any], **kwargs: Any) -> None:
+        optimizer.apply_gradients(zip(gradients, variables), **kwargs)
+
+    return compute, apply
 
 
 WAYS = {

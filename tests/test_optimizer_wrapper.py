@@ -112,21 +112,51 @@ def test_iterations_can_be_set_where_the_inner_optimizers_can(name, wrap):
         assert int(optimizer.inner_optimizer.iterations) == 7
 
 
-def test_variables_in_both_spellings(name, wrap):
+def test_variables_are_the_inner_optimizers(name, wrap):
     optimizer, v = wrap(make_optimizer(name)), tf.Variable(1.0)
-    optimizer.build([v])
-    inner = optimizer.inner_optimizer.variables
-    inner = inner() if callable(inner) else inner
-    assert [id(x) for x in optimizer.variables] == [id(x) for x in inner]
+    for _ in range(2):  # To build it again changes nothing.
+        optimizer.build([v])
+        inner = optimizer.inner_optimizer.variables
+        inner = inner() if callable(inner) else inner
+        assert [id(x) for x in optimizer.variables] == [id(x) for x in inner]
+        assert len(inner) > 1
     assert optimizer.variables() == optimizer.variables == optimizer.weights
 
 
-def test_build_is_idempotent(name, wrap):
-    optimizer, v = wrap(make_optimizer(name)), tf.Variable(1.0)
-    optimizer.build([v])
-    count = len(optimizer.variables)
-    optimizer.build([v])
-    assert len(optimizer.variables) == count > 1
+@pytest.mark.parametrize("wrap", [*WRAPPERS, keras_mp.MasterWeightOptimizer])
+@pytest.mark.parametrize("bad", [None, 3, object(), tf.keras.optimizers.SGD], ids=repr)
+def test_what_is_no_optimizer_is_refused(wrap, bad):
+    with pytest.raises(TypeError, match="Expected an optimizer of `tf.keras`"):
+        wrap(bad)
+
+
+CONFIGURED = {
+    "dynamic": lambda inner: keras_mp.LossScaleOptimizer(
+        inner, keras_mp.DynamicLossScale(64, increment_period=7, min_loss_scale=2), False
+    ),
+    "skipping": lambda inner: keras_mp.LossScaleOptimizer(
+        inner, None, reduce_dtype="bfloat16", skip_nonfinite=True, warn_after_skips=2
+    ),
+    "summing": lambda inner: keras_mp.AllReduceOptimizer(inner, "float32"),
+    "in 16 bits": lambda inner: keras_mp.MasterWeightOptimizer(inner, "copy", "bfloat16", seed=5),
+    "plain": keras_mp.OptimizerWrapper,
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGURED)
+def test_a_config_makes_an_equal_wrapper(name, kind):
+    optimizer = CONFIGURED[kind](make_optimizer(name, 0.25))
+    serialized = tf.keras.optimizers.serialize(optimizer)
+    config = optimizer.get_config()
+    copies = type(optimizer).from_config(config), tf.keras.optimizers.deserialize(serialized)
+    shown = [re.sub("at 0x.*?>", ">", repr(each)) for each in (optimizer, *copies)]
+    assert re.match(f"<{type(optimizer).__name__} of .*SGD", shown[0])
+    assert shown[1:] == shown[:1] * 2  # with the method, and dtypes
+    for again in copies:
+        assert type(again) is type(optimizer)
+        assert type(again.inner_optimizer) is type(optimizer.inner_optimizer)
+        assert again.get_config() == config
+        assert float(value(again.learning_rate)) == 0.25
 
 
 def test_legacy_slots(name):
@@ -160,11 +190,6 @@ def test_wraps_in_both_orders(name):
     assert train(keras_mp.LossScaleOptimizer(Lookahead(sgd()))) == control
     with pytest.raises(TypeError, match="cannot wrap a LossScaleOptimizer"):
         keras_mp.LossScaleOptimizer(Lookahead(keras_mp.LossScaleOptimizer(sgd())))
-
-
-def test_what_is_no_optimizer_is_refused(wrap):
-    with pytest.raises(TypeError, match="Expected an optimizer of `tf.keras`"):
-        wrap(3)
 
 
 def test_every_public_method_of_keras_is_the_wrappers():
@@ -208,71 +233,33 @@ class SeenAndScaled(keras_mp.LossScaleOptimizer):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["around", "subclass", "splits"])
-def test_each_part_of_a_step_is_unscaled_before_a_wrapper_sees_it(name, kind, mode):
+@pytest.mark.parametrize("kind", ["around", "subclass", "splits", "plain"])
+@pytest.mark.parametrize("scaled", [False, True])  # by hand
+def test_each_part_of_a_step_is_unscaled_before_a_wrapper_sees_it(name, scaled, kind, mode):
     inner = make_optimizer(name, 1.0, momentum=0.0)
     if kind == "subclass":
         scaling = optimizer = SeenAndScaled(inner)
     else:
         scaling = keras_mp.LossScaleOptimizer(inner)
-        optimizer = Seen(scaling, parts=2 if kind == "splits" else 1)
+        parts = 2 if kind == "splits" else 1
+        wrapper = keras_mp.OptimizerWrapper(scaling)
+        optimizer = wrapper if kind == "plain" else Seen(scaling, parts)
     variables = [tf.Variable(1.0) for _ in range(4)]
     optimizer.build(variables)
     rates = [0.5, 0.25, 0.125, 0.0625]
+    how = {"scaled": True} if scaled else {}
 
     def step():
         with tf.GradientTape() as tape:
-            scaled_loss = scaling.scale_loss(tf.add_n([r * v for r, v in zip(rates, variables)]))
-        pairs = list(zip(tape.gradient(scaled_loss, variables), variables))
-        optimizer.apply_gradients(pairs[:2])
-        optimizer.apply_gradients(pairs[2:])
+            loss = tf.add_n([r * v for r, v in zip(rates, variables)])
+            loss = loss * scaling.loss_scale() if scaled else scaling.scale_loss(loss)
+        gradients = tape.gradient(loss, variables)
+        optimizer.apply_gradients(list(zip(gradients, variables))[:2], **how)
+        optimizer.apply(gradients[2:], variables[2:], **how)
 
     step = placed(mode, step)
     for n in (1, 2):
         step()
         np.testing.assert_array_equal([value(v) for v in variables], [1 - n * r for r in rates])
-    if mode == "eager":
+    if mode == "eager" and kind != "plain":
         assert optimizer.seen == [rates[:2], rates[2:]] * 2
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_minimize_between_the_parts_of_a_step_is_no_part_of_it(name, mode):
-    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0))
-    a, b, c = variables = [tf.Variable(1.0) for _ in range(3)]
-    optimizer.build(variables)
-
-    def step():
-        with tf.GradientTape() as tape:
-            scaled_loss = optimizer.scale_loss(0.5 * a + 0.25 * b)
-        of_a, of_b = tape.gradient(scaled_loss, [a, b])
-        optimizer.apply_gradients([(of_a, a)])
-        optimizer.minimize(lambda: 0.125 * c, [c])
-        optimizer.apply_gradients([(of_b, b)])
-
-    step = placed(mode, step)
-    for n in (1, 2):
-        step()
-        assert [float(v) for v in variables] == [1 - n * 0.5, 1 - n * 0.25, 1 - n * 0.125]
-
-
-def test_a_part_is_unscaled_again_after_an_exception(name):
-    class Interrupted(keras_mp.OptimizerWrapper):
-        calls = 0
-
-        def apply_gradients(self, grads_and_vars, *args, **kwargs):
-            self.calls += 1
-            if self.calls == 2:
-                raise KeyboardInterrupt
-            return super().apply_gradients(grads_and_vars, *args, **kwargs)
-
-    scaling = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0))
-    optimizer, variables = Interrupted(scaling), [tf.Variable(1.0), tf.Variable(1.0)]
-    optimizer.build(variables)
-    with tf.GradientTape() as tape:
-        scaled_loss = scaling.scale_loss(0.5 * variables[0] + 0.25 * variables[1])
-    first, second = zip(tape.gradient(scaled_loss, variables), variables)
-    optimizer.apply_gradients([first])
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.apply_gradients([second])
-    optimizer.apply_gradients([second])
-    assert [float(v) for v in variables] == [0.5, 0.75]
