@@ -11,7 +11,6 @@ import keras_mp
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,
-    MODES,
     assert_all_equal,
     batches,
     make_optimizer,
@@ -20,6 +19,7 @@ from tests.common import (
     placed,
     value,
 )
+from tests.steps import by_replica, on_replicas
 
 GROWING = functools.partial(keras_mp.DynamicLossScale, 2.0**10, 2)
 
@@ -157,26 +157,6 @@ def sgd(rate=1.0):
     return make_optimizer(FAMILIES[-1], rate, momentum=0.0)
 
 
-@once
-@pytest.mark.parametrize("mode", MODES)
-def test_accumulated_gradients_are_of_one_scale(mode):
-    scaler = keras_mp.GradScaler(keras_mp.DynamicLossScale(2.0**10, increment_period=1))
-    v, optimizer = tf.Variable([1.0, 2.0]), sgd(0.25)
-
-    def step(parts):
-        total = tf.zeros([2])
-        for factor in parts:
-            total += tape_gradient(scaler, v, factor)
-        scaler.step(optimizer, [(total, v)])
-        scaler.update()
-
-    step = placed(mode, step)
-    for _ in range(2):
-        step(tf.constant([1.0, 0.5, 0.25]))
-    np.testing.assert_array_equal(v.numpy(), np.float32([1, 2]) - 2 * 0.25 * 1.75)
-    assert float(scaler.loss_scale()) == 2.0**12
-
-
 def test_what_is_scaled_before_an_update_is_scaled_by_one_number():
     scale = keras_mp.DynamicLossScale(2.0**10)
     scaler, v = keras_mp.GradScaler(scale), tf.Variable(1.0)
@@ -224,46 +204,24 @@ def test_a_verdict_without_a_scale_that_moves(mode, arguments, skips):
     assert int(scaler.steps_skipped) == skips
 
 
-def test_steps_without_scale_and_update_where_nothing_is_scaled():
-    scaler, v = keras_mp.GradScaler(None, skip_nonfinite=True), tf.Variable(1.0)
-    for gradient in (0.5, np.inf, 0.25):
-        scaler.step(by_hand(1.0), [(tf.constant(gradient), v)])
-    assert float(v) == 0.25
-    assert int(scaler.steps_skipped) == 1
-
-
-def test_sums_of_gradients_that_are_not_scaled_are_not_narrowed():
-    strategy = mirrored(2)
-    with strategy.scope():
-        v = tf.Variable(0.0)
-        optimizer = sgd()
-        scaler = keras_mp.GradScaler(None, skip_nonfinite=True)
-
-    @tf.function
-    def step():
-        strategy.run(lambda: scaler.step(optimizer, [(tf.constant(-1e-9), v)]))
-
-    step()
-    assert float(value(v)) == np.float32(2e-9)
-
-
 def test_the_losses_of_a_step_are_known_where_nothing_is_scaled():
     scaler, optimizer, v = keras_mp.GradScaler(None, skip_nonfinite=True), sgd(), tf.Variable(1.0)
+    wrapper = keras_mp.LossScaleOptimizer(sgd(), None, skip_nonfinite=True)
+    bad = [(tf.constant(np.nan), v)]
     for factors in ((np.nan, 1.0), (1.0, 2.0)):
         losses = [scaler.scale(v * factor) for factor in factors]
-        assert [float(loss) for loss in losses][1] == factors[1]
-        scaler.step(optimizer, [(tf.constant(np.nan), v)])
-        is_finite = bool(np.isfinite(factors).all())
-        assert scaler.last_overflow.loss_is_finite is is_finite
+        assert float(losses[1]) == factors[1]
+        scaler.step(optimizer, bad)
+        assert scaler.last_overflow.loss_is_finite is bool(np.isfinite(factors).all())
         scaler.update()
-    wrapper = keras_mp.LossScaleOptimizer(sgd(), None, skip_nonfinite=True)
+    for _ in range(2):  # Nor need the calls be made.
+        scaler.step(optimizer, bad)
+    assert int(scaler.steps_skipped) == 4
     wrapper.minimize(lambda: 0.5 * v, [v])
-    wrapper.apply_gradients([(tf.constant(np.nan), v)])
-    assert wrapper.last_overflow.loss_is_finite is None
-    for loss, is_finite in ((tf.constant(2.0), True), (None, None)):
+    for loss, is_finite in ((None, None), (tf.constant(2.0), True), (None, None)):
         if loss is not None:
             wrapper.scale_loss(loss)
-        wrapper.apply_gradients([(tf.constant(np.nan), v)])
+        wrapper.apply_gradients(bad)
         assert wrapper.last_overflow.loss_is_finite is is_finite
 
 
@@ -306,22 +264,6 @@ def test_a_new_scale_of_what_scales_nothing_is_ignored(arguments):
     assert float(scaler.loss_scale()) == 1
 
 
-def test_gradients_of_any_kind_are_unscaled_in_their_dtype():
-    scaler = keras_mp.GradScaler(2.0**17)
-    scaler.scale(tf.constant(1.0))
-    values = [1.0, 2.0**-17]
-    given = [tf.constant(values, d) for d in (tf.float16, tf.float32, tf.float64, tf.bfloat16)]
-    sparse = tf.IndexedSlices(tf.constant([values]), tf.constant([1]), tf.constant([2, 2]))
-    unscaled = scaler.unscale([*given, None, sparse])
-    for before, after in zip(given, unscaled):
-        assert after.dtype == before.dtype
-        expected = tf.cast(tf.cast(before, tf.float64) / 2.0**17, before.dtype)
-        np.testing.assert_array_equal(after.numpy(), expected.numpy())
-    assert unscaled[4] is None
-    np.testing.assert_array_equal(unscaled[5].values.numpy(), [np.float32(values) / 2**17])
-    np.testing.assert_array_equal(unscaled[5].indices.numpy(), [1])
-
-
 def test_losses_come_in_any_structure():
     scaler = keras_mp.GradScaler(4)
     losses = {"a": tf.constant(1.0, tf.float16), "b": (tf.constant([2.0], tf.float64), 3.0)}
@@ -332,6 +274,20 @@ def test_losses_come_in_any_structure():
     for wrong in (tf.constant(1), None, (tf.constant(1.0), None)):
         with pytest.raises(TypeError, match="loss"):
             scaler.scale(wrong)
+
+
+def test_what_are_no_gradients_of_variables_is_refused():
+    scaler, v = keras_mp.GradScaler(4), tf.Variable([1.0, 2.0])
+    scaler.scale(tf.constant(1.0))
+    gradient = tf.constant([4.0, 4.0])
+    for none in ([], [(None, v)]):
+        with pytest.raises(ValueError, match="gradients"):
+            scaler.step(sgd(), none)
+    for wrong in (gradient, [gradient], [(v, gradient)], [(gradient, v, v)], [(gradient, None)], 3):
+        with pytest.raises(TypeError, match="variable. pairs"):
+            scaler.step(sgd(), wrong)
+    assert bool(scaler.step(sgd(), [(gradient, v)]))
+    np.testing.assert_array_equal(v.numpy(), [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -364,29 +320,9 @@ def test_what_is_no_optimizer_or_scales_by_itself_is_refused(wrong):
 def test_an_optimizer_of_the_other_keras_is_refused():
     import tf_keras
 
-    scaler, v = keras_mp.GradScaler(), tf.Variable(1.0)
-    scaler.scale(tf.constant(1.0))
+    scaler = keras_mp.GradScaler()
     with pytest.raises(TypeError, match="TF_USE_LEGACY_KERAS"):
-        scaler.step(tf_keras.optimizers.SGD(), [(tf.constant(1.0), v)])
-
-
-def test_steps_without_gradients_are_refused():
-    scaler, v = keras_mp.GradScaler(), tf.Variable(1.0)
-    scaler.scale(tf.constant(1.0))
-    for none in ([], [(None, v)]):
-        with pytest.raises(ValueError, match="gradients"):
-            scaler.step(sgd(), none)
-
-
-def test_what_are_no_pairs_is_refused():
-    scaler, v = keras_mp.GradScaler(4), tf.Variable([1.0, 2.0])
-    scaler.scale(tf.constant(1.0))
-    gradient = tf.constant([4.0, 4.0])
-    for wrong in (gradient, [gradient], [(v, gradient)], [(gradient, v, v)], [(gradient, None)], 3):
-        with pytest.raises(TypeError, match="variable. pairs"):
-            scaler.step(sgd(), wrong)
-    assert bool(scaler.step(sgd(), [(gradient, v)]))
-    np.testing.assert_array_equal(v.numpy(), [0, 1])
+        scaler.step(tf_keras.optimizers.SGD(), [(tf.constant(1.0), tf.Variable(1.0))])
 
 
 def test_a_graph_of_tensorflow_1_is_refused():
@@ -399,6 +335,8 @@ def test_arguments_are_checked_and_come_back_from_the_config():
     for arguments in ({"enabled": 1}, {"skip_nonfinite": None}, {"aggregate_in_float16": "no"}):
         with pytest.raises(TypeError, match="must be a bool"):
             keras_mp.GradScaler(**arguments)
+    with pytest.raises(ValueError, match="contradict each other"):
+        keras_mp.GradScaler(aggregate_in_float16=False, reduce_dtype="float16")
     scaler = keras_mp.GradScaler(
         keras_mp.DynamicLossScale(64, 3),
         skip_nonfinite=True,
@@ -406,53 +344,26 @@ def test_arguments_are_checked_and_come_back_from_the_config():
         warn_after_skips=None,
         name="mine",
     )
-    with pytest.raises(ValueError, match="contradict each other"):
-        keras_mp.GradScaler(aggregate_in_float16=False, reduce_dtype="float16")
+    scaler.warn_after_skips = 3
     copied = keras_mp.GradScaler.from_config(scaler.get_config())
     assert copied.get_config() == scaler.get_config()
-    assert float(copied.loss_scale()) == 64
-    assert keras_mp.GradScaler(enabled=False).get_config()["loss_scale"] is not None
-    assert float(keras_mp.GradScaler(enabled=False).loss_scale()) == 1
-    assert float(copy.deepcopy(scaler).loss_scale()) == 64
-
-
-def test_a_copy_counts_its_own_skipped_steps():
-    scaler, v = keras_mp.GradScaler(), tf.Variable(1.0)
-    copied = copy.deepcopy(scaler)
-    with tf.GradientTape() as tape:
-        loss = copied.scale(v * float("inf"))
-    copied.step(tf.keras.optimizers.SGD(1.0), [(tape.gradient(loss, v), v)])
-    copied.update()
-    assert bool(copied.last_step_skipped)
-    assert not bool(scaler.last_step_skipped)
-
-
-def test_it_has_the_properties_of_a_loss_scale_optimizer():
-    scaler, v = keras_mp.GradScaler(), tf.Variable(8.0)
-    scaler.reduce_dtype, scaler.warn_after_skips = "bfloat16", 3
-    assert (scaler.reduce_dtype, scaler.aggregate_in_float16, scaler.warn_after_skips) == (
-        "bfloat16",
-        False,
-        3,
-    )
+    given = {"skip_nonfinite": True, "reduce_dtype": "bfloat16", "warn_after_skips": 3}
+    assert copied.get_config().items() >= {**given, "name": "mine", "enabled": True}.items()
+    assert float(copied.loss_scale()) == float(copy.deepcopy(scaler).loss_scale()) == 64
     scaler.aggregate_in_float16 = True
     assert scaler.reduce_dtype == "float16"
-    for factor, is_skipped in ((np.inf, True), (0.5, False)):
-        with tf.GradientTape() as tape:
-            loss = scaler.scale(v * factor)
-        scaler.step(sgd(), [(tape.gradient(loss, v), v)])
-        scaler.update()
-        assert bool(scaler.last_step_skipped) == is_skipped
-
-
-def test_a_checkpoint_holds_nothing_of_a_loss_scale_that_is_not_used(tmp_path):
-    scaler = keras_mp.GradScaler(enabled=False)
-    path = tf.train.Checkpoint(scaler=scaler).save(str(tmp_path / "checkpoint"))
-    names = {name.partition("/.ATTRIBUTES")[0] for name, _ in tf.train.list_variables(path)}
-    assert names == {"_CHECKPOINTABLE_OBJECT_GRAPH", "save_counter", "scaler/steps_skipped"}
+    disabled = keras_mp.GradScaler(enabled=False)
+    assert disabled.get_config()["loss_scale"] is not None
+    assert float(disabled.loss_scale()) == 1
 
 
 def test_a_checkpoint_holds_the_state(tmp_path):
+    unused = tf.train.Checkpoint(scaler=keras_mp.GradScaler(enabled=False))
+    names = {name for name, _ in tf.train.list_variables(unused.save(str(tmp_path / "unused")))}
+    assert [name for name in names if name.startswith("scaler/")] == [
+        "scaler/steps_skipped/.ATTRIBUTES/VARIABLE_VALUE"
+    ]
+
     def make():
         scaler = keras_mp.GradScaler(GROWING())
         return scaler, sgd(), tf.Variable(1.0)
@@ -504,8 +415,7 @@ def test_a_saved_model_of_a_train_step_runs(tmp_path):
 @once
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_a_bad_replica_skips_one_optimizer_everywhere(mode):
-    strategy = mirrored(2)
-    with strategy.scope():
+    with mirrored(2).scope():
         scaler = keras_mp.GradScaler(GROWING())
         optimizers = [sgd(0.25), make_optimizer(FAMILIES[0], 0.25, momentum=0.0)]
         variables = [tf.Variable([1.0, 2.0]), tf.Variable(4.0)]
@@ -513,34 +423,27 @@ def test_a_bad_replica_skips_one_optimizer_everywhere(mode):
             keras_mp.OptimizerWrapper(optimizer).build([v])
 
     def step(factors):
-        def replica_step():
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            of_each = tf.unstack(tf.gather(factors, replica))
-            with tf.GradientTape(persistent=True) as tape:
-                losses = [tf.reduce_sum(v) * f for v, f in zip(variables, of_each)]
-                scaled = scaler.scale(losses)
-            gradients = [tape.gradient(s, v) for s, v in zip(scaled, variables)]
-            # Only this replica sees before the sum what is hidden then.
-            [first] = scaler.unscale(gradients[:1], optimizers[0])
-            gradients[0] = tf.clip_by_value(first, -10, 10)
-            steps = zip(optimizers, gradients, variables)
-            applied = [scaler.step(o, [(g, v)]) for o, g, v in steps]
-            scaler.update()
-            return applied
+        with tf.GradientTape(persistent=True) as tape:
+            losses = [tf.reduce_sum(v) * f for v, f in zip(variables, tf.unstack(factors))]
+            scaled = scaler.scale(losses)
+        gradients = [tape.gradient(s, v) for s, v in zip(scaled, variables)]
+        # Only this replica sees before the sum what is hidden then.
+        [first] = scaler.unscale(gradients[:1], optimizers[0])
+        gradients[0] = tf.clip_by_value(first, -10, 10)
+        steps = zip(optimizers, gradients, variables)
+        applied = [scaler.step(o, [(g, v)]) for o, g, v in steps]
+        scaler.update()
+        return applied
 
-        return strategy.run(replica_step)
-
-    step = placed(mode, step)
+    step = on_replicas(step, mode)
     values = [np.float32([1, 2]), np.float32(4)]
     for factors in ([[1, 1], [2, 3]], [[1, 1], [np.inf, 1]], [[1, 1], [1, np.nan]]):
         applied = step(tf.constant(factors, tf.float32))
         good = np.isfinite(factors).all(axis=0)
         for i, total in enumerate(np.sum(factors, axis=0)):
-            results = strategy.experimental_local_results(applied[i])
-            assert [bool(each) for each in results] == [good[i], good[i]]
+            assert by_replica(applied[i]) == [good[i], good[i]]
             values[i] = values[i] - 0.25 * total if good[i] else values[i]
-            for of_replica in strategy.experimental_local_results(variables[i]):
-                np.testing.assert_array_equal(value(of_replica), values[i])
+            assert_all_equal(by_replica(variables[i]), [values[i]] * 2)
     assert float(scaler.loss_scale()) == 2.0**8
     assert int(scaler.steps_skipped) == 2
 
@@ -548,8 +451,7 @@ def test_a_bad_replica_skips_one_optimizer_everywhere(mode):
 @once
 @pytest.mark.parametrize("kind", ["v1", "function", "two lists"])
 def test_replicas_without_keras(kind):
-    strategy = mirrored(2)
-    with strategy.scope():
+    with mirrored(2).scope():
         # Of what assigns by itself in a replica, TensorFlow wants to know how to aggregate it.
         aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
         v = tf.Variable([1.0, 2.0], aggregation=aggregation)
@@ -557,20 +459,14 @@ def test_replicas_without_keras(kind):
         if kind == "two lists":
             optimizer.slots.append(tf.Variable(tf.zeros(2), False, aggregation=aggregation))
 
-    @tf.function
-    def step(factors):
-        def replica_step():
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            gradient = tape_gradient(scaler, v, tf.gather(factors, replica))
-            scaler.step(optimizer, [(gradient, v)])
-
-        strategy.run(replica_step)
+    @on_replicas
+    def step(factor):
+        scaler.step(optimizer, [(tape_gradient(scaler, v, factor), v)])
 
     for factors in ([np.nan, 1.0], [1.0, 2.0]):
         step(tf.constant(factors))
         scaler.update()  # outside of `run`
-    for of_replica in strategy.experimental_local_results(v):
-        np.testing.assert_array_equal(value(of_replica), np.float32([1, 2]) - 0.25 * 3)
+    assert_all_equal(by_replica(v), [np.float32([1, 2]) - 0.25 * 3] * 2)
     assert float(scaler.loss_scale()) == 2.0**9
     assert int(scaler.steps_skipped) == 1
 
@@ -648,32 +544,6 @@ def test_batches_without_examples_leave_the_scale(how):
     model.fit(batches((x * np.inf, y)), verbose=0, shuffle=False)
     assert float(scaler.loss_scale()) == 2.0**14
     assert np.isfinite(value(model.statistics.moving_mean)).all()
-
-
-@once
-@pytest.mark.parametrize("mode", MODES)
-def test_warns_after_many_steps_in_a_row_and_tells_why(mode):
-    scaler = keras_mp.GradScaler(GROWING(), warn_after_skips=3)
-    v, optimizers = tf.Variable(1.0), [sgd(), sgd()]
-
-    def step(factor):
-        gradient = tape_gradient(scaler, v, factor)
-        scaler.step(optimizers[0], [(gradient, v)])
-        scaler.step(optimizers[1], [(tf.zeros_like(gradient), v)])
-        scaler.update()
-
-    step = placed(mode, step)
-    for factor in (np.nan, np.nan, 0.0, np.nan, np.nan):
-        step(tf.constant(factor))
-    assert int(scaler.steps_skipped) == 4
-
-    def last_step():
-        step(tf.constant(np.nan))
-        return int(scaler.steps_skipped)
-
-    loss = "The loss of the last one was Inf or NaN"
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match=f"3 steps in a row.*{loss}"):
-        assert last_step() == 5
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="Only optimizers of Keras 3 accumulate.")

@@ -1,5 +1,7 @@
 """Replicas are logical CPU devices; they are as real to TensorFlow as GPUs are."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,6 +9,7 @@ import tensorflow as tf
 import keras_mp
 from tests import steps
 from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, once, pairs, value
+from tests.steps import by_replica
 
 INF, NAN = float("inf"), float("nan")
 
@@ -16,30 +19,22 @@ def name(request):
     return request.param
 
 
-def replica_id():
-    return tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
-
-
 WAYS = ["rfc", "keras_3", "minimize"]
 
 
-def make_step(way, optimizer, variables, loss):
-    """Makes one step, in one of the `WAYS`."""
-    steps.WAYS[way](optimizer, loss, variables)()
+def scaling(name, loss_scale="dynamic", *, initial=1.0, rate=1.0, **arguments):
+    """An optimizer without momentum that scales losses, and a variable, of two replicas."""
+    with mirrored(2).scope():
+        v, inner = tf.Variable(initial), make_optimizer(name, rate, momentum=0.0)
+        optimizer = keras_mp.LossScaleOptimizer(inner, loss_scale, **arguments)
+        optimizer.build([v])
+    return optimizer, v
 
 
-def everywhere(variable):
-    """The value on each replica."""
-    if not isinstance(variable, tf.Variable):
-        variable = variable.value
-    return [v.numpy() for v in getattr(variable, "values", [variable])]
-
-
-def assert_same_everywhere(variables):
-    for variable in variables:
-        first, *others = everywhere(variable)
-        for other in others:
-            np.testing.assert_array_equal(first, other)
+def assert_same_everywhere(variable, count=2):
+    first, *others = by_replica(variable, count)
+    for other in others:
+        np.testing.assert_array_equal(first, other)
 
 
 @pytest.mark.parametrize(
@@ -53,53 +48,42 @@ def test_replicas_equal_one_device_with_the_whole_batch(name, replicas):
     if name.endswith("RMSprop"):
         clip["epsilon"] = 1e-3  # with less, RMSprop amplifies the rounding of the sum
 
-    def train(strategy, wrap):
+    def train(count, wrap):
+        strategy = mirrored(count) if count > 1 else tf.distribute.get_strategy()
         with strategy.scope():
             w = tf.Variable(tf.zeros([64, 10]))
             optimizer = wrap(make_optimizer(name, 0.01, **clip))
 
-        def step(x, y):
-            count = tf.distribute.get_strategy().num_replicas_in_sync
+        def loss(x, y):
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=x @ w)
+            return tf.reduce_mean(losses) / count
 
-            def loss_fn():
-                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=x @ w)
-                return tf.reduce_mean(losses) / count
-
-            with tf.GradientTape() as tape:
-                loss = loss_fn()
-                scale = getattr(optimizer, "get_scaled_loss", lambda x: x)
-                loss = scale(loss)
-            gradients = tape.gradient(loss, [w])
-            unscale = getattr(optimizer, "get_unscaled_gradients", lambda x: x)
-            optimizer.apply_gradients(zip(unscale(gradients), [w]))
-
-        run = tf.function(lambda x, y: strategy.run(step, (x, y)))
+        way = steps.rfc if wrap is not unwrapped else steps.unscaled
+        step = way(optimizer, loss, [w])
+        step = steps.on_replicas(step, count=count) if count > 1 else tf.function(step)
         for i in range(5):
-            x, y = images[64 * i : 64 * i + 64], labels[64 * i : 64 * i + 64]
-            n = strategy.num_replicas_in_sync
-            parts = [
-                strategy.experimental_distribute_values_from_function(
-                    lambda c, a=a: tf.constant(np.split(a, n)[c.replica_id_in_sync_group])
-                )
-                for a in (x, y)
-            ]
-            run(*parts)
-        assert_same_everywhere([w])
+            part = slice(64 * i, 64 * i + 64)
+            batch = [tf.constant(each[part]) for each in (images, labels)]
+            step(*(tf.stack(tf.split(each, count)) if count > 1 else each for each in batch))
+        if count > 1:
+            assert_same_everywhere(w, count)
         return value(w)
 
-    control = train(tf.distribute.get_strategy(), lambda optimizer: optimizer)
-    ours = train(
-        mirrored(replicas),
-        lambda optimizer: keras_mp.LossScaleOptimizer(optimizer, aggregate_in_float16=False),
-    )
+    control = train(1, unwrapped)
+    in_float32 = functools.partial(keras_mp.LossScaleOptimizer, aggregate_in_float16=False)
+    ours = train(replicas, in_float32)
     # Sums of 2 to 4 float32 numbers in another order: a few ulps (6e-8) of each gradient, which
     # Adam's and RMSprop's division by the gradient's own size turns into as many of the step.
     np.testing.assert_allclose(ours, control, rtol=1e-4, atol=2e-6)
     assert np.abs(control).max() > 5e-4
-    in_float16 = train(mirrored(replicas), keras_mp.LossScaleOptimizer)
+    in_float16 = train(replicas, keras_mp.LossScaleOptimizer)
     # float16 rounds gradients to 2**-11, 5e-4 of their size, and of a small one Adam makes a
     # whole step; the bound is what 5 steps of 0.01 times that rounding can come to.
     assert np.abs(in_float16 - control).mean() < 1e-4
+
+
+def unwrapped(optimizer):
+    return optimizer
 
 
 def collective_dtypes(function, *args):
@@ -124,17 +108,10 @@ SENT = [
 @pytest.mark.parametrize(("name", "way", "case"), pairs(FAMILIES, WAYS, SENT))
 def test_what_crosses_the_wire(name, way, case):
     loss_scale, reduce_dtype, sent = case
-    strategy = mirrored(2)
-    with strategy.scope():
-        v = tf.Variable([1.0, 2.0])
-        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name), loss_scale)
+    optimizer, v = scaling(name, loss_scale)
     optimizer.reduce_dtype = reduce_dtype
-
-    @tf.function
-    def step():
-        strategy.run(lambda: make_step(way, optimizer, [v], lambda: tf.reduce_sum(v**2)))
-
-    assert collective_dtypes(step) == {sent}
+    step = steps.WAYS[way](optimizer, lambda: tf.reduce_sum(v**2), [v])
+    assert collective_dtypes(steps.on_replicas(step)) == {sent}
 
 
 @once
@@ -143,19 +120,10 @@ def test_what_crosses_the_wire(name, way, case):
 )
 def test_sums_in_bfloat16_need_no_scale_that_skips(loss_scale, skip):
     # 1e-9 is zero in float16, 1e5 infinite; neither has 8 bits only.
-    with mirrored(2).scope():
-        v = tf.Variable([0.0, 0.0])
-        optimizer = make_optimizer(FAMILIES[-1], 1.0, momentum=0.0)
-        optimizer = keras_mp.LossScaleOptimizer(
-            optimizer, loss_scale, reduce_dtype="bfloat16", skip_nonfinite=skip
-        )
-        optimizer.build([v])
-
-    @tf.function
-    def step():
-        mirrored(2).run(lambda: optimizer.minimize(lambda: tf.reduce_sum(v * [1e-9, 1e5]), [v]))
-
-    step()
+    how = {"reduce_dtype": "bfloat16", "skip_nonfinite": skip}
+    optimizer, v = scaling(FAMILIES[-1], loss_scale, initial=[0.0, 0.0], **how)
+    loss = lambda: tf.reduce_sum(v * [1e-9, 1e5])  # noqa: E731
+    steps.on_replicas(steps.minimize(optimizer, loss, [v]))()
     exact = np.array([2e-9, 2e5])
     errors = np.abs(-value(v) - exact) / exact
     assert (errors > 2**-12).all()
@@ -163,26 +131,24 @@ def test_sums_in_bfloat16_need_no_scale_that_skips(loss_scale, skip):
     assert int(optimizer.steps_skipped) == 0
 
 
-def test_a_scaler_sums_in_bfloat16():
+# What is not scaled is not narrowed.
+@pytest.mark.parametrize(
+    ("arguments", "sent"),
+    [
+        ({"loss_scale": 64, "reduce_dtype": tf.bfloat16}, tf.bfloat16),
+        ({"loss_scale": None, "skip_nonfinite": True}, tf.float32),
+    ],
+)
+def test_the_sums_of_a_scaler(arguments, sent):
     with mirrored(2).scope():
-        v, scaler = tf.Variable(0.0), keras_mp.GradScaler(64, reduce_dtype=tf.bfloat16)
+        v, scaler = tf.Variable(0.0), keras_mp.GradScaler(**arguments)
 
     def apply(pairs):
         for gradient, variable in pairs:
             variable.assign_sub(gradient)
 
-    @tf.function
-    def step():
-        def replica_step():
-            with tf.GradientTape() as tape:
-                loss = scaler.scale(v * (1 + 2.0**-9))
-            scaler.step(apply, [(tape.gradient(loss, v), v)])
-            scaler.update()
-
-        mirrored(2).run(replica_step)
-
-    assert collective_dtypes(step) == {tf.bfloat16}
-    assert scaler.get_config()["reduce_dtype"] == "bfloat16"
+    step = steps.scaler(scaler, apply, lambda: v * (1 + 2.0**-9), [v])
+    assert collective_dtypes(steps.on_replicas(step)) == {sent}
 
 
 @once
@@ -193,20 +159,17 @@ def test_large_gradients_are_sent_in_packs():
         variables = [tf.Variable(tf.zeros([size])) for size in sizes]
         optimizer = keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0], 1.0, momentum=0.0))
 
-    @tf.function
-    def step():
-        def loss():
-            return tf.add_n([tf.reduce_sum(v) for v in variables]) * 0.25
+    def loss():
+        return tf.add_n([tf.reduce_sum(v) for v in variables]) * 0.25
 
-        mirrored(2).run(lambda: optimizer.minimize(loss, variables))
-
+    step = steps.on_replicas(steps.minimize(optimizer, loss, variables))
     graph = step.get_concrete_function().graph
     sums = [op for op in graph.get_operations() if op.type == "CollectiveReduceV2"]
     elements = {op.inputs[0].shape.num_elements() for op in sums if op.inputs[0].shape.rank}
     assert elements == {2**21 + 1, 2**13 + 12}
     step()
     for v in variables:
-        assert_same_everywhere([v])
+        assert_same_everywhere(v)
         assert set(value(v)) == {-0.5}
 
 
@@ -219,13 +182,10 @@ def test_what_a_decision_costs_does_not_grow_with_gradients(name):
             variables = [tf.Variable(tf.ones([3])) for _ in range(count)]
             optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name))
 
-        @tf.function
-        def step():
-            def loss():
-                return tf.add_n([tf.reduce_sum(v) for v in variables])
+        def loss():
+            return tf.add_n([tf.reduce_sum(v) for v in variables])
 
-            mirrored(2).run(lambda: optimizer.minimize(loss, variables))
-
+        step = steps.on_replicas(steps.minimize(optimizer, loss, variables))
         graph = step.get_concrete_function().graph
         [decision] = [op for op in graph.get_operations() if op.type in ("If", "StatelessIf")]
         skip = decision.get_attr("else_branch").name
@@ -240,29 +200,16 @@ def test_what_a_decision_costs_does_not_grow_with_gradients(name):
 
 def test_small_gradients_survive_the_float16_reduction(name):
     # 1e-9 is zero in float16; scaled by 2**15 it is not.
-    strategy = mirrored(2)
-    with strategy.scope():
-        v = tf.Variable(1.0)
-        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 2.0**20, momentum=0.0))
+    optimizer, v = scaling(name, rate=2.0**20)
     for way in WAYS:
         v.assign(1.0)
-        step = steps.WAYS[way](optimizer, lambda: v * 1e-9, [v])
-        tf.function(lambda: strategy.run(step))()
+        steps.on_replicas(steps.WAYS[way](optimizer, lambda: v * 1e-9, [v]))()
         assert 1 - value(v) == pytest.approx(2 * 2**20 * 1e-9, rel=1e-2)
 
 
 def test_an_overflow_of_the_float16_sum_skips_the_step(name):
-    strategy = mirrored(2)
-    with strategy.scope():
-        v = tf.Variable(1.0)
-        optimizer = keras_mp.LossScaleOptimizer(
-            make_optimizer(name, 1.0, momentum=0.0), keras_mp.DynamicLossScale(2.0**16)
-        )
-
-    @tf.function
-    def step():
-        strategy.run(lambda: make_step("rfc", optimizer, [v], lambda: v * 0.75))
-
+    optimizer, v = scaling(name, initial_scale=2.0**16)
+    step = steps.on_replicas(steps.rfc(optimizer, lambda: v * 0.75, [v]))
     # 0.75 * 2**16 fits into float16, twice that does not.
     step()
     assert value(v) == 1
@@ -275,53 +222,35 @@ def test_an_overflow_of_the_float16_sum_skips_the_step(name):
     "how", [{"skip_gradients_aggregation": True}, {"experimental_aggregate_gradients": False}]
 )
 def test_gradients_that_the_user_has_summed(name, how):
-    strategy = mirrored(2)
-    with strategy.scope():
-        v = tf.Variable([1.0])
-        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0), 64)
+    optimizer, v = scaling(name, 64, initial=[1.0])
 
-    @tf.function
-    def step():
-        def replica_step():
-            with tf.GradientTape() as tape:
-                loss = optimizer.get_scaled_loss(tf.reduce_sum(v * 0.125))
-            gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [v]))
-            context = tf.distribute.get_replica_context()
-            gradients = context.all_reduce("sum", gradients)
-            optimizer.apply_gradients(zip(gradients, [v]), **how)
+    def apply(pairs):
+        [gradient, _] = zip(*pairs)
+        summed = tf.distribute.get_replica_context().all_reduce("sum", list(gradient))
+        optimizer.apply_gradients(zip(summed, [v]), **how)
 
-        strategy.run(replica_step)
-
-    step()
+    way = apply, optimizer.get_scaled_loss, optimizer.get_unscaled_gradients
+    steps.on_replicas(steps.taped(lambda: tf.reduce_sum(v * 0.125), [v], *way))()
     np.testing.assert_array_equal(value(v), [0.75])
 
 
 def test_not_summed_but_one_verdict_all_the_same(name):
-    strategy = mirrored(2)
-    with strategy.scope():
-        v = tf.Variable([1.0])
-        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0))
+    optimizer, v = scaling(name, initial=[1.0])
 
-    @tf.function
-    def step(bad):
-        def replica_step():
-            optimizer.scale_loss(tf.constant(1.0))
-            gradient = tf.where(tf.equal(replica_id(), bad), tf.constant([NAN]), [0.5])
-            optimizer.apply_gradients([(gradient, v)], skip_gradients_aggregation=True)
+    @steps.on_replicas
+    def step(gradient):
+        optimizer.scale_loss(tf.constant(1.0))
+        optimizer.apply_gradients([(gradient, v)], skip_gradients_aggregation=True)
 
-        strategy.run(replica_step)
-
-    for bad in (0, 1):
-        step(tf.constant(bad))
-        assert everywhere(v) == [[1], [1]]
+    for gradients in ([[NAN], [0.5]], [[0.5], [NAN]]):
+        step(tf.constant(gradients))
+        assert by_replica(v) == [[1], [1]]
     assert int(optimizer.steps_skipped) == 2
 
 
 def test_cross_replica_context_is_refused(name):
-    strategy = mirrored(2)
-    with strategy.scope():
-        v = tf.Variable(1.0)
-        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name))
+    optimizer, v = scaling(name)
+    with mirrored(2).scope():
         optimizer.scale_loss(tf.constant(1.0))
         with pytest.raises(ValueError, match="inside the function that is passed to"):
             optimizer.apply_gradients([(tf.constant(1.0), v)])
@@ -342,7 +271,8 @@ def test_central_storage(name):
 
     @tf.function
     def step(factors):
-        factor = lambda: tf.gather(factors, replica_id())  # noqa: E731
+        replica = lambda: tf.distribute.get_replica_context().replica_id_in_sync_group  # noqa: E731
+        factor = lambda: tf.gather(factors, replica())  # noqa: E731
         strategy.run(lambda: optimizer.minimize(lambda: tf.reduce_sum(v) * factor(), [v]))
 
     if name.startswith("legacy"):  # tf_keras's legacy optimizers want to sum themselves there.
@@ -413,17 +343,10 @@ def test_strategies_of_one_device(name, make):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_fixed_scale_sums_float16_gradients_in_float32(name, way):
     # 2 * 40 * 1024 has no float16 value; 80 has.
-    with mirrored(2).scope():
-        v = tf.Variable(tf.constant([1.0, 2.0], tf.float16))
-        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 0.125, momentum=0.0), 1024)
-        optimizer.build([v])
-
-    @tf.function
-    def step():
-        mirrored(2).run(lambda: make_step(way, optimizer, [v], lambda: tf.reduce_sum(v) * 40))
-
-    step()
-    assert_same_everywhere([v])
+    initial = tf.constant([1.0, 2.0], tf.float16)
+    optimizer, v = scaling(name, 1024, initial=initial, rate=0.125)
+    steps.on_replicas(steps.WAYS[way](optimizer, lambda: tf.reduce_sum(v) * 40, [v]))()
+    assert_same_everywhere(v)
     np.testing.assert_array_equal(value(v), [-9, -8])
 
 
@@ -435,7 +358,7 @@ def test_an_optimizer_made_outside_of_the_scope_is_refused(name):
     optimizer.build([v])
     with pytest.raises(ValueError, match="in the scope of the strategy"):
         mirrored(2).run(lambda: optimizer.minimize(lambda: tf.reduce_sum(v), [v]))
-    assert_same_everywhere([v])
+    assert_same_everywhere(v)
     np.testing.assert_array_equal(value(v), [1, 2])
 
 
