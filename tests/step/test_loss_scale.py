@@ -12,14 +12,17 @@ from tests.common import mirrored
 
 
 def run(scale, verdicts):
-    """Moves a scale through the verdicts; returns (scale, good steps, bad steps) after each."""
-    history = []
-    for finite in verdicts:
-        scale.assign(scale.next_state(scale(), tf.constant(finite)))
-        history.append(
-            (float(scale), int(scale.num_good_steps.numpy()), int(scale.num_bad_steps.numpy()))
-        )
-    return history
+    """Moves a scale, by a good step for each `+` and a bad one for each `-`.
+
+    Returns the scales, and how many good and bad steps are counted, after each.
+    """
+    scales, good, bad = [], "", ""
+    for verdict in verdicts:
+        scale.assign(scale.next_state(scale(), tf.constant(verdict == "+")))
+        scales.append(float(scale))
+        good += str(int(scale.num_good_steps))
+        bad += str(int(scale.num_bad_steps))
+    return scales, good, bad
 
 
 def test_defaults_are_the_rfcs():
@@ -30,65 +33,33 @@ def test_defaults_are_the_rfcs():
     assert scale().shape == ()
 
 
-def test_growth_at_exactly_the_period():
-    scale = keras_mp.DynamicLossScale(8, increment_period=3)
-    assert run(scale, [True] * 7) == [
-        (8, 1, 0), (8, 2, 0), (16, 0, 0), (16, 1, 0), (16, 2, 0), (32, 0, 0), (32, 1, 0),
-    ]  # fmt: skip
+PERIOD, EACH = {"increment_period": 3}, {"increment_period": 1}
 
 
-def test_growth_every_step_with_period_one():
-    scale = keras_mp.DynamicLossScale(8, increment_period=1, multiplier=4)
-    assert [s for s, _, _ in run(scale, [True] * 3)] == [32, 128, 512]
-
-
-def test_back_off_resets_the_good_steps():
-    scale = keras_mp.DynamicLossScale(8, increment_period=3)
-    assert run(scale, [True, True, False, True, True, True]) == [
-        (8, 1, 0), (8, 2, 0), (4, 0, 1), (4, 1, 0), (4, 2, 0), (8, 0, 0),
-    ]  # fmt: skip
-
-
-def test_back_off_multiplier():
-    scale = keras_mp.DynamicLossScale(1024, multiplier=2, backoff_multiplier=0.25)
-    assert [s for s, _, _ in run(scale, [False, False])] == [256, 64]
-
-
-def test_back_off_multiplier_defaults_to_the_inverse_of_the_multiplier():
-    assert keras_mp.DynamicLossScale(multiplier=8).backoff_multiplier == 0.125
-
-
-def test_hysteresis_tolerates_isolated_overflows():
-    scale = keras_mp.DynamicLossScale(64, hysteresis=2)
-    verdicts = [False, True, False, False, False, True, False]
-    assert [(s, bad) for s, _, bad in run(scale, verdicts)] == [
-        (64, 1), (64, 0), (64, 1), (32, 2), (16, 3), (16, 0), (16, 1),
-    ]  # fmt: skip
-
-
-def test_hysteresis_restarts_the_growth_period():
-    scale = keras_mp.DynamicLossScale(64, increment_period=2, hysteresis=5)
-    assert run(scale, [True, False, True])[-1] == (64, 1, 0)
-
-
-def test_floor():
-    scale = keras_mp.DynamicLossScale(4)
-    assert [s for s, _, _ in run(scale, [False] * 4)] == [2, 1, 1, 1]
-    scale = keras_mp.DynamicLossScale(32, min_loss_scale=10)
-    assert [s for s, _, _ in run(scale, [False] * 3)] == [16, 10, 10]
-
-
-def test_ceiling_keeps_the_scale_finite():
-    scale = keras_mp.DynamicLossScale(2.0**125, increment_period=1)
-    assert [s for s, _, _ in run(scale, [True] * 3)] == [2.0**126] * 3
-    scale = keras_mp.DynamicLossScale(8, increment_period=1, max_loss_scale=20)
-    assert [s for s, _, _ in run(scale, [True] * 3)] == [16, 20, 20]
+@pytest.mark.parametrize(
+    ("arguments", "verdicts", "scales", "good", "bad"),
+    [
+        (PERIOD, "+++++++", [8, 8, 16, 16, 16, 32, 32], "1201201", "0000000"),
+        ({**EACH, "multiplier": 4}, "+++", [32, 128, 512], "000", "000"),
+        (PERIOD, "++-+++", [8, 8, 4, 4, 4, 8], "120120", "001000"),
+        ({"backoff_multiplier": 0.25}, "--", [2, 1], "00", "12"),
+        ({"multiplier": 4}, "-", [2], "0", "1"),
+        ({"hysteresis": 2}, "-+---+-", [8, 8, 8, 4, 2, 2, 2], "0100010", "1012301"),
+        ({"increment_period": 2, "hysteresis": 5}, "+-+", [8, 8, 8], "101", "010"),
+        ({}, "-----", [4, 2, 1, 1, 1], "00000", "12345"),
+        ({"min_loss_scale": 3}, "---", [4, 3, 3], "000", "123"),
+        ({**EACH, "max_loss_scale": 20}, "+++", [16, 20, 20], "000", "000"),
+        ({**EACH, "multiplier": 2.0**123}, "+++", [2.0**126] * 3, "000", "000"),
+    ],
+)
+def test_the_schedule(arguments, verdicts, scales, good, bad):
+    assert run(keras_mp.DynamicLossScale(8, **arguments), verdicts) == (scales, good, bad)
 
 
 def test_a_period_lowered_below_the_counter_grows_at_once():
     scale = keras_mp.DynamicLossScale(8, increment_period=10)
     scale.num_good_steps.assign(1500)
-    assert run(scale, [True, True]) == [(16, 0, 0), (16, 1, 0)]
+    assert run(scale, "++") == ([16, 16], "01", "00")
 
 
 def test_state_is_assignable_and_not_replaceable():
@@ -104,7 +75,9 @@ def test_state_is_assignable_and_not_replaceable():
     "make",
     [
         lambda: keras_mp.FixedLossScale(128),
+        lambda: keras_mp.FixedLossScale(0.25),
         lambda: keras_mp.DynamicLossScale(),
+        lambda: keras_mp.DynamicLossScale(0.25),
         lambda: keras_mp.DynamicLossScale(
             64, 10, 4.0, backoff_multiplier=0.3, hysteresis=3, min_loss_scale=2, max_loss_scale=99
         ),
@@ -117,35 +90,25 @@ def test_config_round_trip(make):
     assert repr(again) == repr(scale)
     serialized = loss_scale_lib.serialize(scale)
     assert loss_scale_lib.serialize(loss_scale_lib.get(serialized)) == serialized
+    default = loss_scale_lib.serialize(keras_mp.DynamicLossScale())
+    assert default == loss_scale_lib.DEFAULT_DYNAMIC
 
 
-def test_the_default_config_is_the_default():
-    serialized = loss_scale_lib.serialize(keras_mp.DynamicLossScale())
-    assert serialized == loss_scale_lib.DEFAULT_DYNAMIC
-
-
-def test_checkpoint_restores_the_state_with_a_floor(tmp_path):
+def test_a_checkpoint_has_the_state_and_the_keys_of_keras(tmp_path):
     scale = keras_mp.DynamicLossScale(64, increment_period=5, min_loss_scale=16)
-    run(scale, [False, False, True, False])
+    run(scale, "--+-")
     path = tf.train.Checkpoint(scale=scale).save(str(tmp_path / "ckpt"))
+    keys = {key.split("/")[1] for key, _ in tf.train.list_variables(path) if "scale/" in key}
+    assert keys == {"current_loss_scale", "good_steps", "bad_steps"}  # and no history
     again = keras_mp.DynamicLossScale(64, increment_period=5, min_loss_scale=16)
     tf.train.Checkpoint(scale=again).restore(path).assert_consumed()
-    assert (float(again), int(again.num_bad_steps.numpy())) == (16, 1)
-    assert run(again, [False])[-1] == (16, 0, 2)
-
-
-def test_checkpoint_keys_are_those_of_keras(tmp_path):
-    path = tf.train.Checkpoint(scale=keras_mp.DynamicLossScale()).save(str(tmp_path / "ckpt"))
-    keys = {key for key, _ in tf.train.list_variables(path)}
-    assert {
-        "scale/current_loss_scale/.ATTRIBUTES/VARIABLE_VALUE",
-        "scale/good_steps/.ATTRIBUTES/VARIABLE_VALUE",
-    } <= keys
+    assert (float(again), int(again.num_bad_steps)) == (16, 1)
+    assert run(again, "-") == ([16], "0", "2")
 
 
 def test_deepcopy_has_its_own_state():
     scale = keras_mp.DynamicLossScale(64, increment_period=7)
-    run(scale, [True, False, False])
+    run(scale, "+--")
     copied = copy.deepcopy(scale)
     assert (float(copied), int(copied.num_bad_steps.numpy())) == (16, 2)
     copied.loss_scale.assign(1.0)
@@ -207,20 +170,10 @@ def test_get_converts_what_stands_for_a_loss_scale():
     fixed = keras_mp.FixedLossScale(2)
     assert loss_scale_lib.get(fixed) is fixed
     assert isinstance(loss_scale_lib.get("dynamic"), keras_mp.DynamicLossScale)
-    for number in (1, 64, 64.0, np.float32(64), np.int64(64)):
+    for number in (1, 64, 64.0, 0.25, np.float32(0.25), np.int64(64)):
         scale = loss_scale_lib.get(number)
         assert isinstance(scale, keras_mp.FixedLossScale)
         assert scale.loss_scale_value == float(number)
-
-
-def test_get_converts_the_old_objects_and_warns():
-    old = tf.compat.v1.mixed_precision
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="FixedLossScale was converted"):
-        fixed = loss_scale_lib.get(old.FixedLossScale(32))
-    assert fixed.loss_scale_value == 32
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="DynamicLossScale was converted"):
-        dynamic = loss_scale_lib.get(old.DynamicLossScale(64, increment_period=9, multiplier=4.0))
-    assert (dynamic.initial_loss_scale, dynamic.increment_period, dynamic.multiplier) == (64, 9, 4)
 
 
 @pytest.mark.parametrize(
@@ -257,12 +210,16 @@ def test_an_old_object_that_is_made_moves_as_ours_does():
         {"hysteresis": 2},
         {"min_loss_scale": 2.0},
         {"max_loss_scale": 2.0**20},
+        {"tolerance": 0.25},
     ],
     ids=str,
 )
 def test_what_the_old_objects_cannot_have_is_an_error(argument):
     with pytest.raises(ValueError, match=f"cannot move like this one.*{next(iter(argument))}"):
         keras_mp.DynamicLossScale(**argument).to_compat_v1()
+    for scale in (keras_mp.FixedLossScale(0.25), keras_mp.DynamicLossScale(0.25)):
+        with pytest.raises(ValueError, match=r"at least 1. Received: .*=0.25"):
+            scale.to_compat_v1()
     manager = keras_mp.compat.v1.FixedLossScaleManager(8)
     with pytest.raises(ValueError, match="have a counterpart"):
         keras_mp.compat.v1.ManagedLossScale(manager).to_compat_v1()
@@ -400,29 +357,25 @@ def test_base_class_is_abstract():
 
 def test_text_shows_the_current_value():
     scale = keras_mp.DynamicLossScale(64, increment_period=3)
-    run(scale, [False])
+    run(scale, "-")
     assert f"{scale}" == str(np.float32(32))
     assert f"{scale:.2e}" == "3.20e+01"
     assert repr(scale).startswith("DynamicLossScale(loss_scale=32.0, initial_loss_scale=64.0, ")
-    assert repr(scale) in str([scale])
     fixed = keras_mp.FixedLossScale(128)
     assert (f"{fixed}", repr(fixed)) == ("128.0", "FixedLossScale(loss_scale_value=128.0)")
+    texts = []
 
-
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_text_in_a_graph_says_what_does_not_change(jit_compile):
-    scale, texts = keras_mp.DynamicLossScale(64), []
-
-    @tf.function(jit_compile=jit_compile)
     def traced():
         texts.extend([repr(scale), f"{scale}"])
         return scale() * 2
 
-    assert float(traced()) == 128
-    assert texts == [texts[0]] * 2
-    assert texts[0].startswith("DynamicLossScale(initial_loss_scale=64.0, ")
+    # In a graph they say what does not change.
+    for jit_compile in (False, True):
+        assert float(tf.function(traced, jit_compile=jit_compile)()) == 64
     with tf.Graph().as_default():
-        assert repr(scale) == texts[0]
+        texts.append(repr(scale))
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("DynamicLossScale(initial_loss_scale=64.0, ")
 
 
 def test_text_of_replicas():
@@ -436,20 +389,20 @@ def test_text_of_replicas():
     assert texts == ["8.0"] * 2
 
 
-class Unreadable(keras_mp.LossScale):
-    def __call__(self):
-        raise RuntimeError("not now")
-
-    def get_config(self):
-        return {}
-
-
 class Halving(keras_mp.LossScale):
     def __call__(self):
         return tf.constant(0.5)
 
     def get_config(self):
         return {"by": 2}
+
+
+class Unreadable(keras_mp.LossScale):
+    def __call__(self):
+        raise RuntimeError("not now")
+
+    def get_config(self):
+        return {}
 
 
 def test_text_of_loss_scales_of_one_s_own():
