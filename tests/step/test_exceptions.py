@@ -4,8 +4,8 @@ import contextlib
 import functools
 import gc
 import threading
-import warnings
 import weakref
+from concurrent import futures
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ class Program:
         inner = breaking(make_optimizer(name, 1.0, momentum=0.0), self.faults)
         scale = keras_mp.DynamicLossScale(SCALE)
         self.ours = keras_mp.LossScaleOptimizer(inner, scale, **arguments)
-        self.optimizer = wrap(self.ours) if wrap else self.ours
+        self.optimizer = wrap(self.ours, self.faults) if wrap else self.ours
         self.v = tf.Variable(1.0)
         self.optimizer.build([self.v])
         self.gradients = []
@@ -73,9 +73,7 @@ class Program:
         return self.v * 0.5
 
     def compute(self, call):
-        with tf.GradientTape() as tape:
-            scaled = getattr(self.ours, call)(self.v * 0.5)
-        return [tape.gradient(scaled, self.v)]
+        return steps.halves(self.ours, lambda: self.v * 0.5, [self.v], (call,))[0]()
 
     def apply(self, gradients, **kwargs):
         return self.optimizer.apply_gradients(zip(gradients, [self.v]), **kwargs)
@@ -108,7 +106,12 @@ class Watching(keras_mp.OptimizerWrapper):
         return super().apply_gradients(list(grads_and_vars), **kwargs)
 
 
-WRAPS = {"alone": None, "wrapped": Watching, "plainly wrapped": keras_mp.OptimizerWrapper}
+WRAPS = {
+    "alone": None,
+    "wrapped": lambda ours, faults: Watching(ours),
+    "plainly wrapped": lambda ours, faults: keras_mp.OptimizerWrapper(ours),
+    "wrapped by what breaks": lambda ours, faults: breaking(Watching(ours), faults),
+}
 
 
 @pytest.mark.parametrize(
@@ -214,65 +217,59 @@ def test_wrong_arguments_are_no_calls(name, mode):
 
 def test_a_warning_that_is_an_error(name):
     program = Program(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", keras_mp.MixedPrecisionWarning)
-        scaled = program.compute("get_scaled_loss")
-        program.raises(program.apply, scaled, error=keras_mp.MixedPrecisionWarning)
-        program.apply(program.ours.get_unscaled_gradients(scaled))
-        assert float(program.v) == 0.5
-        program.raises(program.apply, [tf.constant(0.5)], error=keras_mp.MixedPrecisionWarning)
+    scaled = program.compute("get_scaled_loss")
+    program.raises(program.apply, scaled, error=keras_mp.MixedPrecisionWarning)
+    program.apply(program.ours.get_unscaled_gradients(scaled))
+    assert float(program.v) == 0.5
+    program.raises(program.apply, [tf.constant(0.5)], error=keras_mp.MixedPrecisionWarning)
     program.whole_step()
 
 
-@pytest.mark.parametrize("name_of_call", ["scale", "unscale", "step", "update"])
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("loss_scale", [SCALE, "dynamic"])
 @once
-def test_calls_of_a_scaler(name, name_of_call):
-    scaler, v, faults = keras_mp.GradScaler(SCALE), tf.Variable(1.0), Faults()
-    dynamic = keras_mp.GradScaler(keras_mp.DynamicLossScale(SCALE))
+def test_calls_of_a_scaler(name, loss_scale, unscales):
+    scaler, v, faults = keras_mp.GradScaler(loss_scale), tf.Variable(1.0), Faults()
 
     def optimizer(pairs):
         faults()
         for gradient, variable in pairs:
             variable.assign_sub(gradient)
 
-    def fails(call, error=(TypeError, ValueError)):
-        before = float(dynamic.loss_scale()), int(scaler.steps_skipped), float(v)
-        with pytest.raises(error):
-            call()
-        assert before == (float(dynamic.loss_scale()), int(scaler.steps_skipped), float(v))
+    def state():
+        return float(scaler.loss_scale()), int(scaler.steps_skipped), float(v)
 
-    for each in (scaler, dynamic):
-        wrong = {
-            "scale": [lambda: each.scale(tf.constant(1)), lambda: each.scale([None])],
-            "unscale": [lambda: each.unscale("abc", optimizer)],
-            "step": [
-                lambda: each.step(optimizer, []),
-                lambda: each.step(7, [(tf.constant(1.0), v)]),
-                lambda: each.step(optimizer, [(None, v)]),
-            ],
-            "update": [lambda: each.update("a"), lambda: each.update(0.5 / 2**30)],
-        }[name_of_call]
-        v.assign(1.0)
-        if name_of_call == "update":
-            wrong.append(each.update)  # There was no step.
-        for call in wrong:
-            fails(call)
-        with tf.GradientTape() as tape:
-            scaled = each.scale(v * 0.5)
-        for call in wrong:
-            fails(call)
-        gradients = [tape.gradient(scaled, v)]
-        if name_of_call == "unscale":
-            gradients = each.unscale(gradients, optimizer)
-            for call in wrong:
-                fails(call)
-        faults.armed = True
-        fails(lambda: each.step(optimizer, zip(gradients, [v])), RuntimeError)
-        for call in wrong:
-            fails(call)
-        each.step(optimizer, zip(gradients, [v]))
-        each.update()
-        assert float(v) == 0.5
+    def fails(*calls, error=(TypeError, ValueError)):
+        before = state()
+        for call in calls:
+            with pytest.raises(error):
+                call()
+            assert state() == before
+
+    wrong = [
+        lambda: scaler.scale(tf.constant(1)),
+        lambda: scaler.scale([None]),
+        lambda: scaler.unscale("abc", optimizer),
+        lambda: scaler.step(optimizer, []),
+        lambda: scaler.step(7, [(tf.constant(1.0), v)]),
+        lambda: scaler.step(optimizer, [(None, v)]),
+        lambda: scaler.update("a"),
+        lambda: scaler.update(0.5 / 2**30),
+    ]
+    fails(*wrong, scaler.update)  # There was no step.
+    with tf.GradientTape() as tape:
+        scaled = scaler.scale(v * 0.5)
+    fails(*wrong, scaler.update)
+    gradients = [tape.gradient(scaled, v)]
+    if unscales:
+        gradients = scaler.unscale(gradients, optimizer)
+        fails(*wrong)
+    faults.armed = True
+    fails(lambda: scaler.step(optimizer, zip(gradients, [v])), error=RuntimeError)
+    fails(*wrong)
+    scaler.step(optimizer, zip(gradients, [v]))
+    scaler.update()
+    assert float(v) == 0.5
 
 
 @once
@@ -297,12 +294,10 @@ def test_of_tensorflow_1(name):
 
     optimizer = keras_mp.compat.v1.LossScaleOptimizer(Breaking(1.0), SCALE)
     pairs = optimizer.compute_gradients(lambda: v * 0.5, [v])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        faults.armed = True
-        with pytest.raises(RuntimeError, match=BROKEN):
-            optimizer.apply_gradients(pairs)
+    faults.armed = True
+    with pytest.raises(RuntimeError, match=BROKEN):
         optimizer.apply_gradients(pairs)
+    optimizer.apply_gradients(pairs)
     assert float(v) == 0.5
 
 
@@ -378,95 +373,74 @@ def test_fit_in_eager(name):
     with pytest.raises(RuntimeError, match=BROKEN):
         model.fit(x, y, batch_size=4, verbose=0, callbacks=[Breaks()])
     assert_all_equal(state(), before)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", keras_mp.MixedPrecisionWarning)
-        model.fit(x, y, batch_size=4, verbose=0)
+    model.fit(x, y, batch_size=4, verbose=0)
     made = int(value(model.optimizer.iterations)) + int(model.optimizer.steps_skipped)
     assert made == 4
+
+
+def in_threads(count, run):
+    """Calls `run(i, meet)` in so many threads at once; `meet` waits for all of them."""
+    barrier = threading.Barrier(count)
+
+    def start(i):
+        try:
+            run(i, lambda: barrier.wait(60))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with futures.ThreadPoolExecutor(count) as pool:
+        list(pool.map(start, range(count)))
 
 
 @pytest.mark.parametrize("in_functions", [False, True])
 @once
 def test_threads_of_one_scaler(name, in_functions):
-    count = 4
-    scaler = keras_mp.GradScaler(4.0)
+    count, rounds, scaler = 4, 30, keras_mp.GradScaler(4.0)
     variables = [tf.Variable(100.0) for _ in range(count)]
     optimizers = [tf.compat.v1.train.GradientDescentOptimizer(1.0) for _ in range(count)]
     unscale = [lambda g, o=o: scaler.unscale([g], o)[0] for o in optimizers]
     step = [lambda g, o=o, v=v: scaler.step(o, [(g, v)]) for o, v in zip(optimizers, variables)]
     if in_functions:
         unscale, step = ([tf.function(each) for each in calls] for calls in (unscale, step))
-    barrier, errors = threading.Barrier(count), []
-    rounds = 30
-
-    def run(i):
-        try:
-            for _ in range(rounds):
-                barrier.wait(60)
-                gradient = unscale[i](tf.constant(4.0))
-                barrier.wait(60)
-                assert bool(step[i](gradient))
-                barrier.wait(60)  # The main thread calls `update`.
-                barrier.wait(60)
-        except BaseException as error:
-            errors.append(error)
-            barrier.abort()
-
     # Traced before, one after the other.
     scaler.scale(tf.constant(1.0))
     for i in range(count):
         assert bool(step[i](unscale[i](tf.constant(4.0))))
-    scaler.update()
-    barrier = threading.Barrier(count + 1)
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    scaler.scale(tf.constant(1.0))
-    for thread in threads:
-        thread.start()
-    with contextlib.suppress(threading.BrokenBarrierError):
+
+    def run(i, meet):
         for _ in range(rounds):
-            barrier.wait(60)
-            barrier.wait(60)
-            barrier.wait(60)
-            scaler.update()
-            scaler.scale(tf.constant(1.0))
-            barrier.wait(60)
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+            meet()
+            if i == 0:  # The others wait.
+                scaler.update()
+                scaler.scale(tf.constant(1.0))
+            meet()
+            gradient = unscale[i](tf.constant(4.0))
+            meet()
+            assert bool(step[i](gradient))
+
+    in_threads(count, run)
     assert [float(v) for v in variables] == [100 - (rounds + 1)] * count
 
 
 def test_each_thread_makes_its_own_steps_with_an_optimizer(name):
     optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 1.0, momentum=0.0), SCALE)
-    variables = [tf.Variable(100.0) for _ in range(2)]
+    variables, rounds = [tf.Variable(100.0) for _ in range(2)], 20
     optimizer.build(variables)
-    barrier, errors, rounds = threading.Barrier(2), [], 20
 
-    def run(i):
-        v = variables[i]
-        try:
-            for _ in range(rounds):
-                barrier.wait(60)
-                with tf.GradientTape() as tape:
-                    scaled = (optimizer.scale_loss, optimizer.get_scaled_loss)[i](v * 0.5)
-                gradients = [tape.gradient(scaled, v)]
-                barrier.wait(60)
-                if i:
-                    gradients = optimizer.get_unscaled_gradients(gradients)
-                barrier.wait(60)
-                optimizer.apply_gradients(zip(gradients, [v]))
-        except BaseException as error:
-            errors.append(error)
-            barrier.abort()
+    def run(i, meet):
+        v, calls = variables[i], (steps.KERAS_3, steps.RFC)[i]
+        compute, apply = steps.halves(optimizer, lambda: v * 0.5, [v], calls[:1])
+        for _ in range(rounds):
+            meet()
+            gradients = compute()
+            meet()
+            if calls[1:]:
+                gradients = optimizer.get_unscaled_gradients(gradients)
+            meet()
+            apply(gradients)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", keras_mp.MixedPrecisionWarning)
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not errors, errors
+    in_threads(2, run)
     assert [float(v) for v in variables] == [100 - 0.5 * rounds] * 2
 
 
