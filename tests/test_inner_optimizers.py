@@ -16,7 +16,6 @@ from tests.common import (
     digits,
     make_optimizer,
     mirrored,
-    once,
     pairs,
     placed,
     state,
@@ -90,22 +89,6 @@ def test_an_overflow_of_the_accumulated_sum_skips_the_step():
 
 
 @keras_3_only
-def test_accumulation_in_fit():
-    images, labels = digits()
-    weights = []
-    for policy in (None, keras_mp.Policy("float32", loss_scale="dynamic")):
-        keras_mp.set_global_policy(policy)
-        model = make_model()
-        adam = tf.keras.optimizers.Adam(0.01, gradient_accumulation_steps=4)
-        model.compile(adam, "mse", jit_compile=False)
-        targets = tf.one_hot(labels[:256], 10)
-        model.fit(images[:256], targets, batch_size=32, epochs=2, shuffle=False, verbose=0)
-        assert int(value(model.optimizer.iterations)) == 4
-        weights.append(model.get_weights())
-    assert_all_equal(*weights)
-
-
-@keras_3_only
 @pytest.mark.parametrize(
     ("mode", "calls", "split"),
     pairs(MODES, ["minimize", "keras_3", "rfc", "nobody", "by hand"], [False, True]),
@@ -167,22 +150,30 @@ def make_model():
     )
 
 
-def fit_with_and_without_us(optimizer, callbacks):
-    """Fits the same model without and with loss scaling; returns both."""
-    images, labels = digits()
-    targets = tf.one_hot(labels[:256], 10)
-    models = []
+def fit_with_and_without_us(optimizer, callbacks=lambda: [], epochs=4):
+    """Fits the same model without and with loss scaling; returns both, with their `history`."""
+    images, labels = (each[:256] for each in digits())
+    targets, models = tf.one_hot(labels, 10), []
     for policy in (None, keras_mp.Policy("float32", loss_scale="dynamic")):
         keras_mp.set_global_policy(policy)
         model = make_model()
-        model.compile(optimizer(), "mse")
-        fit = {"batch_size": 32, "epochs": 4, "shuffle": False, "verbose": 0}
-        model.fit(images[:256], targets, callbacks=callbacks(), **fit)
+        model.compile(optimizer(), "mse", jit_compile=False)
+        fit = {"validation_data": (images, targets), "callbacks": callbacks(), "verbose": 0}
+        model.fit(images, targets, 32, epochs, shuffle=False, **fit)
         models.append(model)
     control, ours = models
     assert isinstance(ours.optimizer, keras_mp.LossScaleOptimizer)
     assert not isinstance(control.optimizer, keras_mp.LossScaleOptimizer)
+    assert ours.history.history == control.history.history
+    assert_all_equal(control.get_weights(), ours.get_weights())
     return control, ours
+
+
+@keras_3_only
+def test_accumulation_in_fit():
+    adam = lambda: tf.keras.optimizers.Adam(0.01, gradient_accumulation_steps=4)  # noqa: E731
+    for model in fit_with_and_without_us(adam, epochs=2):
+        assert int(value(model.optimizer.iterations)) == 4
 
 
 CALLBACKS = {
@@ -205,17 +196,23 @@ def test_callbacks_that_set_the_learning_rate(name, callback):
     rate = float(value(ours.optimizer.learning_rate))
     assert rate == float(value(control.optimizer.learning_rate)) < 0.1
     assert float(value(ours.optimizer.inner_optimizer.learning_rate)) == rate
-    assert_all_equal(control.get_weights(), ours.get_weights())
+
+
+def averaging():
+    return tf.keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)
 
 
 def test_averages_in_fit():
-    control, ours = fit_with_and_without_us(
-        lambda: tf.keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9), lambda: []
-    )
-    assert_all_equal(control.get_weights(), ours.get_weights())
+    _, ours = fit_with_and_without_us(averaging, epochs=2)
     # Averages were put into the weights at the end.
-    plain, _ = fit_with_and_without_us(lambda: tf.keras.optimizers.Adam(0.01), lambda: [])
+    plain, _ = fit_with_and_without_us(lambda: tf.keras.optimizers.Adam(0.01), epochs=2)
     assert np.abs(plain.get_weights()[0] - ours.get_weights()[0]).max() > 1e-3
+
+
+@keras_3_only
+def test_swapping_averages_for_the_evaluation():
+    swap = lambda: [tf.keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]  # noqa: E731
+    fit_with_and_without_us(averaging, swap, epochs=3)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
@@ -228,19 +225,16 @@ def test_tensorboard_writes_the_rate_of_a_schedule(policy, tmp_path):
     images, labels = digits()
     model.fit(images[:8], tf.one_hot(labels[:8], 10), callbacks=[board], verbose=0)
     (path,) = tmp_path.glob("train/*.v2")
-    records = map(tf.compat.v1.Event.FromString, path_records(path))
+    records = [
+        tf.compat.v1.Event.FromString(each.numpy()) for each in tf.data.TFRecordDataset(str(path))
+    ]
     assert "epoch_learning_rate" in {v.tag for each in records for v in each.summary.value}
-
-
-def path_records(path):
-    return [each.numpy() for each in tf.data.TFRecordDataset(str(path))]
 
 
 @keras_3_only
 @pytest.mark.parametrize("wrap", [keras_mp.LossScaleOptimizer, lambda optimizer: optimizer])
 def test_averages_of_an_optimizer_in_two_wrappers_are_swapped(wrap):
-    optimizer = tf.keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)
-    model = make_model()
+    optimizer, model = averaging(), make_model()
     model.compile(wrap(keras_mp.MasterWeightOptimizer(optimizer)), "mse")
     images, labels = digits()
     model.fit(images[:64], tf.one_hot(labels[:64], 10), verbose=0)
@@ -250,24 +244,6 @@ def test_averages_of_an_optimizer_in_two_wrappers_are_swapped(wrap):
     averages = optimizer._model_variables_moving_average[0].numpy()
     assert np.abs(model.get_weights()[0] - before).max() > 0
     np.testing.assert_array_equal(model.get_weights()[0], averages)
-
-
-@keras_3_only
-def test_swapping_averages_for_the_evaluation():
-    images, labels = digits()
-    targets = tf.one_hot(labels[:256], 10)
-    results = []
-    for policy in (None, keras_mp.Policy("float32", loss_scale="dynamic")):
-        keras_mp.set_global_policy(policy)
-        model = make_model()
-        model.compile(tf.keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9), "mse")
-        swap = tf.keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-        data = (images[:256], targets)
-        history = model.fit(*data, 32, 3, validation_data=data, callbacks=[swap], verbose=0)
-        results.append((history.history["val_loss"], model.get_weights()))
-    control, ours = results
-    assert control[0] == ours[0]
-    assert_all_equal(control[1], ours[1])
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
@@ -285,18 +261,16 @@ def test_a_skipped_step_leaves_averages_and_schedules_alone(bad):
 
 def test_weight_decay_and_what_is_excluded_from_it():
     results = []
-    for wrap in (lambda o: o, keras_mp.LossScaleOptimizer):
+    for wrap, way in ((lambda o: o, "unscaled"), (keras_mp.LossScaleOptimizer, "keras_3")):
         variables = [tf.Variable([1.0, 2.0], name="kernel"), tf.Variable([1.0], name="bias")]
         optimizer = wrap(tf.keras.optimizers.AdamW(0.1, weight_decay=0.5))
         optimizer.exclude_from_weight_decay(var_names=["bias"])
         optimizer.build(variables)
-        gradients = [tf.constant([0.0, 1.0]), tf.constant([0.0])]
+        kernel, bias = variables
+        loss = lambda: kernel[1] + 0 * kernel[0] + 0 * bias[0]  # noqa: E731
+        step = getattr(steps, way)(optimizer, loss, variables)
         for _ in range(3):
-            if wrap is keras_mp.LossScaleOptimizer:
-                scale = optimizer.scale_loss(tf.constant(1.0))
-                optimizer.apply_gradients(zip([g * scale for g in gradients], variables))
-            else:
-                optimizer.apply_gradients(zip(gradients, variables))
+            step()
         results.append([v.numpy() for v in variables])
     control, ours = results
     assert_all_equal(control, ours)
@@ -336,28 +310,6 @@ def test_an_optimizer_with_its_own_aggregation():
     optimizer, v = keras_mp.LossScaleOptimizer(Halving(1.0)), tf.Variable([1.0])
     step_function(optimizer, v, "function")([0.5])
     assert float(v[0]) == 0.75
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_float16_rows_that_overflow_only_when_they_are_added_up(name):
-    # The inner optimizer adds up the rows of one index, in float16 as the variable is.
-    scale = keras_mp.DynamicLossScale(1, min_loss_scale=1)
-    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(name, 0.5), scale)
-    table = tf.Variable(tf.ones([3, 1], tf.float16))
-    optimizer.build([table])
-
-    def apply(rows):
-        optimizer.scale_loss(tf.constant(1.0))
-        values = tf.constant([[float(x)] for x in rows], tf.float16)
-        indices = tf.range(len(rows)) % 2
-        gradient = tf.IndexedSlices(values, indices, tf.constant([3, 1]))
-        optimizer.apply_gradients([(gradient, table)])
-
-    apply([40000, 1, 40000])
-    np.testing.assert_array_equal(table.numpy(), 1)
-    assert int(optimizer.steps_skipped) == 1
-    apply([1, 2, 3])
-    np.testing.assert_array_equal(table.numpy(), [[-1], [0], [1]])
 
 
 @pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 has no legacy optimizers.")
@@ -404,16 +356,11 @@ def clips_each_example(base, method, norm=1.0):
 
 
 def clipping_optimizers():
+    wrapped = clips_each_example(keras_mp.OptimizerWrapper, "compute_gradients")
     if IS_KERAS_3:
-
-        class Wrapper(keras_mp.OptimizerWrapper):
-            pass
-
-        Clips = clips_each_example(Wrapper, "compute_gradients")
-        return {"a wrapper": lambda: Clips(tf.keras.optimizers.SGD(0.5))}
+        return {"a wrapper": lambda: wrapped(tf.keras.optimizers.SGD(0.5))}
     new = clips_each_example(tf.keras.optimizers.SGD, "compute_gradients")
     legacy = clips_each_example(tf.keras.optimizers.legacy.SGD, "_compute_gradients")
-    wrapped = clips_each_example(keras_mp.OptimizerWrapper, "compute_gradients")
     return {
         "new": lambda: new(0.5, jit_compile=False),
         "legacy": lambda: legacy(0.5),
@@ -425,10 +372,10 @@ def clipping_optimizers():
     }
 
 
-@once
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("calls", ["minimize", "two halves", "tape"])
-@pytest.mark.parametrize("kind", list(clipping_optimizers()))
+@pytest.mark.parametrize(
+    ("kind", "calls", "mode"),
+    pairs(clipping_optimizers(), ["minimize", "two halves", "tape"], MODES),
+)
 def test_gradients_of_examples_are_clipped_as_without_loss_scaling(kind, calls, mode):
     examples = tf.constant([[100.0, 0.0], [0.0, 0.25], [3.0, 4.0]])
     moved = []
@@ -442,9 +389,7 @@ def test_gradients_of_examples_are_clipped_as_without_loss_scaling(kind, calls, 
 
         def step():
             if calls == "tape":
-                with tf.GradientTape() as tape:
-                    value = loss()
-                optimizer.minimize(value, [v], tape=tape)
+                steps.minimize_tensor(optimizer, loss, [v])()
             elif calls == "minimize":
                 optimizer.minimize(loss, [v], tape=tf.GradientTape())
             else:
@@ -479,27 +424,24 @@ def test_fit_clips_the_gradients_of_examples_as_in_float32(family):
     assert np.abs(weights[0]).max() > 0.1
 
 
-@pytest.mark.skipif(IS_KERAS_3, reason="Optimizers of Keras 3 compute no gradients.")
-@pytest.mark.parametrize("family", ["new", "legacy"])
-def test_what_a_wrapper_would_leave_out_is_refused(family):
-    optimizers = tf.keras.optimizers if family == "new" else tf.keras.optimizers.legacy
+def overriding_minimize(base):
+    def minimize(self, *args, **kwargs):
+        return super(cls, self).minimize(*args, **kwargs)
 
-    class Minimizes(optimizers.SGD):
-        def minimize(self, *args, **kwargs):
-            return super().minimize(*args, **kwargs)
-
-    for wrapper in (keras_mp.LossScaleOptimizer, keras_mp.AllReduceOptimizer):
-        with pytest.raises(TypeError, match=r"overrides `minimize`.*mixed_bfloat16"):
-            wrapper(Minimizes(0.5))
+    cls = type("Minimizes", (base,), {"minimize": minimize})
+    return cls
 
 
-def test_a_wrapper_that_overrides_minimize_is_refused():
-    class Minimizes(keras_mp.OptimizerWrapper):
-        def minimize(self, *args, **kwargs):
-            return super().minimize(*args, **kwargs)
-
+def test_what_a_wrapper_would_leave_out_is_refused():
+    wrapper = overriding_minimize(keras_mp.OptimizerWrapper)(tf.keras.optimizers.SGD(0.5))
     with pytest.raises(TypeError, match="overrides `minimize`"):
-        keras_mp.LossScaleOptimizer(Minimizes(tf.keras.optimizers.SGD(0.5)))
+        keras_mp.LossScaleOptimizer(wrapper)
+    if IS_KERAS_3:  # whose optimizers compute no gradients
+        return
+    for optimizers in (tf.keras.optimizers, tf.keras.optimizers.legacy):
+        for wrap in (keras_mp.LossScaleOptimizer, keras_mp.AllReduceOptimizer):
+            with pytest.raises(TypeError, match=r"overrides `minimize`.*mixed_bfloat16"):
+                wrap(overriding_minimize(optimizers.SGD)(0.5))
 
 
 @legacy_only
@@ -521,8 +463,7 @@ def test_gradients_of_a_graph_cannot_be_clipped_for_each_example():
 def test_several_optimizers_in_one_sum_once(wrap, made_at_build):
     if not hasattr(tf.keras.optimizers, "MultiOptimizer"):
         pytest.skip("This Keras has no MultiOptimizer.")
-    strategy = mirrored(2)
-    with strategy.scope():
+    with mirrored(2).scope():
         kernel, bias = (tf.keras.Variable(tf.ones([2]), name=name) for name in ("kernel", "bias"))
         sgd, momentum = tf.keras.optimizers.SGD(0.2), tf.keras.optimizers.SGD(0.2, momentum=0.5)
         chosen = tf.keras.optimizers.OptimizerMap(sgd, {"bias": momentum})
@@ -534,17 +475,14 @@ def test_several_optimizers_in_one_sum_once(wrap, made_at_build):
         optimizer = wrap(tf.keras.optimizers.MultiOptimizer(chosen))
         optimizer.build([kernel, bias])
 
-    @tf.function
+    @steps.on_replicas
     def step():
-        def on_replica():
-            with tf.GradientTape() as tape:
-                loss = 0.5 * tf.reduce_sum(kernel.value + bias.value)
-                if wrap is keras_mp.LossScaleOptimizer:
-                    loss = optimizer.scale_loss(loss)
-            variables = [kernel.value, bias.value]
-            optimizer.apply_gradients(zip(tape.gradient(loss, variables), [kernel, bias]))
-
-        strategy.run(on_replica)
+        with tf.GradientTape() as tape:
+            loss = 0.5 * tf.reduce_sum(kernel.value + bias.value)
+            if wrap is keras_mp.LossScaleOptimizer:
+                loss = optimizer.scale_loss(loss)
+        variables = [kernel.value, bias.value]
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), [kernel, bias]))
 
     step()
     for variable in (kernel, bias):

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import losses
-from tests.common import IS_KERAS_3, MODES, digits, mirrored, once, pairs, placed
+from tests.common import IS_KERAS_3, MODES, once, pairs, placed
 
 STOCK = {
     name: value
@@ -262,12 +262,6 @@ def test_get_by_other_names():
         losses.get("nonsense")
 
 
-@pytest.mark.skipif(not IS_KERAS_3, reason="Losses of Keras 2 have no dtype.")
-def test_a_wider_dtype_of_a_stock_loss_is_kept():
-    assert losses.get(tf.keras.losses.Huber(dtype="float64")).dtype == "float64"
-    assert losses.get(tf.keras.losses.Huber(dtype="float16")).dtype == "float32"
-
-
 @pytest.mark.parametrize("make", [losses.Loss, losses.MeanSquaredError, losses.Crossentropy])
 def test_dtype(make):
     assert make().dtype == make(dtype=None).dtype == "float32"
@@ -280,8 +274,10 @@ def test_dtype(make):
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="Losses of Keras 2 have no dtype.")
-def test_a_positional_dtype():
+def test_a_dtype_by_position_and_of_a_stock_loss():
     assert losses.MeanSquaredError("sum", "name", "float64").dtype == "float64"
+    assert losses.get(tf.keras.losses.Huber(dtype="float64")).dtype == "float64"
+    assert losses.get(tf.keras.losses.Huber(dtype="float16")).dtype == "float32"
 
 
 class Recorder(losses.Loss):
@@ -340,14 +336,6 @@ def test_class_ids_are_exact(id_, label_dtype, mode):
     assert float(miss[0] - hit[0]) == pytest.approx(8, rel=1e-5)
 
 
-def test_string_labels():
-    class Lookup(losses.Loss):
-        def call(self, y_true, y_pred):
-            return tf.reduce_mean(tf.cast(y_true == "cat", y_pred.dtype) * y_pred, axis=-1)
-
-    assert float(Lookup()([["cat", "dog"]], tf.constant([[2, 4]], tf.float16))) == 1
-
-
 def test_integer_labels_give_what_float_ones_give():
     for name in HERE:
         y_true, y_pred = CASES[name][:2]
@@ -358,24 +346,6 @@ def test_integer_labels_give_what_float_ones_give():
                 assert loss(y_true.astype(dtype), y_pred).numpy() == expected
             if set(np.unique(y_true)) <= {0, 1}:
                 assert loss(y_true.astype(bool), y_pred).numpy() == expected
-
-
-def test_lists_are_tensors():
-    assert float(losses.MeanSquaredError()([[1.0, tf.constant(2.0)]], [[0.5, 0.5]])) == 1.25
-    assert float(losses.MeanSquaredError()([[0.0, 1.0]], [[1, 1]])) == 0.5
-    assert float(losses.MeanAbsoluteError()([0], [2.0])) == 2.0
-
-
-def test_a_dice_loss_that_sums_over_the_batch_does_not_overflow():
-    class Dice(losses.Loss):
-        def call(self, y_true, y_pred):
-            both = tf.reduce_sum(y_true * y_pred)
-            return 1 - 2 * both / (tf.reduce_sum(y_true) + tf.reduce_sum(y_pred))
-
-    masks = tf.ones([8, 128, 128, 1], tf.float16)
-    assert np.isinf(tf.reduce_sum(masks))
-    assert float(Dice()(masks, masks)) == 0
-    assert float(Dice()(masks, 0.25 * masks)) == pytest.approx(0.6)
 
 
 @pytest.mark.skipif(IS_KERAS_3, reason="Ragged losses are of Keras 2.")
@@ -401,40 +371,35 @@ def model_of(outputs=1, **kwargs):
     return tf.keras.Model(inputs, outputs if len(outputs) > 1 else outputs[0])
 
 
+def compiled(policy, loss, **arguments):
+    """A model that is compiled under a policy."""
+    keras_mp.set_global_policy(policy)
+    model = model_of(**arguments)
+    model.compile("sgd", loss)
+    return model
+
+
 def test_compile_turns_built_in_losses_into_ours():
-    keras_mp.set_global_policy("mixed_bfloat16")
     stock = tf.keras.losses.Huber(delta=3.0)
     for given in ("huber", tf.keras.losses.Huber, stock, stock.fn, losses.Huber()):
-        model = model_of()
-        model.compile("sgd", loss=given)
-        assert type(model.loss) is losses.Huber
+        assert type(compiled("mixed_bfloat16", given).loss) is losses.Huber
     assert losses.for_compile(stock, "float32").get_config()["delta"] == 3
     nested = {"a": ["mse", None], "b": {"c": stock, "d": ("mae", "mse")}}
     converted = losses.for_compile(nested, "float32")
     tf.nest.assert_same_structure(nested, converted)
     assert all(isinstance(each, losses.Loss | None) for each in tf.nest.flatten(converted))
-
-
-def test_compile_under_float64_computes_in_float64():
-    keras_mp.set_global_policy("float64")
-    model = model_of()
-    model.compile("sgd", loss="mse")
-    assert model.loss.dtype == "float64"
+    assert compiled("float64", "mse").loss.dtype == "float64"
 
 
 def test_compile_leaves_losses_alone_without_our_policy():
-    model = model_of(dtype="mixed_bfloat16" if IS_KERAS_3 else None)
-    model.compile("sgd", loss="mse")
+    model = compiled(None, "mse", dtype="mixed_bfloat16" if IS_KERAS_3 else None)
     assert model.loss == "mse"
     assert not isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
 
 
 def test_compile_lets_keras_complain_about_what_it_does_not_know():
-    keras_mp.set_global_policy("mixed_float16")
-    model = model_of()
-    model.compile("sgd", loss="nonsense")
     with pytest.raises(ValueError, match="nonsense"):
-        model.fit(np.ones([2, 3]), np.ones([2, 2]), verbose=0)
+        compiled("mixed_float16", "nonsense").fit(np.ones([2, 3]), np.ones([2, 2]), verbose=0)
 
 
 X = random.normal(size=[8, 3]).astype("float32")
@@ -458,10 +423,8 @@ def test_several_outputs_train_as_in_float32(loss, eager):
     histories = []
     for policy in ("mixed_bfloat16", None):
         tf.keras.utils.set_random_seed(0)
-        if policy is not None:
-            keras_mp.set_global_policy(policy)
-        else:
-            keras_mp.set_global_policy(None)
+        keras_mp.set_global_policy(policy)
+        if policy is None:
             loss = losses.for_compile(loss, "float32")
         model = model_of(2)
         weights = [1, 0.5] if tf.nest.is_nested(loss) else None
@@ -482,17 +445,21 @@ def test_a_loss_for_an_output_that_is_not_there_is_left_out():
     model.fit(X, {"a": Y}, verbose=0)
 
 
-def test_defect_6_an_error_of_300_is_no_infinity():
+def echo(loss, **arguments):
+    """A float16 model that returns its inputs."""
     keras_mp.set_global_policy("mixed_float16")
     model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Activation("linear")])
-    model.compile(tf.keras.optimizers.SGD(0.0), "mse")
+    model.compile(tf.keras.optimizers.SGD(0.0), loss, **arguments)
+    return model
+
+
+def test_defect_6_an_error_of_300_is_no_infinity():
+    model = echo("mse")
     assert model.evaluate(np.full([4, 1], 300.0), np.zeros([4, 1]), verbose=0) == 90_000
 
 
 def test_labels_that_float16_cannot_hold_reach_the_loss():
-    keras_mp.set_global_policy("mixed_float16")
-    model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Activation("linear")])
-    model.compile(tf.keras.optimizers.SGD(0.0), "mae", metrics=["mae"])
+    model = echo("mae", metrics=["mae"])
     loss, metric = model.evaluate(np.zeros([4, 1]), np.full([4, 1], 100_001.0), verbose=0)
     assert loss == metric == 100_001
     weights = np.full([4], 100_000.0)
@@ -501,9 +468,7 @@ def test_labels_that_float16_cannot_hold_reach_the_loss():
 
 
 def test_a_float64_loss_gets_float64_labels():
-    keras_mp.set_global_policy("mixed_float16")
-    model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Activation("linear")])
-    model.compile(tf.keras.optimizers.SGD(0.0), Recorder(dtype="float64"), run_eagerly=True)
+    model = echo(Recorder(dtype="float64"), run_eagerly=True)
     y = np.array([[1 + 2.0**-40]])
     model.test_on_batch(np.ones([1, 1]), tf.constant(y))
     label, prediction = model.loss.given
@@ -559,8 +524,7 @@ def test_defect_13_metrics_see_float32(name, weighted, eager):
 
 def test_a_metric_called_by_hand_is_the_users():
     keras_mp.set_global_policy("mixed_float16")
-    metric = tf.keras.metrics.MeanSquaredError()
-    model = model_of()
+    metric, model = tf.keras.metrics.MeanSquaredError(), model_of()
     model.compile("sgd", "mse", metrics=[metric])
     model.evaluate(X, Y, verbose=0)
     metric.reset_state()
@@ -581,20 +545,11 @@ def test_ones_own_function_gets_what_stock_gives():
     class Mine(tf.keras.losses.MeanSquaredError):
         pass
 
-    keras_mp.set_global_policy("mixed_float16")
-    model = model_of()
-    model.compile("sgd", loss=my_loss)
-    assert model.loss is my_loss
-    model.train_on_batch(X, Y)
-    assert given[-1] == ("float32", "float32")
-    mine = Mine()
-    model.compile("sgd", loss=mine)
-    assert model.loss is mine
-    model.train_on_batch(X, Y)
-
-    model.compile("sgd", loss=losses.as_float32(my_loss))
-    model.train_on_batch(X, Y)
-    assert given[-1] == ("float32", "float32")
+    for loss in (my_loss, Mine(), losses.as_float32(my_loss)):
+        model = compiled("mixed_float16", loss)
+        assert model.loss is loss
+        model.train_on_batch(X, Y)
+        assert given[-1] == ("float32", "float32")
 
 
 def test_as_float32_keeps_labels_that_float16_cannot_hold():
@@ -603,9 +558,7 @@ def test_as_float32_keeps_labels_that_float16_cannot_hold():
         return tf.reduce_mean(y_true - y_pred, axis=-1)
 
     assert difference.__name__ == "difference"
-    keras_mp.set_global_policy("mixed_float16")
-    model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Activation("linear")])
-    model.compile(tf.keras.optimizers.SGD(0.0), difference, metrics=[difference])
+    model = echo(difference, metrics=[difference])
     assert model.evaluate(np.ones([2, 1]), np.full([2, 1], 1e5), verbose=0) == [99_999] * 2
 
 
@@ -625,42 +578,6 @@ def test_as_float32_casts_only_tensors():
 def test_as_float32_refuses(bad):
     with pytest.raises(TypeError, match="for functions and regularizers.*Received: "):
         losses.as_float32(bad)
-
-
-def trained(loss, path):
-    x, y = digits()
-    keras_mp.set_global_policy("mixed_bfloat16")
-    tf.keras.utils.set_random_seed(0)
-    model = tf.keras.Sequential(
-        [tf.keras.Input([64]), tf.keras.layers.Dense(10, activation="softmax")]
-    )
-    model.compile("sgd", loss, metrics=["accuracy"])
-    model.fit(x[:256], y[:256], verbose=0)
-    model.save(path)
-    return model, (x[:256], y[:256])
-
-
-@pytest.mark.parametrize(
-    ("loss", "suffix"),
-    [
-        ("sparse_categorical_crossentropy", ".keras"),
-        (tf.keras.losses.SparseCategoricalCrossentropy(reduction="sum"), ".h5"),
-        (losses.SparseCategoricalCrossentropy(dtype="float64", name="mine"), ".keras"),
-        (losses.SparseCategoricalCrossentropy(dtype="float64", name="mine"), ".h5"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
-def test_saved_and_reloaded(tmp_path, suffix, loss):
-    model, data = trained(loss, tmp_path / f"model{suffix}")
-    for policy in ("mixed_bfloat16", None):
-        keras_mp.set_global_policy(policy)
-        again = tf.keras.models.load_model(tmp_path / f"model{suffix}")
-        assert type(again.loss) is losses.SparseCategoricalCrossentropy
-        assert again.loss.get_config() == model.loss.get_config()
-        if policy is not None:
-            assert again.evaluate(*data, verbose=0) == model.evaluate(*data, verbose=0)
-        if suffix == ".keras" or not IS_KERAS_3:  # whose .h5 do not train on, in float32 neither
-            again.fit(*data, verbose=0)
 
 
 @pytest.mark.parametrize("shape", ["binary", "sparse", "sparse column", "categorical"])
@@ -687,9 +604,7 @@ def test_the_cross_entropy_that_fits_the_shapes(shape, mode):
 @pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has no such name.")
 @pytest.mark.parametrize("name", ["crossentropy", "ce", "CE"])
 def test_crossentropy_by_name(name):
-    keras_mp.set_global_policy("mixed_bfloat16")
-    model = model_of(activation="softmax")
-    model.compile("sgd", loss=name)
+    model = compiled("mixed_bfloat16", name, activation="softmax")
     assert type(model.loss) is losses.Crossentropy
     model.fit(X, np.array([0, 1] * 4), verbose=0)
 
@@ -706,24 +621,6 @@ def test_a_loss_does_not_retrace():
     for _ in range(3):
         function(tf.constant([1]), tf.constant([[1.0, 2.0]], tf.float16))
     assert len(traces) == 1
-
-
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_under_a_strategy(reduction):
-    strategy = mirrored(2)
-    y_true, y_pred = case("MeanSquaredError", "float16")
-    with strategy.scope():
-        loss = losses.MeanSquaredError(reduction=reduction)
-    stock = tf.keras.losses.MeanSquaredError(reduction=reduction)
-
-    @tf.function
-    def run(loss, cast):
-        def replica():
-            return loss(y_true, tf.cast(y_pred, cast))
-
-        return tf.stack(strategy.experimental_local_results(strategy.run(replica)))
-
-    np.testing.assert_array_equal(run(loss, tf.float16), run(stock, tf.float32))
 
 
 def test_a_loss_of_ones_own_is_saved_with_its_dtype():

@@ -39,16 +39,14 @@ def test_compile_lets_them_compute_in_float32(regularizer, eager):
 
 
 def test_without_it_stock_overflows():
-    stock = K.mixed_precision.Policy("mixed_float16")
-    layer = K.layers.Activation("linear", activity_regularizer="l2", dtype=stock)
-    assert np.isinf(penalty(layer, compiled=False))
+    def of_layer(regularizer="l2", **kwargs):
+        layer = K.layers.Activation("linear", activity_regularizer=regularizer, **kwargs)
+        return penalty(layer, compiled=False)
+
+    assert np.isinf(of_layer(dtype=K.mixed_precision.Policy("mixed_float16")))
     keras_mp.set_global_policy("mixed_float16")
-    layer = K.layers.Activation("linear", activity_regularizer="l2")
-    assert np.isfinite(penalty(layer, compiled=False))
-    wide = keras_mp.losses.as_float32(K.regularizers.get("l2"))
-    assert np.isfinite(
-        penalty(K.layers.Activation("linear", activity_regularizer=wide), compiled=False)
-    )
+    assert np.isfinite(of_layer())
+    assert np.isfinite(of_layer(keras_mp.losses.as_float32(K.regularizers.get("l2"))))
 
 
 def test_only_layers_that_run_in_16_bits_are_touched():
