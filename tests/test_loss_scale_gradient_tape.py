@@ -9,6 +9,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import loss_scale_gradient_tape
 from tests.common import MODES, mirrored, once, placed, value
+from tests.steps import by_replica, on_replicas, scaling_tape
 
 pytestmark = once
 
@@ -24,9 +25,7 @@ def test_gradients_that_overflow_are_computed_again(mode):
     unused = tf.Variable(1.0)
 
     def gradient(factor):
-        with keras_mp.LossScaleGradientTape(scale) as tape:
-            loss = halves(v, factor)
-        of_v, of_unused = tape.gradient(loss, [v, unused])
+        of_v, of_unused = scaling_tape(scale, lambda: halves(v, factor), [v, unused])
         assert of_unused is None
         return of_v
 
@@ -50,9 +49,7 @@ def test_what_nothing_helps_is_returned_and_is_one_bad_step(mode):
 
             return x * of_loss, backwards
 
-        with keras_mp.LossScaleGradientTape(scale, max_retries=3) as tape:
-            loss = spoilt(v)
-        return tape.gradient(loss, v)
+        return scaling_tape(scale, lambda: spoilt(v), v, max_retries=3)
 
     gradient = placed(mode, gradient)
     assert np.isnan(gradient(tf.constant(np.nan), tf.constant(1.0)))
@@ -66,21 +63,15 @@ def test_what_nothing_helps_is_returned_and_is_one_bad_step(mode):
 
 def test_the_floor_ends_the_search():
     scale, v = keras_mp.DynamicLossScale(2.0**18, min_loss_scale=2.0**16), tf.Variable(3.0)
-    with keras_mp.LossScaleGradientTape(scale) as tape:
-        loss = halves(v)
-    assert np.isinf(tape.gradient(loss, v))
+    assert np.isinf(scaling_tape(scale, lambda: halves(v), v))
     assert float(scale()) == 2.0**17
 
 
 def test_a_fixed_scale_stays():
     scale, v = keras_mp.FixedLossScale(2.0**18), tf.Variable(3.0)
     for given in (scale, 2.0**18, keras_mp.GradScaler(scale)):
-        with keras_mp.LossScaleGradientTape(given) as tape:
-            loss = halves(v)
-        assert float(tape.gradient(loss, v)) == 1
-    with keras_mp.LossScaleGradientTape(scale, max_retries=0) as tape:
-        loss = halves(v)
-    assert np.isinf(tape.gradient(loss, v))
+        assert float(scaling_tape(given, lambda: halves(v), v)) == 1
+    assert np.isinf(scaling_tape(scale, lambda: halves(v), v, max_retries=0))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -116,23 +107,13 @@ def test_with_a_scaler(mode):
 
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_replicas_go_on_with_the_smallest_scale(mode):
-    strategy = mirrored(2)
-    with strategy.scope():
+    with mirrored(2).scope():
         v, scale = tf.Variable(1.0), keras_mp.DynamicLossScale(2.0**18, increment_period=2)
 
-    def gradients(factors):
-        def of_replica():
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            with keras_mp.LossScaleGradientTape(scale) as tape:
-                loss = halves(v, tf.gather(factors, replica))
-            return tape.gradient(loss, v)
-
-        return strategy.experimental_local_results(strategy.run(of_replica))
-
-    gradients = placed(mode, gradients)
+    gradients = on_replicas(lambda x: scaling_tape(scale, lambda: halves(v, x), v), mode)
     cases = [([1.0, 8.0], 12), ([1.0, 1.0], 12), ([1.0, 2.0], 13), ([4.0, np.nan], 12)]
     for factors, expected in cases:
-        np.testing.assert_array_equal([float(g) for g in gradients(tf.constant(factors))], factors)
+        np.testing.assert_array_equal(by_replica(gradients(tf.constant(factors))), factors)
         assert float(value(scale.loss_scale)) == 2.0**expected
 
 

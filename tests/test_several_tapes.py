@@ -5,16 +5,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests.common import distances, mirrored, once
-from tests.test_step_tapes import (
-    TINY,
-    L,
-    dense,
-    expect_as_in_float32,
-    moved,
-    plain,
-    trained,
-    update,
-)
+from tests.test_step_tapes import TINY, expect_as_in_float32, moved, plain, trained, update
 
 
 def apply(model, *gradients):
@@ -141,25 +132,6 @@ def test_tapes_scale_on_replicas_while_others_record(step):
             return moved(trained(step, policy, {}, batch_size=16))
 
     assert max(distances(run("mixed_float16"), run("float32"))) < 0.02
-
-
-@once
-def test_sparse_gradients_while_another_tape_records():
-    def layers():
-        ids = L.Lambda(lambda x: tf.cast(tf.abs(x) * 2, tf.int32))
-        return [ids, L.Embedding(8, 4), L.Flatten(), *dense()]
-
-    def step(model, x, y):
-        variables = model.trainable_variables
-        with tf.GradientTape(), tf.GradientTape() as tape:
-            loss = model.loss_of(x, y)
-            gradients = tape.gradient(loss, variables)
-        assert any(isinstance(each, tf.IndexedSlices) for each in gradients)
-        model.my_optimizer.apply_gradients(zip(gradients, variables))
-        return loss
-
-    found, exact = (moved(trained(step, p, {}, layers)) for p in ("mixed_float16", "float32"))
-    assert max(distances(found, exact)) < 0.02
 
 
 @once

@@ -1,14 +1,15 @@
 """A `train_step` of somebody else, with optimizers that scale nothing, trains as in float32."""
 
+import contextlib
 import functools
-import threading
+from concurrent import futures
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import distances, mirrored, ours, unscaled, value
+from tests.common import distances, mirrored, ours, placed, unscaled, value
 
 L = tf.keras.layers
 
@@ -180,32 +181,26 @@ def test_the_optimizer_that_was_given_to_compile():
     expect_same_as_in_float32(run)
 
 
+class FitsTwice(tf.keras.Sequential):
+    def fit(self, *args, **kwargs):
+        super().fit(*args, **kwargs)
+        return super().fit(*args, **kwargs)
+
+
 @pytest.mark.parametrize("mode", MODES[:2], ids=["eager", "graph"])
-def test_an_optimizer_that_is_assigned_after_compile(mode):
+@pytest.mark.parametrize("cls", [tf.keras.Sequential, FitsTwice])
+def test_steps_of_keras_with_an_optimizer_that_is_given_or_assigned(cls, mode):
     def run(policy):
         with keras_mp.policy_scope(policy):
             tf.keras.utils.set_random_seed(0)
-            model = tf.keras.Sequential([tf.keras.Input((4,)), *dense()])
-            before = model.get_weights()
-            model.compile("sgd", lambda y, p: TINY * tf.reduce_mean(tf.square(y - p)), **mode)
-            model.optimizer = tf.keras.optimizers.SGD(1e5)
+            model = cls([tf.keras.Input((4,)), *dense()])
+            before, optimizer = model.get_weights(), tf.keras.optimizers.SGD(1e5)
+            given = optimizer if cls is FitsTwice else "sgd"
+            model.compile(given, lambda y, p: TINY * tf.reduce_mean(tf.square(y - p)), **mode)
+            if given == "sgd":
+                model.optimizer = optimizer
             model.fit(X, Y, shuffle=False, verbose=0)
         return model.get_weights(), before, model
-
-    expect_same_as_in_float32(run)
-
-
-def test_an_unchanged_train_step_with_the_optimizer_of_the_model():
-    def step(model, x, y):
-        with tf.GradientTape() as tape:
-            loss = model.loss_of(x, y)
-        variables = model.trainable_variables
-        model.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
-        return loss
-
-    def run(policy):
-        mode = {"optimizer": tf.keras.optimizers.SGD(1e5)}
-        return trained(step, policy, mode, optimizer="none")
 
     expect_same_as_in_float32(run)
 
@@ -225,7 +220,8 @@ def test_a_loss_that_is_multiplied_by_hand_still_has_to_be_divided():
         trained(step, "mixed_float16", {"run_eagerly": True}, optimizer=optimizer)
 
 
-def test_sparse_gradients_and_recomputed_layers():
+@pytest.mark.parametrize("is_recorded", [False, True])  # by another tape
+def test_sparse_gradients_and_recomputed_layers(is_recorded):
     @tf.recompute_grad
     def recomputed(x):
         return tf.tanh(x)
@@ -235,24 +231,17 @@ def test_sparse_gradients_and_recomputed_layers():
         return [L.Lambda(lambda x: tf.cast(tf.abs(x) * 2, tf.int32)), table, *dense()]
 
     def step(model, x, y):
-        with tf.GradientTape() as tape:
+        other = tf.GradientTape() if is_recorded else contextlib.nullcontext()
+        with other, tf.GradientTape() as tape:
             out = recomputed(tf.reduce_mean(model(x), axis=1))
             loss = TINY * tf.reduce_mean(tf.square(out - y))
-        gradients = tape.gradient(loss, model.trainable_variables)
+            gradients = tape.gradient(loss, model.trainable_variables) if is_recorded else ()
+        gradients = gradients or tape.gradient(loss, model.trainable_variables)
         assert any(isinstance(each, tf.IndexedSlices) for each in gradients)
         model.my_optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return loss
 
     expect_same_as_in_float32(lambda policy: trained(step, policy, {}, layers))
-
-
-@pytest.mark.parametrize("mode", MODES[:2], ids=["eager", "graph"])
-def test_replicas(mode):
-    def run(policy):
-        with mirrored(2).scope():
-            return trained(plain, policy, mode, batch_size=16)
-
-    expect_same_as_in_float32(run)
 
 
 # Losses that the program scales by itself.
@@ -334,12 +323,6 @@ def test_a_warning_where_nobody_scales_has_the_lines_to_add(mode):
     assert warning.filename == __file__
 
 
-def test_a_warning_of_jacobians():
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="jacobian") as told:
-        trained(jacobian, "mixed_float16", {})
-    assert len(ours(told)) == 1
-
-
 def test_a_warning_of_gradients_without_a_tape():
     def step(model, x, y):
         loss = model.loss_of(x, y)
@@ -382,18 +365,22 @@ def test_a_warning_of_batch_jacobians():
 class Loops(Trained):
     """Has a `fit` with a loop of its own."""
 
-    as_function = False
+    mode = "eager"
 
     def fit(self, x, y, batch_size, **kwargs):
-        def step(x, y):
-            return self.step(self, x, y)
-
-        if self.as_function:
-            step = tf.function(step)
+        step = placed(self.mode, lambda x, y: self.step(self, x, y))
         strategy = tf.distribute.get_strategy()
         for start in range(0, len(x), batch_size):
             part = slice(start, start + batch_size)
             strategy.run(step, (tf.constant(x[part]), tf.constant(y[part])))
+
+
+class LoopsInFunctions(Loops):
+    mode = "function"
+
+
+class LoopsCompiled(Loops):
+    mode = "jit"
 
 
 class LoopsInBatches(Trained):
@@ -416,58 +403,52 @@ class Delegates(Trained):
         return super().fit(*args, **kwargs)
 
 
-class LoopsInFunctions(Loops):
-    as_function = True
-
-
 @pytest.mark.parametrize("step", [plain, persistent, penalty])
 @pytest.mark.parametrize("cls", [Loops, LoopsInFunctions, LoopsInBatches, Delegates])
 def test_a_loop_of_the_model_trains_as_in_float32(cls, step):
     expect_as_in_float32(trained(step, "mixed_float16", {}, cls=cls), step)
 
 
-def test_a_loop_with_the_optimizer_of_the_model():
+@pytest.mark.parametrize("cls", [Trained, Loops])
+def test_an_unchanged_step_with_the_optimizer_of_the_model(cls):
     def step(model, x, y):
         with tf.GradientTape() as tape:
             loss = model.loss_of(x, y)
-        update_with(model.optimizer, model, tape, loss)
-        return loss
-
-    def update_with(optimizer, model, tape, loss):
         variables = model.trainable_variables
-        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        model.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        return loss
 
     def run(policy):
         mode = {"optimizer": tf.keras.optimizers.SGD(1e5)}
-        return trained(step, policy, mode, optimizer="none", cls=Loops)
+        return trained(step, policy, mode, optimizer="none", cls=cls)
 
     expect_same_as_in_float32(run)
 
 
-def test_steps_of_keras_inside_a_loop_scale_by_themselves():
-    class Twice(tf.keras.Sequential):
-        def fit(self, *args, **kwargs):
-            super().fit(*args, **kwargs)
-            return super().fit(*args, **kwargs)
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("cls", [Loops, LoopsInFunctions, LoopsCompiled, LoopsInBatches])
+def test_a_loop_of_a_model_that_is_never_compiled_trains_as_in_float32(cls, policy):
+    class NeverCompiled(cls):
+        def compile(self, my_optimizer):
+            self.my_optimizer = my_optimizer
 
-    def run(policy):
-        with keras_mp.policy_scope(policy):
-            tf.keras.utils.set_random_seed(0)
-            model = Twice([tf.keras.Input((4,)), *dense()])
-            before = model.get_weights()
-            model.compile(
-                tf.keras.optimizers.SGD(1e5), lambda y, p: TINY * tf.reduce_mean(tf.square(y - p))
-            )
-            model.fit(X, Y, shuffle=False, verbose=0)
-        return model.get_weights(), before, model
-
-    expect_same_as_in_float32(run)
+    expect_as_in_float32(trained(plain, policy, {}, cls=NeverCompiled), plain)
+    # A loop may build the model, too.
+    with keras_mp.policy_scope(policy):
+        model = NeverCompiled(plain, dense())
+        model.compile(tf.keras.optimizers.SGD(1e5))
+        model.fit(X, Y, 8)
+        before = model.get_weights()
+        model.fit(X, Y, 8)
+    assert np.abs(model.get_weights()[0] - before[0]).max() > 1e-3
 
 
-def test_a_fit_that_calls_that_of_keras_on_replicas():
+@pytest.mark.parametrize("mode", MODES[:2], ids=["eager", "graph"])
+@pytest.mark.parametrize("cls", [Trained, Delegates])
+def test_replicas(mode, cls):
     def run(policy):
         with mirrored(2).scope():
-            return trained(plain, policy, {}, cls=Delegates, batch_size=16)
+            return trained(plain, policy, mode, cls=cls, batch_size=16)
 
     expect_same_as_in_float32(run)
 
@@ -502,20 +483,15 @@ def test_no_warning_where_keras_scales():
 def test_other_tapes_are_those_of_tensorflow():
     found = {}
 
-    def note(name):
-        found[name] = type(tf.GradientTape())
-
     def step(model, x, y):
-        thread = threading.Thread(target=note, args=["another thread"])
-        thread.start()
-        thread.join()
-        note("step")
+        with futures.ThreadPoolExecutor(1) as pool:
+            found["another thread"] = type(pool.submit(tf.GradientTape).result())
+        found["step"] = type(tf.GradientTape())
         return plain(model, x, y)
 
     trained(step, "mixed_float16", {"run_eagerly": True})
-    note("after it")
-    assert found.pop("step") is not tf.GradientTape
-    assert set(found.values()) == {tf.GradientTape}
+    assert type(tf.GradientTape()) is found["another thread"] is tf.GradientTape
+    assert found["step"] is not tf.GradientTape
     trained(step, "mixed_bfloat16", {"run_eagerly": True})
     assert found["step"] is tf.GradientTape
 
