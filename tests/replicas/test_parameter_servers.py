@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from tests import steps
 from tests.common import FAMILIES, assert_all_equal, make_optimizer, value
 from tests.replicas import workers
 
@@ -38,18 +39,9 @@ def train(strategy, schedule, name, kind, policy):
     def loss():
         return tf.reduce_sum(tf.cast(layer(v[tf.newaxis]), tf.float32)) + tf.reduce_sum(v**2)
 
-    @tf.function
-    def step():
-        def replica_step():
-            if kind == "fixed scale":
-                optimizer.minimize(loss, variables)
-                return
-            with tf.GradientTape() as tape:
-                value = loss()
-            optimizer.apply_gradients(zip(tape.gradient(value, variables), variables))
-
-        strategy.run(replica_step)
-
+    way = steps.minimize if kind == "fixed scale" else steps.unscaled
+    replica_step = way(optimizer, loss, variables)
+    step = tf.function(lambda: strategy.run(replica_step))
     for _ in range(STEPS):
         schedule(step)
     return [*map(value, variables), int(value(optimizer.iterations))]
