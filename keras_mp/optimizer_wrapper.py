@@ -115,9 +115,11 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        method = vars(cls).get("apply_gradients")
-        if method is None or "_takes_scaled_gradients" in vars(cls):
+        owner = next(base for base in cls.__mro__ if "apply_gradients" in vars(base))
+        is_inherited = owner is not cls and issubclass(owner, OptimizerWrapper)
+        if is_inherited or "_takes_scaled_gradients" in vars(cls):
             return
+        method = vars(owner)["apply_gradients"]
 
         @functools.wraps(method)
         def apply_gradients(

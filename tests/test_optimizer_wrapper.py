@@ -205,8 +205,8 @@ def test_every_public_method_of_keras_is_the_wrappers():
             ), method
 
 
-class Seen(keras_mp.OptimizerWrapper):
-    """Notes the gradients that it gets, and applies them in so many parts."""
+class Sees:
+    """Notes the gradients that it gets, and lets what it is mixed into apply them in parts."""
 
     def __init__(self, inner_optimizer, parts=1):
         super().__init__(inner_optimizer)
@@ -217,6 +217,10 @@ class Seen(keras_mp.OptimizerWrapper):
         self.seen.append([gradient for gradient, _ in pairs])
         for i in range(self.parts):
             super().apply_gradients(pairs[i :: self.parts], *args, **kwargs)
+
+
+class Seen(Sees, keras_mp.OptimizerWrapper):
+    """A wrapper around another one, whose `apply_gradients` is that of a class beside it."""
 
 
 class SeenAndScaled(keras_mp.LossScaleOptimizer):
