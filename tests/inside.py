@@ -10,9 +10,10 @@ import tensorflow as tf
 
 from keras_mp import keras_api, kernels
 from keras_mp.grappler import passes
-from keras_mp.hooks import reach
+from keras_mp.hooks import faces, reach
 from keras_mp.kernels import (
     cast_policy,
+    door,
     known_operations,
     lower_precision,
     recurrent,
@@ -20,7 +21,7 @@ from keras_mp.kernels import (
     sums,
     trials,
 )
-from keras_mp.op_autocast import context_manager
+from keras_mp.op_autocast import context_manager, promotion
 from keras_mp.step import scaled_losses
 from keras_mp.support import cpu
 from keras_mp.tensorflow_api import features, names
@@ -66,6 +67,13 @@ def set_wrong(monkeypatch: Any, table: Any, is_wrong: Any = True) -> None:
 def set_device(monkeypatch: Any, kind: str = "GPU") -> None:
     """Says on which kind of device TensorFlow computes by default."""
     monkeypatch.setattr(trials, "usual_device", lambda: kind)
+
+
+def set_widening(monkeypatch: Any, widen: Any) -> None:
+    """Puts a function in the place of the one that takes the float32 face of a tensor."""
+    widen.__code__ = widen.__code__.replace(co_filename=promotion.__file__)
+    monkeypatch.setattr(faces, "widened", widen)
+    monkeypatch.setitem(door._WIDEN, faces.EXACT, widen)
 
 
 def forget_operations(monkeypatch: Any) -> None:

@@ -205,6 +205,17 @@ def test_every_public_method_of_keras_is_the_wrappers():
             ), method
 
 
+@pytest.mark.filterwarnings("ignore:Neither get_scaled_loss")
+def test_gradients_without_variables_are_those_that_the_optimizer_was_built_with(name, wrap):
+    optimizer, variable = wrap(make_optimizer(name, 1.0, momentum=0.0)), tf.Variable(1.0)
+    with pytest.raises(ValueError, match="Pass the variables together with the gradients"):
+        optimizer.apply([tf.constant(1.0)])
+    if IS_KERAS_3:
+        optimizer.build([variable])
+        optimizer.apply([tf.constant(0.5)])
+        assert float(value(variable)) == 0.5
+
+
 class Sees:
     """Notes the gradients that it gets, and lets what it is mixed into apply them in parts."""
 

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from tests import inside
 from tests.common import MODES, Mixes, eager_and_graph, once
 from tests.op_autocast import operations
 
@@ -379,3 +380,13 @@ def test_elsewhere_16_bits_are_refused_as_ever(mode):
     for dtype in ("float32", layer.dtype_policy):
         with pytest.raises(Exception, match="Incompatible shapes|must be broadcastable|Dimensions"):
             Mixes(lambda x: x + tf.ones([3, 3]), dtype=dtype)(X)
+
+
+def test_a_fault_of_keras_mp_is_not_hidden(monkeypatch):
+    def fails(*_):
+        raise TypeError("a fault")
+
+    layer = Mixes(tf.linalg.inv, dtype=keras_mp.Policy("mixed_float16"))
+    inside.set_widening(monkeypatch, fails)
+    with pytest.raises(TypeError, match="a fault"):
+        layer(tf.ones([2, 2], tf.float16))

@@ -172,6 +172,28 @@ def test_what_only_the_sum_or_the_wire_makes_infinite():
 
 
 @once
+def test_a_sum_that_is_applied_appears_on_every_replica():
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = tf.Variable(1.0, name="v")
+        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0]))
+        optimizer.build([variable])
+
+    @tf.function
+    def apply(gradient):
+        optimizer.apply_gradients(
+            [(gradient, variable)], skip_gradients_aggregation=True, scaled=True
+        )
+
+    strategy.run(apply, args=(tf.constant(np.inf),))
+    overflow = optimizer.last_overflow
+    assert [(g.variable, g.place.replica, g.infs) for g in overflow.gradients] == [
+        ("v", 0, 1),
+        ("v", 1, 1),
+    ]
+
+
+@once
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("calls", ["rfc", "scaler"])
 def test_before_the_user_clips(mode, calls):
@@ -285,6 +307,10 @@ def test_many_skips_name_the_variables():
     assert [g.layer for g in optimizer.last_overflow.gradients] == ["second", "third"]
     assert "gradients were not finite: 'third/kernel', 'second/kernel'." in text
     assert "The loss of the last one was finite" in text
+    optimizer.warn_after_skips = 5  # It may warn again: of the first five of six names.
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="'second/bias'.* and 1 more") as caught:
+        step(tf.constant(np.full(6, np.inf, "float32")))
+    assert "'first/kernel'" not in str(caught[0].message)
 
 
 def skipped(optimizer, gradients, variables):

@@ -174,6 +174,16 @@ def test_minimize_between_the_calls_of_a_step_disturbs_nothing(name, calls, mode
         assert [float(x) for x in (u, v, w)] == [8 - 0.5 * i, 8 - 0.5 * i, 8 - i]
 
 
+def test_a_step_does_not_report_the_loss_of_minimize_between_its_calls(name):
+    optimizer, v, w = scaling(name, doubling(), count=2)
+    optimizer.get_scaled_loss(half_of_sum(v))
+    optimizer.minimize(lambda: half_of_sum(w) * np.inf, [w])
+    assert optimizer.last_overflow.loss_is_finite is False
+    gradients = optimizer.get_unscaled_gradients([tf.constant(np.inf)])
+    optimizer.apply_gradients(zip(gradients, [v]))
+    assert optimizer.last_overflow.loss_is_finite is True
+
+
 def test_to_do_a_thing_twice_is_refused(name):
     optimizer, v = scaling(name)
     with tf.GradientTape(persistent=True) as tape:
