@@ -192,7 +192,11 @@ def _rows() -> Iterator[Replacement]:
         (gradients.find, _find_gradient),
     ):
         yield Replacement(name, make, When.ALWAYS, FACES)
-    yield Replacement(Method(tf.GradientTape, "watch"), door.watch, When.ALWAYS, FACES)
+    for watching in (
+        Method(tf.GradientTape, "watch"),
+        Method(tf.autodiff.ForwardAccumulator, "__init__"),
+    ):
+        yield Replacement(watching, door.watch, When.ALWAYS, FACES)
 
 
 REPLACEMENTS = tuple(_rows())

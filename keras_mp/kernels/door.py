@@ -494,16 +494,16 @@ def _before_cast(op: str, result: Any) -> Any:
 
 
 def watch(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns the method by which a tape watches tensors, which then have no face.
+    """Returns the method by which tensors are watched, which then have no face.
 
     Args:
-        original: `tf.GradientTape.watch`.
+        original: that of a tape, or of a `tf.autodiff.ForwardAccumulator`.
     """
 
     @functools.wraps(original)
-    def call(self: Any, tensor: Any) -> None:
-        for each in tf.nest.flatten(tensor, expand_composites=True):
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        for each in tf.nest.flatten((args, kwargs), expand_composites=True):
             faces.drop(each)
-        return original(self, tensor)
+        return original(self, *args, **kwargs)
 
     return call

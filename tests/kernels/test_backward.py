@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -245,3 +246,20 @@ def test_what_keras_mp_has_decided_says_so():
     assert "BiasAdd" not in decided
     # The program's own cast.
     assert any(op.type == "Cast" and not kernels.has_decided(op) for op in operations)
+
+
+@once
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_forward_mode_counts_what_takes_a_float32_face(policy):
+    """The input of a layer has one, which is another tensor than the one that is watched."""
+
+    class Layer(K.layers.Layer):
+        def call(self, x):
+            with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+                y = 2 * x + tf.exp(x)
+            return accumulator.jvp(y)
+
+    x = tf.constant([[0.0, 1.0]])
+    layer = Layer(dtype=keras_mp.Policy(policy))
+    for run in (layer, tf.function(layer)):
+        np.testing.assert_allclose(tf.cast(run(x), tf.float32), 2 + tf.exp(x), rtol=1e-2)
