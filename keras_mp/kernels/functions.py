@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from keras_mp.hooks import Everywhere, Replacement, faces, reach
 from keras_mp.hooks.faces import EXACT
+from keras_mp.variables import scope
 
 # They refuse 16 bits, `range` on TensorFlow 2.16.
 _REFUSING = ("complex", "range", "signal.rfft", "signal.rfft2d", "signal.rfft3d")
@@ -60,6 +61,8 @@ def in_float32(original: Callable[..., Any], rounds: bool = True) -> Callable[..
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        # TensorFlow casts a variable only when it reads it.
+        args, kwargs = tf.nest.map_structure(scope.read, (args, kwargs))
         leaves = tf.nest.flatten((args, kwargs))
         low = next((each.dtype for each in leaves if faces.is_low_tensor(each)), None)
         with reach.without_region():

@@ -24,6 +24,7 @@ from keras_mp.kernels.known_operations import Operation
 from keras_mp.kernels.trials import usual_device
 from keras_mp.support import op_table, registered_kernels
 from keras_mp.tensorflow_api import operations
+from keras_mp.variables import scope
 
 # Outside of this range float16 has fewer digits, or none.
 _SMALLEST, _LARGEST = 1e-4, 1e4
@@ -175,10 +176,7 @@ def _read(value: Any) -> Any:
     """Returns an input with tensors in the place of variables and arrays."""
     if isinstance(value, list | tuple):
         return [_read(each) for each in value]
-    is_variable = isinstance(value, tf.Variable)
-    # A variable of Keras has the method. One of TensorFlow counts as a tensor.
-    is_variable |= hasattr(value, "__tf_tensor__") and not isinstance(value, tf.Tensor)
-    return tf.convert_to_tensor(value) if is_variable or isinstance(value, np.ndarray) else value
+    return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else scope.read(value)
 
 
 def _tensors_and_numbers(inputs: Sequence[Any]) -> list[Any]:

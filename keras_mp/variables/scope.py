@@ -163,13 +163,14 @@ def recompute_grad(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> object:
         # TensorFlow does not know a variable of Keras as one. It would take its gradient twice: as
         # that of an argument, and as that of a variable.
-        args, kwargs = tf.nest.map_structure(_read, (args, kwargs))
+        args, kwargs = tf.nest.map_structure(read, (args, kwargs))
         return tf.recompute_grad(in_current_scope(function))(*args, **kwargs)
 
     return call
 
 
-def _read(value: Any) -> Any:
+def read(value: Any) -> Any:
+    """Returns the tensor of a variable, or anything else as it is."""
     is_variable = isinstance(value, tf.Variable) or hasattr(value, "__tf_tensor__")
     is_tensor = isinstance(value, tf.Tensor)
     return tf.convert_to_tensor(value) if is_variable and not is_tensor else value

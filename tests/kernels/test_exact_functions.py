@@ -379,3 +379,23 @@ def test_inputs_of_other_dtypes_may_be_lists(compute: Callable[[tf.Tensor], tf.T
     layer = Layer(dtype=keras_mp.Policy("mixed_float16"))
     for run in (layer, tf.function(layer)):
         np.testing.assert_array_equal(run(ROWS), right)
+
+
+@once
+def test_weights_are_inputs() -> None:
+    """TensorFlow casts a weight when it reads it, in the middle of a function."""
+    start = MATRIX / 200.0
+
+    class Layer(tf.keras.layers.Layer):
+        def build(self, _: Any) -> None:
+            self.matrix = self.add_weight(shape=(3, 3), name="matrix")
+
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            return x @ tf.linalg.expm(self.matrix)
+
+    layer = Layer(dtype=keras_mp.Policy("mixed_float16"))
+    layer.build((None, 3))
+    layer.set_weights([start])
+    right = tf.reduce_sum(tf.linalg.expm(start), 0, keepdims=True)
+    for run in (layer, tf.function(layer)):
+        np.testing.assert_allclose(tf.cast(run(tf.ones([1, 3])), tf.float32), right, rtol=2e-3)
