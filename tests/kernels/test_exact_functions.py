@@ -399,3 +399,22 @@ def test_weights_are_inputs() -> None:
     right = tf.reduce_sum(tf.linalg.expm(start), 0, keepdims=True)
     for run in (layer, tf.function(layer)):
         np.testing.assert_allclose(tf.cast(run(tf.ones([1, 3])), tf.float32), right, rtol=2e-3)
+
+
+@once
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_classes_that_are_hidden_by_the_lowest_number(policy: str) -> None:
+    """It is infinite in 16 bits, and NaN where its probability is multiplied by 0."""
+    sampled = (tf.range(3, dtype=tf.int64), tf.fill([4, 1], 0.5), tf.fill([3], 0.5))
+    labels = tf.range(4)[:, tf.newaxis]
+
+    class Layer(tf.keras.layers.Layer):
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            biases = tf.zeros([4], x.dtype)
+            return tf.nn.sampled_softmax_loss(x, biases, labels, x, 3, 4, sampled_values=sampled)
+
+    layer = Layer(dtype=keras_mp.Policy(policy))
+    x = tf.eye(4)
+    right = Layer(dtype="float32")(x)
+    for run in (layer, tf.function(layer)):
+        np.testing.assert_allclose(tf.cast(run(x), tf.float32), right, rtol=1e-2)
