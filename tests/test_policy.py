@@ -36,7 +36,7 @@ def test_what_a_name_means(name, compute, variable, scale):
     ("name", "error"),
     [
         *((name, ValueError) for name in ("mixed_float32", "mixed_float64", "", "floaty")),
-        *((name, TypeError) for name in (1, True, 3.5, ["float32"], object())),
+        *((name, TypeError) for name in (1, True, 3.5, ["float32"], ...)),
     ],
     ids=str,
 )

@@ -105,7 +105,7 @@ def assert_same(model, expected):
         *(({}, []), ({"run_eagerly": True}, []), ({"jit_compile": True}, [])),
         *(({"steps_per_execution": 2}, []), ({}, [normalized])),
     ],
-    ids=str,
+    ids=["graph", "eager", "jit", "steps", "normalized"],
 )
 def test_fit_as_if_the_batch_had_not_been_seen(mode, between):
     model = fit(make_model(between=between), *data(4, bad=[1, 2]), **mode)
