@@ -39,7 +39,7 @@ from keras_mp.numerics.records import (
     underflow,
 )
 from keras_mp.numerics.report import MANY_ZEROS, Report, Row
-from keras_mp.numerics.results import CURES, Hazard, Observed, Said
+from keras_mp.numerics.results import Hazard, Observed, Said
 from keras_mp.numerics.run import (
     LOSS,
     Call,
@@ -110,16 +110,16 @@ def far(found: tuple[Run, Iterable[TooFar]]) -> Iterator[Observed]:
         at = f"{call.path} ({call.kind})" + (f" ({line.short})" if line else "")
         numbers = {"what": what, "units": culprit.distance.units}
         cure = cure_in(run.model, call.path, call.kind)
-        yield Observed(at, line, side=culprit.side, **numbers, in_float32=cure)
+        cure = f"Change that line, or {cure}." if line else f"{cure[0].upper()}{cure[1:]}."
+        yield Observed(at, line, side=culprit.side, **numbers, cure=cure)
 
 
-def judge_far(side: str, what: str, units: float, in_float32: str) -> Said:
+def judge_far(side: str, what: str, units: float, cure: str) -> Said:
     """What it does is known by now; how far it is off is told where that is a number."""
     why = what[0].upper() + what[1:]
     if 1 <= units < math.inf:
         why += f": {units:,.0f} times as far off as rounding explains"
-    hazard, cure = f"a difference in the {side} pass", CURES["off"].format(in_float32=in_float32)
-    return Said(hazard, f"{why}.", cure, units)
+    return Said(f"a difference in the {side} pass", f"{why}.", cure, units)
 
 
 FAR = Hazard(far, judge_far)

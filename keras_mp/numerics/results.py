@@ -147,7 +147,6 @@ CURES = {
     "{dtype} can represent.",
     "not finite": "Keep its inputs where its results are finite: for example, with "
     "tf.maximum(x, 1e-4) before a division or a logarithm.",
-    "off": "Change that line, or {in_float32}.",
     "dtypes": "Cast there to self.compute_dtype, and make variables with `add_weight`, which casts "
     'them; or create the layer with dtype="float32".',
     "a custom gradient": "Let the gradient function of tf.custom_gradient return gradients in the "

@@ -83,7 +83,7 @@ JUDGED = {
 # Of judges that speak whatever the numbers are, since what they are about is wrong anyway.
 SAID = {
     comparing.judge_far: (
-        {"side": "forward", "what": "overflow: Square", "units": 20.0, "in_float32": "cast"},
+        {"side": "forward", "what": "overflow: Square", "units": 20.0, "cure": "cast"},
         *("a difference in the forward pass", "Overflow: Square: 20 times as far off as rounding"),
     ),
     hazards.judge_clipping: (
