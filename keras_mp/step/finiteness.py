@@ -52,10 +52,15 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
 
 
 def _tested_values(gradients: Sequence[Gradient]) -> Iterator[tf.Tensor]:
-    """Yields what `_tested` returns for gradients that can be other than finite."""
+    """Yields real numbers that are finite where the gradients are.
+
+    Whole numbers always are.
+    """
     for gradient in gradients:
-        if gradient is not None and not gradient.dtype.is_integer:
-            yield _tested(gradient)
+        if gradient is None or gradient.dtype.is_integer:
+            continue
+        values = gradient if isinstance(gradient, tf.Tensor) else _magnitudes_of_sums(gradient)
+        yield tf.math.real(values) + tf.math.imag(values) if values.dtype.is_complex else values
 
 
 def _all_finite_in_xla(gradients: Sequence[Gradient]) -> tf.Tensor:
@@ -85,13 +90,6 @@ def _all_finite_in_xla(gradients: Sequence[Gradient]) -> tf.Tensor:
     # On CPUs, XLA uses vector units to reduce bools to one, but not floats.
     verdicts = [tf.reduce_all(tf.math.is_finite(_add(values))) for values in alike.values()]
     return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
-
-
-def _tested(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """Returns real numbers that are finite where the gradient is."""
-    is_sparse = isinstance(gradient, tf.IndexedSlices)
-    values = _magnitudes_of_sums(gradient) if is_sparse else gradient
-    return tf.math.real(values) + tf.math.imag(values) if values.dtype.is_complex else values
 
 
 def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
