@@ -528,6 +528,3 @@ def was_made_in_reach(tensor: tf.Tensor) -> bool:
 
 def _flat(values: Any) -> list[Any]:
     return tf.nest.flatten(values, expand_composites=True)
-
-
-# Gradients with respect to tensors that have a face.

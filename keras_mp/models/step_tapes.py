@@ -418,7 +418,8 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
         if "trainable_variables" in signature.parameters:  # Keras 3.
             variables = list(given.get("trainable_variables") or ())
             pairs = list(zip(pairs, variables))
-            given |= {"trainable_variables": variables} if variables else {}
+            if variables:
+                given["trainable_variables"] = variables
         with contextlib.ExitStack() as stack:
             is_first = stack.enter_context(scaled_losses.applying())
             if is_first and not isinstance(optimizer, OptimizerWrapper):

@@ -7,6 +7,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from keras_mp import kernels
+from keras_mp.kernels import slow
 from tests import inside
 from tests.common import once
 
@@ -170,3 +172,16 @@ def test_the_switch_leaves_the_kernels_of_tensorflow(monkeypatch, request):
     assert dtypes_by_type(tf.matmul, x, x)["MatMul"] == {tf.float32}
     request.getfixturevalue("kernels_of_tensorflow")
     assert dtypes_by_type(tf.matmul, x, x)["MatMul"] == {tf.bfloat16}
+
+
+def test_float32_is_not_asked_about(monkeypatch):
+    def fail(*_):
+        raise AssertionError
+
+    kernels.install()
+    monkeypatch.setattr(slow, "is_slow", fail)
+    x = tf.ones([1, 4, 4, 1])
+    output_and_gradient(tf.keras.layers.Conv2D(2, 3), x)
+    policy = keras_mp.Policy("mixed_float16")
+    with pytest.raises(AssertionError):
+        output_and_gradient(tf.keras.layers.Conv2D(2, 3, dtype=policy), x)

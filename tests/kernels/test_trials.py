@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from keras_mp.hooks import reach
-from keras_mp.kernels import slow, sums
+from keras_mp.kernels import slow, sums, trials
 from tests import inside
 from tests.common import mirrored, once
 
@@ -151,3 +151,24 @@ def test_long_sums_on_a_gpu_are_right(right_gpu):
         x = tf.ones([rows, channels], "float16")
         function = tf.function(gradient_of_bias("NHWC"))
         np.testing.assert_array_equal(function(x), tf.fill([channels], rows))
+
+
+@pytest.mark.parametrize(
+    ("shape", "data_format", "layout"),
+    [
+        ([2, 6144], "NHWC", "NHWC"),
+        ([2, 6145], "NHWC", "wide NHWC"),
+        ([2, 6145, 1, 1], "NCHW", "NCHW"),
+        ([None, None], "NHWC", "NHWC"),
+    ],
+)
+def test_biases_whose_sums_do_not_fit_into_a_gpu(shape, data_format, layout):
+    gradient = tf.TensorSpec(shape, "float16")
+    assert sums.KERNELS["BiasAddGrad"].case(gradient, data_format) == layout
+
+
+def test_a_session_on_a_gpu_takes_float32():
+    """To ask would take memory of the GPU in another way than the program's own session."""
+    kernel = sums.KERNELS["Sum"]
+    with tf.Graph().as_default():
+        assert trials.is_result_wrong.__wrapped__("Sum", kernel, tf.float16, (True, False), "GPU")
