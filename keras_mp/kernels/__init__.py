@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras_mp import hooks
 from keras_mp.hooks import faces, replica_threads
 from keras_mp.hooks.once import once
-from keras_mp.kernels import backward, functions, sums
+from keras_mp.kernels import backward, functions, gelu, sums
 from keras_mp.support import features
 from keras_mp.tensorflow_api.features import FACES
 
@@ -37,5 +37,5 @@ def install() -> None:
     It does so once in a process, when the process is in reach for the first time. Out of reach
     (`hooks/reach.py`), the new functions call TensorFlow's own.
     """
-    rows = (*sums.replacements(), *functions.replacements())
+    rows = (*sums.replacements(), *functions.replacements(), *gelu.replacements())
     hooks.install([replica_threads.INHERITING, *backward.REPLACEMENTS, *rows])
