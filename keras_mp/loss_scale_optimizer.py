@@ -20,7 +20,6 @@ from keras_mp.step import gradients
 from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
 from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.record import GradientState
-from keras_mp.step.scaled_step import make_step
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import messages, validation
 from keras_mp.support.autograph import allow_conversion, do_not_convert
@@ -286,17 +285,13 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             scale = functools.partial(self._scaled, scaled_by=scaled_by)
             scaled_by_tape = scaled_by if by_tape else None
             pairs = self._gradients(scale, scaled_by_tape, loss, var_list, tape, grad_loss)
-            pairs = gradients.checked_pairs(pairs)
-            if not pairs:
-                return self.iterations
             state = GradientState(
                 calls.scales and not by_tape,
                 scaled_by if calls.scales else None,
                 by_tape,
                 calls.losses(),
             )
-            operation = self._make_step(pairs, state, name=name)
-        return self.iterations if operation is None else operation
+            return self._step(gradients.checked_pairs(pairs), state, name=name)
 
     @do_not_convert
     def compute_gradients(
@@ -369,8 +364,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             if scaled:
                 calls.begin_by_hand([g for g, _ in pairs])
             with calls.applying([v for _, v in pairs]) as state:
-                operation = self._make_step(pairs, state, aggregate=aggregate, name=name)
-        return self.iterations if operation is None else operation
+                return self._step(pairs, state, aggregate=aggregate, name=name)
 
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
         """Lets the inner optimizer set final values, such as averages, if it has any.
@@ -381,13 +375,8 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         self._scaler.report.ask()
         super().finalize_variable_values(var_list)
 
-    def _make_step(self, pairs: Pairs, state: GradientState, **how: Any) -> tf.Operation | None:
-        """Builds the inner optimizer, and makes the step."""
-        self.build([variable for _, variable in pairs])
-        operation, _ = make_step(
-            self._adapter, pairs, state, self._scaler, paths=self._paths, **how
-        )
-        return operation
+    def _step(self, pairs: Pairs, state: GradientState, **how: Any) -> Any:
+        return self._make_step(pairs, state, self._scaler, paths=self._paths, **how)
 
     def _paths(self) -> dict[int, str]:
         model = self._model()

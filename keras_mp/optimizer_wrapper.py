@@ -15,18 +15,20 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.step import gradients, replicas
-from keras_mp.step.optimizer_adapter import Loss, OptimizerAdapter, VarList
+from keras_mp.step.optimizer_adapter import Loss, OptimizerAdapter, Pairs, VarList
 from keras_mp.step.scaled_step import make_step
 from keras_mp.support import features, messages, trackables
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.tensorflow_api import saving
 from keras_mp.tensorflow_api.features import SAVED_MODELS
-from keras_mp.wrappers.inner_optimizers import adapter_of, chain, hint, refuse_second_sum
+from keras_mp.wrappers import inner_optimizers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _ALIASES = {"lr": "learning_rate"}
+# What a wrapper takes from the inner optimizer besides the hyperparameters.
+_OF_INNER = frozenset({"built", "iterations", "learning_rate", "optimizers"})
 # The methods that tf.train.Checkpoint calls on an optimizer with slots.
 _CHECKPOINTS = ("_create_or_restore_slot_variable", "_restore_slot_variable")
 _models: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
@@ -36,8 +38,9 @@ _models: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDic
 class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASES):
     """An optimizer that wraps another one and looks like it.
 
-    A wrapper has the variables of the inner optimizer, and its hyperparameters, which can be read
-    and written. A `tf.train.Checkpoint` of the wrapper is one of the inner optimizer.
+    A wrapper has the variables of the inner optimizer, its `iterations`, its `learning_rate` and
+    its other hyperparameters, which can be read and written. A `tf.train.Checkpoint` of the wrapper
+    is one of the inner optimizer.
 
     The hyperparameters of `tf.keras.optimizers.legacy` optimizers are those that they registered,
     and `clipnorm`, `clipvalue`, `global_clipnorm`; the hyperparameters of all others are the keys
@@ -78,7 +81,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     # The name under which `DelegatingTrackable` looks for it.
     _trackable: Any
     _adapter: OptimizerAdapter
-    _hyperparameters: frozenset[str]
+    _delegated: frozenset[str]
     _reduce_dtype: tf.DType | None
 
     def __init__(
@@ -88,11 +91,12 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     ) -> None:
         # The constructor of Keras's base class is not called: it would make a second iteration
         # counter and a second learning rate, which nothing would ever use.
-        adapter = adapter_of(inner_optimizer)
+        adapter = inner_optimizers.adapter_of(inner_optimizer)
         if adapter is None:
             raise TypeError(
                 "Expected an optimizer of `tf.keras`, which is "
-                f"{keras_api.ROOT_PACKAGE} in this process{hint(inner_optimizer)}. "
+                f"{keras_api.ROOT_PACKAGE} in this process"
+                f"{inner_optimizers.hint(inner_optimizer)}. "
                 f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
             )
         if adapter.overrides_minimize:
@@ -102,12 +106,13 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
                 "these, or train without a wrapper: in mixed_bfloat16, which needs no loss scale. "
                 f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
             )
-        # No hyperparameter can hide what wrapper classes define.
+        # Nothing of the inner optimizer can hide what wrapper classes define.
         wrappers = type(self).__mro__[: type(self).__mro__.index(OptimizerWrapper) + 1]
+        delegated = adapter.hyperparameters() | _OF_INNER
         self._set_own(
             _adapter=adapter,
             _trackable=inner_optimizer,
-            _hyperparameters=adapter.hyperparameters().difference(*map(vars, wrappers)),
+            _delegated=delegated.difference(*map(vars, wrappers)),
             _reduce_dtype=None,
         )
         if reduce_dtype is not None:
@@ -143,7 +148,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     def __getattribute__(self, name: str) -> Any:
         own = object.__getattribute__(self, "__dict__")
         name = _ALIASES.get(name, name)
-        if name in own.get("_hyperparameters", ()):
+        if name in own.get("_delegated", ()):
             return getattr(own["_trackable"], name)
         try:
             return object.__getattribute__(self, name)
@@ -158,7 +163,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     def __setattr__(self, name: str, value: Any) -> None:
         name = _ALIASES.get(name, name)
         inner = vars(self).get("_trackable")
-        if inner is not None and name in self._hyperparameters:
+        if inner is not None and name in self._delegated:
             setattr(inner, name, value)
         elif (
             inner is None
@@ -180,7 +185,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     def __dir__(self) -> list[str]:
         # Keras saves all of these by name. The inner optimizer is saved only once, as
         # `inner_optimizer`.
-        names = set(object.__dir__(self)) | self._hyperparameters | {"lr"}
+        names = set(object.__dir__(self)) | self._delegated | {"lr"}
         return sorted(names - {"_trackable"})
 
     @property
@@ -193,40 +198,6 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         """The inner optimizer's name."""
         inner = self.inner_optimizer
         return getattr(inner, "name", None) or inner.get_config()["name"]
-
-    @property
-    def iterations(self) -> Any:
-        """The inner optimizer's count of steps."""
-        return self.inner_optimizer.iterations
-
-    @iterations.setter
-    def iterations(self, value: tf.Variable) -> None:
-        self.inner_optimizer.iterations = value
-
-    @property
-    def learning_rate(self) -> Any:
-        """The inner optimizer's learning rate."""
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: float | tf.Tensor | Callable[..., Any]) -> None:
-        self.inner_optimizer.learning_rate = value
-
-    @property
-    def optimizers(self) -> Any:
-        """The optimizers in Keras 3's `MultiOptimizer`.
-
-        Each of them has its own learning rate.
-
-        Raises:
-            AttributeError: the inner optimizer has no others inside.
-        """
-        return self.inner_optimizer.optimizers
-
-    @property
-    def built(self) -> bool:
-        """Whether the inner optimizer has made its variables."""
-        return self.inner_optimizer.built
 
     @property
     def variables(self) -> list[Any]:
@@ -253,7 +224,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
 
     @reduce_dtype.setter
     def reduce_dtype(self, value: str | tf.DType) -> None:
-        refuse_second_sum(self.inner_optimizer, type(self).__name__)
+        inner_optimizers.refuse_second_sum(self.inner_optimizer, type(self).__name__)
         hint = (
             " Gradients in float16 have to be scaled: use LossScaleOptimizer(optimizer, "
             "reduce_dtype='float16')."
@@ -282,7 +253,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         Args:
             model: A model of `tf.keras`.
         """
-        for optimizer in chain(self):
+        for optimizer in inner_optimizers.chain(self):
             if isinstance(optimizer, OptimizerWrapper):
                 _models[optimizer] = weakref.ref(model)
 
@@ -334,12 +305,6 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         """
         pairs = self.compute_gradients(loss, var_list, tape, grad_loss)
         return self.apply_gradients(pairs, name=name)
-
-    def _only_differentiates(self) -> bool:
-        return _is_of_keras_mp(type(self).compute_gradients) and self._adapter.only_differentiates
-
-    def _overrides_minimize(self) -> bool:
-        return not _is_of_keras_mp(type(self).minimize)
 
     @do_not_convert
     def compute_gradients(
@@ -398,14 +363,13 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         Yields:
             The pairs of unscaled gradients.
         """
-        wrappers = (each for each in chain(self) if isinstance(each, OptimizerWrapper))
-        scaling = next((each for each in wrappers if hasattr(each, "_step_calls")), None)
-        if scaling is None and scaled:
-            raise ValueError(
-                "The gradients cannot be scaled: no LossScaleOptimizer is among the optimizers. "
-                f"Received: scaled={scaled!r} for {self!r}"
-            )
-        if scaling is None:
+        scaling = inner_optimizers.find_loss_scale_optimizer(self)
+        if not isinstance(scaling, OptimizerWrapper):
+            if scaled:
+                raise ValueError(
+                    "The gradients cannot be scaled: no LossScaleOptimizer is among the "
+                    f"optimizers. Received: scaled={scaled!r} for {self!r}"
+                )
             yield pairs
             return
         calls = scaling._step_calls
@@ -444,20 +408,20 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         Raises:
             ValueError: the gradients are said to be scaled, and no optimizer inside scales any.
         """
-        is_summed = skip_gradients_aggregation or not experimental_aggregate_gradients
+        aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         given = contextlib.nullcontext(grads_and_vars)
         with self._unscaled(grads_and_vars, scaled) if scaled else given as pairs:
-            return self._apply(list(pairs), name, not is_summed)
+            if self._reduce_dtype is None:
+                return self._adapter.apply(list(pairs), name, aggregate)
+            how = {"reduce_dtype": self._reduce_dtype, "aggregate": aggregate, "name": name}
+            return self._make_step(gradients.checked_pairs(pairs), **how)
 
-    def _apply(self, pairs: list[tuple[Any, Any]], name: str | None, aggregate: bool) -> Any:
-        if self._reduce_dtype is None:
-            return self._adapter.apply(pairs, name, aggregate)
-        pairs = gradients.checked_pairs(pairs)
+    def _make_step(self, pairs: Pairs, *args: Any, **how: Any) -> Any:
+        """Builds the inner optimizer, and makes a step, as `apply_gradients` returns it."""
         if not pairs:
             return self.iterations
         self.build([variable for _, variable in pairs])
-        how = {"reduce_dtype": self._reduce_dtype, "aggregate": aggregate, "name": name}
-        operation, _ = make_step(self._adapter, pairs, **how)
+        operation, _ = make_step(self._adapter, pairs, *args, **how)
         return self.iterations if operation is None else operation
 
     def set_weights(self, weights: Iterable[Any]) -> None:
@@ -576,9 +540,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         # slots. A wrapper may be an instance of several bases, so it writes the family of the inner
         # optimizer.
         del kwargs
-        innermost = self.inner_optimizer
-        while hasattr(innermost, "inner_optimizer"):
-            innermost = innermost.inner_optimizer
+        *_, innermost = inner_optimizers.chain(self)
         revived = saving.revived(innermost)
         if revived is not None:
             object_proto.user_object.CopyFrom(revived)
@@ -621,7 +583,7 @@ def _only_inner(wrapper: OptimizerWrapper, name: str) -> str:
     return (
         f"{type(wrapper).__name__} has no attribute {name!r}, only its inner optimizer has: use "
         f"`optimizer.inner_optimizer.{name}`. The wrapper only passes on hyperparameters, here "
-        f"{sorted(wrapper._hyperparameters | {'learning_rate'})}."
+        f"{sorted(wrapper._delegated - _OF_INNER | {'learning_rate'})}."
     )
 
 
@@ -651,10 +613,6 @@ def check_shapes(variables: Iterable[Any], weights: Sequence[Any]) -> None:
             "The weights are from another kind of optimizer, or for another model. Nothing was "
             f"set. Expected the shapes {expected}. Received: {received}"
         )
-
-
-def _is_of_keras_mp(method: Callable[..., Any]) -> bool:
-    return (method.__module__ or "").startswith("keras_mp.")
 
 
 _delegate_rest()

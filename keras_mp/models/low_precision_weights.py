@@ -13,9 +13,9 @@ from absl import logging
 
 from keras_mp import keras_api
 from keras_mp.master_weight_optimizer import OUTER_WRAPPERS, MasterWeightOptimizer
-from keras_mp.optimizer_wrapper import chain
 from keras_mp.support import messages
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.wrappers.inner_optimizers import chain
 
 # Updates below this part of a weight are lost: half of its last digit.
 _LOST = {"float16": "1/2048", "bfloat16": "1/256"}

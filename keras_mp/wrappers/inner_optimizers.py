@@ -1,6 +1,7 @@
 """Optimizers inside of others: which there are, and how a wrapper calls one."""
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -24,31 +25,28 @@ class WrapperAdapter(DelegatingAdapter):
 
     @property
     def only_differentiates(self) -> bool:
-        return self.optimizer._only_differentiates()
+        is_ours = _is_of_keras_mp(type(self.optimizer).compute_gradients)
+        return is_ours and self._inner.only_differentiates
 
     @property
     def overrides_minimize(self) -> bool:
-        return self.optimizer._overrides_minimize()
+        return not _is_of_keras_mp(type(self.optimizer).minimize)
 
     def hyperparameters(self) -> frozenset[str]:
-        return self.optimizer._hyperparameters
-
-    def build(self, variables: Sequence[Any]) -> None:
-        self.optimizer.build(variables)
-
-    def compute_gradients(
-        self,
-        loss: Any,
-        var_list: Any,
-        tape: tf.GradientTape | None,
-        grad_loss: tf.Tensor | None,
-    ) -> list[tuple[Any, Any]]:
-        return self.optimizer.compute_gradients(loss, var_list, tape, grad_loss)
+        return self.optimizer._delegated
 
     def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         return self.optimizer.apply_gradients(
             grads_and_vars, name=name, skip_gradients_aggregation=not aggregate
         )
+
+
+for _name in ("build", "compute_gradients"):
+    setattr(WrapperAdapter, _name, property(operator.attrgetter(f"optimizer.{_name}")))
+
+
+def _is_of_keras_mp(method: Callable[..., Any]) -> bool:
+    return (method.__module__ or "").startswith("keras_mp.")
 
 
 def chain(optimizer: tf.keras.optimizers.Optimizer | None) -> Iterator[Any]:
