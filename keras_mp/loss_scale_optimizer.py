@@ -22,7 +22,7 @@ from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.record import GradientState
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import messages, validation
-from keras_mp.support.autograph import allow_conversion, do_not_convert
+from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.wrappers import inner_optimizers, older_spellings
 from keras_mp.wrappers.scaler_properties import ScalerProperties
@@ -230,12 +230,12 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         Raises:
             TypeError: the loss is not a floating-point tensor.
         """
-        return self._scaled(loss, to_apply=False)
+        return gradients.map_loss(functools.partial(self._step_calls.scale, to_apply=False), loss)
 
     @do_not_convert
     def scale_loss(self, loss: Loss) -> Loss:
         """Multiplies the loss; `apply_gradients` or `apply` then unscales the gradients."""
-        return self._scaled(loss, to_apply=True)
+        return gradients.map_loss(functools.partial(self._step_calls.scale, to_apply=True), loss)
 
     @do_not_convert
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
@@ -279,18 +279,14 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
             with self._step_calls.as_before_an_exception():
                 return super().minimize(loss, var_list, tape, grad_loss, name)
-        calls, by_tape = self._step_calls, self._scales_on_tape()
+        calls = self._step_calls
         with calls.whole_step():
             scaled_by = self._scaler.loss_scale()
-            scale = functools.partial(self._scaled, scaled_by=scaled_by)
-            scaled_by_tape = scaled_by if by_tape else None
-            pairs = self._gradients(scale, scaled_by_tape, loss, var_list, tape, grad_loss)
-            state = GradientState(
-                calls.scales and not by_tape,
-                scaled_by if calls.scales else None,
-                by_tape,
-                calls.losses(),
-            )
+            scale = functools.partial(calls.scale, scaled_by=scaled_by)
+            scale_when_called = functools.partial(gradients.map_loss, scale)
+            pairs = self._gradients(scale_when_called, loss, var_list, tape, grad_loss)
+            scaled_by = scaled_by if calls.scales else None
+            state = GradientState(calls.scales, scaled_by, losses=calls.losses())
             return self._step(gradients.checked_pairs(pairs), state, name=name)
 
     @do_not_convert
@@ -308,17 +304,9 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         Returns:
             list of (gradient, variable) pairs.
         """
-        scaled_by = self._scaler.loss_scale() if self._scales_on_tape() else None
-        calls = self._step_calls
-        with calls.as_before_an_exception():
-            scale = self.get_scaled_loss
-            pairs = self._gradients(scale, scaled_by, loss, var_list, tape, grad_loss)
-            grads = [g for g, _ in pairs]
-            if scaled_by is None:
-                unscaled = self.get_unscaled_gradients(grads)
-            else:
-                calls.begin(scaled_by, to_apply=False)
-                unscaled = calls.unscale(gradients.convert(grads), by_tape=True)
+        with self._step_calls.as_before_an_exception():
+            pairs = self._gradients(self.get_scaled_loss, loss, var_list, tape, grad_loss)
+            unscaled = self.get_unscaled_gradients([g for g, _ in pairs])
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
     @do_not_convert
@@ -386,24 +374,9 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         """Whether the tape has to scale, as the inner optimizer needs the loss unscaled."""
         return self._step_calls.scales and not self._adapter.only_differentiates
 
-    def _scaled(
-        self, loss: Loss, scaled_by: tf.Tensor | None = None, to_apply: bool | None = None
-    ) -> Loss:
-        """Scales a loss, now or when called; begins a step unless `to_apply` is None."""
-        if callable(loss) and not tf.is_tensor(loss):
-            user_loss = allow_conversion(loss)
-            return do_not_convert(lambda: self._scaled(user_loss(), scaled_by, to_apply))
-        scaled_by = self._scaler.loss_scale() if scaled_by is None else scaled_by
-        assert scaled_by is not None
-        scaled = self._step_calls.scale(loss, scaled_by)
-        if to_apply is not None:
-            self._step_calls.begin(scaled_by, to_apply=to_apply)
-        return scaled
-
     def _gradients(
         self,
         scale: Callable[[Loss], Loss],
-        scaled_by_tape: tf.Tensor | None,
         loss: Loss,
         var_list: VarList,
         tape: tf.GradientTape | None,
@@ -411,17 +384,21 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
     ) -> list[tuple[Any, Any]]:
         """Computes gradients of a loss that `scale` multiplies.
 
-        `scaled_by_tape` is None, or the loss scale for a tape that scales and unscales instead of
-        `scale`. That is for an inner optimizer that computes gradients in its own way.
+        An inner optimizer that computes gradients in its own way sees this loss, and its gradients,
+        unscaled: the tape scales and unscales.
         """
-        if scaled_by_tape is not None:
-            scale = functools.partial(self._scaled, scaled_by=tf.constant(1.0))
-            tape = tf.GradientTape() if tape is None else tape
-            if isinstance(tape, tf.GradientTape):
-                tape = gradients.ScalingTape(tape, scaled_by_tape)
+        scaled_by = self._scaler.loss_scale() if self._scales_on_tape() else None
+        if scaled_by is not None and (tape is None or isinstance(tape, tf.GradientTape)):
+            tape = gradients.ScalingTape(tape or tf.GradientTape(), scaled_by)
         with tape if isinstance(tape, tf.GradientTape) else contextlib.nullcontext():
             loss = scale(loss)
-        return super().compute_gradients(loss, var_list, tape, grad_loss)
+            if scaled_by is not None:
+                loss = gradients.map_loss(lambda each: each / tf.cast(scaled_by, each.dtype), loss)
+        pairs = super().compute_gradients(loss, var_list, tape, grad_loss)
+        if scaled_by is None:
+            return pairs
+        scaled = gradients.scale(self._adapter.widened([g for g, _ in pairs]), scaled_by)
+        return [(g, v) for g, (_, v) in zip(scaled, pairs, strict=True)]
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Saves the state of the loss scale and of the inner optimizer.

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from keras_mp.step import scaled_losses
 from keras_mp.support import kept_casts
+from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.support.dtypes import is_low
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
@@ -73,6 +74,15 @@ def scale_loss(loss: tf.Tensor, scaled_by: tf.Tensor) -> tf.Tensor:
     scaled = loss * tf.cast(scaled_by, loss.dtype)
     scaled_losses.thread.noted.note_loss(scaled)
     return scaled
+
+
+def map_loss(function: Callable[[tf.Tensor], tf.Tensor], loss: Any) -> Any:
+    """Applies a function to a loss: now, or when a callable loss is called."""
+    is_callable = callable(loss) and not tf.is_tensor(loss)
+    if not is_callable:
+        return function(loss)  # pyright: ignore[reportArgumentType]
+    user_loss = allow_conversion(loss)
+    return do_not_convert(lambda: function(user_loss()))
 
 
 def scale(gradients: Sequence[Gradient], scaled_by: tf.Tensor) -> list[Gradient]:

@@ -89,18 +89,29 @@ class OptimizerCalls(Calls[_Step]):
     def __init__(self, loss_scale: LossScaleValue, scales: bool = True) -> None:
         super().__init__(_Step, loss_scale, scales)
 
-    def scale(self, loss: Any, scaled_by: tf.Tensor) -> tf.Tensor:
-        """Multiplies a loss, which `begin` notes."""
+    def scale(
+        self, loss: Any, scaled_by: tf.Tensor | None = None, *, to_apply: bool | None = None
+    ) -> tf.Tensor:
+        """Multiplies a loss, and begins a step.
+
+        Args:
+            loss: float tensor.
+            scaled_by: float32 scalar tensor. Defaults to the current loss scale.
+            to_apply: bool, as for `begin`. Defaults to None, with which no step begins.
+        """
         own = self.notes()
         if not self.scales:
             own.losses = (loss,) if tf.is_tensor(loss) else ()
             return loss
         self._refuse_results([loss], "get_scaled_loss")
+        scaled_by = self._loss_scale() if scaled_by is None else scaled_by
         scaled = gradients.scale_loss(loss, scaled_by)
         # The losses since the last step that was made here. If a program makes none, a few are
         # kept.
         own.losses = (*own.losses, tf.convert_to_tensor(loss))[-_MOST_LOSSES:]
         self._remember_results([scaled])
+        if to_apply is not None:
+            self.begin(scaled_by, to_apply=to_apply)
         return scaled
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
@@ -128,18 +139,13 @@ class OptimizerCalls(Calls[_Step]):
         self._refuse_results(grads, "apply_gradients(scaled=True)")
         self.begin(self._loss_scale(), to_apply=True)
 
-    def unscale(self, grads: Sequence[Any], *, by_tape: bool = False) -> list[Any]:
-        """Divides gradients by the factor of the loss.
-
-        Args:
-            grads: sequence of gradients.
-            by_tape: bool. Whether a tape has divided them already. Defaults to False.
-        """
+    def unscale(self, grads: Sequence[Any]) -> list[Any]:
+        """Divides gradients by the factor of the loss."""
         if not self.scales:
             return list(grads)
         self._refuse_results(grads, "get_unscaled_gradients")
         scaled_by = self._scale_of_step()
-        unscaled = gradients.unscale(grads, None if by_tape else scaled_by)
+        unscaled = gradients.unscale(grads, scaled_by)
         self._note_unscaled(unscaled, scaled_by, how=How.DONE)
         self._remember_results(unscaled)
         return unscaled
