@@ -11,7 +11,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import loss_scale as loss_scale_lib
-from keras_mp.compat.computed_gradients import ComputedGradients
 from keras_mp.compat.loss_scale_managers import (
     ExponentialUpdateLossScaleManager,
     FixedLossScaleManager,
@@ -24,7 +23,7 @@ from keras_mp.step import gradients, replicas
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import Loss
 from keras_mp.step.other_adapters import V1Optimizer
-from keras_mp.step.record import GradientState
+from keras_mp.step.record import GradientState, Notebook, Notes
 from keras_mp.step.scaled_step import make_step
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import messages, trackables
@@ -63,6 +62,21 @@ def scales_loss(optimizer: Any) -> bool:
     if not isinstance(optimizer, _Optimizer):
         return False
     return isinstance(optimizer, (LossScaleOptimizer, _TensorFlowWrapper)) or optimizer in _wrapped
+
+
+class _Computed(Notes):
+    """What `compute_gradients` has computed in one graph, or in eager code.
+
+    Attributes:
+        computed: the ids of their variables. In eager, without those that were applied.
+        is_applied: whether a graph has applied its gradients itself.
+    """
+
+    computed: frozenset[int] = frozenset()
+    is_applied = False
+
+    def has_begun(self) -> bool:
+        return bool(self.computed) and not self.is_applied
 
 
 class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Optimizer):
@@ -151,7 +165,8 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
             aggregate_in_float16=aggregate_in_float16,
             warn_after_skips=warn_after_skips,
         )
-        self._computed = ComputedGradients()
+        # For warnings. It is in Python, so it costs a step nothing.
+        self._notebook = Notebook(_Computed)
         _wrapped.add(opt)
         observers.tell(observers.Observer.scaler_was_made)
 
@@ -249,7 +264,8 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
             grad_loss=grad_loss,
         )
         unscaled = gradients.unscale([g for g, _ in pairs], scaled_by)
-        self._computed.note(v for _, v in pairs)
+        computed = self._notebook.notes().computed.union(id(v) for _, v in pairs)
+        self._notebook.note(computed=computed, is_applied=False)
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
     @do_not_convert
@@ -276,7 +292,11 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
             ValueError: no variable has a gradient, or the call is in a cross-replica context.
         """
         pairs = _checked(grads_and_vars)
-        if not self._computed.may_include(v for _, v in pairs):
+        applied = {id(v) for _, v in pairs}
+        notes, own = self._notebook.current(), self._notebook.notes()
+        # What another thread or function has computed is presumed to be what is applied here.
+        is_known = notes is own and tf.executing_eagerly()
+        if notes.computed.isdisjoint(applied) if is_known else not notes.computed:
             messages.warn(
                 "apply_gradients() received gradients that compute_gradients() did not compute: "
                 "their loss was not scaled, and small gradients may have vanished in float16. Do "
@@ -286,7 +306,10 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         state = GradientState(scaled_by=self._scaler.loss_scale())
         aggregate = not skip_gradients_aggregation
         operation = self._step(pairs, global_step, name, state, aggregate=aggregate)
-        self._computed.applied(v for _, v in pairs)
+        if tf.executing_eagerly():
+            own.computed -= applied
+        else:
+            own.is_applied = True
         return operation
 
     def get_slot(self, var: tf.Variable, name: str) -> Any:
@@ -326,9 +349,7 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
             losses.append(tf.convert_to_tensor(loss))
             return gradients.scale_loss(loss, scaled_by)
 
-        value: Any = loss
-        is_callable = callable(loss) and not tf.is_tensor(loss)
-        scaled = (lambda: scale(value())) if is_callable else scale(value)
+        scaled = gradients.map_loss(scale, loss)
         if grad_loss is not None:
             grad_loss = tf.convert_to_tensor(grad_loss)
             if grad_loss.dtype.size < tf.float32.size:  # widened like the loss
