@@ -204,28 +204,26 @@ class LossScaleGradientTape(tf.GradientTape):
         loss_is_finite = finiteness.all_finite(targets)
         start = self._loss_scale()
         floor = getattr(self._loss_scale, "min_loss_scale", MIN_LOSS_SCALE)
+        lowest = tf.maximum(start * 0.5**self._max_retries, floor)
         first = compute(start)
         positions = [i for i, gradient in enumerate(first) if gradient is not None]
 
-        def scale_after(retries: tf.Tensor) -> tf.Tensor:
-            return tf.maximum(start * tf.pow(0.5, tf.cast(retries, tf.float32)), floor)
+        def goes_on(scale: tf.Tensor, finite: tf.Tensor, *grads: Any) -> tf.Tensor:
+            return loss_is_finite & tf.logical_not(finite) & (scale > lowest)
 
-        def goes_on(retries: tf.Tensor, finite: tf.Tensor, *grads: Any) -> tf.Tensor:
-            is_left = (retries < self._max_retries) & (scale_after(retries) > floor)
-            return loss_is_finite & tf.logical_not(finite) & is_left
-
-        def again(retries: tf.Tensor, finite: tf.Tensor, *grads: Any) -> tuple:
-            again = compute(scale_after(retries + 1))
+        def again(scale: tf.Tensor, finite: tf.Tensor, *grads: Any) -> tuple:
+            scale = tf.maximum(scale * 0.5, floor)
+            again = compute(scale)
             for i in positions:
                 _set_shapes(again[i], first[i])
-            return retries + 1, finiteness.all_finite(again), *(again[i] for i in positions)
+            return scale, finiteness.all_finite(again), *(again[i] for i in positions)
 
-        state = (tf.constant(0), finiteness.all_finite(first), *(first[i] for i in positions))
+        state = (start, finiteness.all_finite(first), *(first[i] for i in positions))
         if self._max_retries:
             state = _rare_loop(goes_on, again, state)
-        retries, finite, *found = state
+        scale, finite, *found = state
         if self._moves_scale and isinstance(self._loss_scale, DynamicLossScale):
-            self._move(self._loss_scale, retries, finite, loss_is_finite, scale_after)
+            self._move(start, scale, finite, loss_is_finite)
         if self._scaler is not None:
             self._scaler._step_calls.by_tape(targets)
         grads: list[Any] = [None] * len(first)
@@ -234,33 +232,28 @@ class LossScaleGradientTape(tf.GradientTape):
         return grads
 
     def _move(
-        self,
-        scale: DynamicLossScale,
-        retries: tf.Tensor,
-        finite: tf.Tensor,
-        loss_is_finite: tf.Tensor,
-        scale_after: Callable[[tf.Tensor], tf.Tensor],
+        self, start: tf.Tensor, scale: tf.Tensor, finite: tf.Tensor, loss_is_finite: tf.Tensor
     ) -> None:
         """Moves the scale to where the gradients of all replicas were finite."""
+        loss_scale: Any = self._loss_scale
         if replicas.are_several():
-            retries, finite, loss_is_finite = _worst_of_all_replicas(
-                retries, finite, loss_is_finite, self._max_retries
-            )
+            own = [tf.cast(each, tf.float32) for each in (scale, finite, loss_is_finite)]
+            scale, *verdicts = tf.unstack(tf.reduce_min(replicas.gather(tf.stack(own)), 0))
+            finite, loss_is_finite = (verdict > 0 for verdict in verdicts)
 
         def move(tensors: list[tf.Tensor]) -> None:
-            was_lowered, finite, loss_is_finite, lowered = tensors
+            start, lowered, finite, loss_is_finite = tensors
 
             def go_on() -> None:
-                scale.fall_to(lowered)
+                loss_scale.fall_to(lowered)
 
             def count() -> None:
                 if self._scaler is None:  # A GradScaler counts by itself.
-                    scale.move(finite, loss_is_finite)
+                    loss_scale.move(finite, loss_is_finite)
 
-            tf.cond(finite & was_lowered, go_on, count)
+            tf.cond(finite & (lowered < start), go_on, count)
 
-        verdicts = [retries > 0, finite, loss_is_finite]
-        replicas.once_for_all_replicas(move, [*verdicts, scale_after(retries)])
+        replicas.once_for_all_replicas(move, [start, scale, finite, loss_is_finite])
 
 
 def _rare_loop(
@@ -291,23 +284,6 @@ def _rare_loop(
             no = tf.compat.v1.AttrValue(b=False)
             graphs.set_attribute(op, "_lower_using_switch_merge", no)
     return result
-
-
-def _worst_of_all_replicas(
-    retries: tf.Tensor, finite: tf.Tensor, loss_is_finite: tf.Tensor, at_most: int
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns the most retries, and whether all gradients and losses are finite.
-
-    Both are verdicts on all replicas.
-    """
-    # Replicas can only sum, so each one raises a flag. The flags are int64, since GPUs leave
-    # arithmetic in int32 to the host.
-    kind = tf.where(loss_is_finite, tf.constant(at_most + 1, tf.int64), at_most + 2)
-    flags = tf.one_hot(tf.where(finite, tf.cast(retries, tf.int64), kind), at_most + 3)
-    raised = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, flags) > 0
-    numbers = tf.range(at_most + 1, dtype=tf.int64)
-    most = tf.reduce_max(tf.where(raised[:-2], numbers, 0))
-    return most, ~tf.reduce_any(raised[-2:]), ~raised[-1]
 
 
 def _set_shapes(gradient: Any, known: Any) -> None:

@@ -55,27 +55,20 @@ def count_of_replicas(
                 loss = tf.where(has_examples, row[:1], tf.constant(NO_EXAMPLES, COUNTS))
                 row = tf.concat([loss, row[1:]], 0)
             rows.append(row)
-    of_totals = [] if totals is None else [functools.partial(_row, [], list(totals))]
+    of_totals = [] if totals is None else [_row([], list(totals))]
     if len(rows) == strategy.num_replicas_in_sync:
-        return tf.stack([*rows, *(make() for make in of_totals)])
+        return tf.stack([*rows, *of_totals])
 
     @do_not_convert
     def gather() -> tf.Tensor:
-        context = tf.distribute.get_replica_context()
-        replica = context.replica_id_in_sync_group
-        row = rows[replicas.local_id()] if len(rows) > 1 else rows[0]
-        number = strategy.num_replicas_in_sync
-        counts = tf.one_hot(replica, number, dtype=COUNTS)[:, tf.newaxis, tf.newaxis] * row
-        # The totals are the same on all replicas, so only one replica counts them.
-        is_first = tf.get_static_value(replica) == 0
-        last = [make() if is_first else tf.zeros_like(row) for make in of_totals]
-        counts = tf.concat([counts, *(each[tf.newaxis] for each in last)], 0)
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
+        return replicas.gather(rows[replicas.local_id()] if len(rows) > 1 else rows[0])
 
-    if not tf.distribute.in_cross_replica_context():
-        return gather()
-    gathered = strategy.extended.call_for_each_replica(gather)
-    return strategy.experimental_local_results(gathered)[0]
+    if tf.distribute.in_cross_replica_context():
+        of_each = strategy.extended.call_for_each_replica(gather)
+        gathered = strategy.experimental_local_results(of_each)[0]
+    else:
+        gathered = gather()
+    return tf.concat([gathered, *(each[tf.newaxis] for each in of_totals)], 0)
 
 
 @host.shared_operation

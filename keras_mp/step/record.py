@@ -23,6 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import tensorflow as tf
 
+from keras_mp.step import replicas
 from keras_mp.step.gradients import Gradient
 from keras_mp.support import function_graphs, host
 
@@ -113,7 +114,7 @@ class Notebook(Generic[N]):
         graph = host.current_graph()
         if graph is not None:
             return self._in_graph(graph)
-        replica = _replica()
+        replica = replicas.number()
         if replica is None and not self._is_shared:
             return self._found(self._of_threads, threading.current_thread(), None)
         return self._found(self._of_replicas, replica, replica)
@@ -194,7 +195,7 @@ class Notebook(Generic[N]):
         # The graph itself has its notes, so that they keep no graph alive.
         if not hasattr(graph, "_keras_mp_notes"):
             graph._keras_mp_notes = {}
-        replica = _replica()
+        replica = replicas.number()
         return self._found(graph._keras_mp_notes.setdefault(self, {}), replica, replica)
 
     def _found(self, owners: Any, key: Any, replica: int | None) -> N:
@@ -265,12 +266,3 @@ def _has_function_around(graph: Any) -> bool:
 
 def _size(graph: Any) -> int:
     return len(graph.get_operations())
-
-
-def _replica() -> int | None:
-    """Returns the number of the replica that runs this code; None without several."""
-    context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
-        return None
-    number = tf.get_static_value(tf.convert_to_tensor(context.replica_id_in_sync_group))
-    return None if number is None else int(number)

@@ -209,6 +209,23 @@ def need_not_meet() -> bool:
     return features.is_on(WITHOUT_MEETING) and replicas.reduces_alone()
 
 
+def gather(values: tf.Tensor) -> tf.Tensor:
+    """Stacks the values of all replicas. Called in a replica context.
+
+    Args:
+        values: tensor of numbers, of one shape on all replicas.
+
+    Returns:
+        tensor, the same on every replica. Its first axis has the replicas.
+    """
+    # Replicas can only sum.
+    context = tf.distribute.get_replica_context()
+    count = context.num_replicas_in_sync
+    is_own = tf.one_hot(context.replica_id_in_sync_group, count, dtype=values.dtype)
+    [rows] = _summed([tf.reshape(is_own, [count, *(1 for _ in values.shape)]) * values])
+    return rows
+
+
 def agree(finite: tf.Tensor) -> tf.Tensor:
     """Returns whether the gradients of all replicas are finite.
 
@@ -277,13 +294,19 @@ def once_for_all_replicas(
     )
 
 
-def local_id() -> int:
-    """Returns the number of this replica in this process; 0 without replicas."""
+def number() -> int | None:
+    """Returns the number of the replica that runs this code; None without several."""
     context = tf.distribute.get_replica_context()
-    if context is None or not tf.distribute.has_strategy():
-        return 0
+    if context is None or context.num_replicas_in_sync == 1:
+        return None
     number = tf.get_static_value(tf.convert_to_tensor(context.replica_id_in_sync_group))
-    return int(number) % len(tf.distribute.get_strategy().extended.worker_devices)
+    return None if number is None else int(number)
+
+
+def local_id() -> int:
+    """Returns the number of this replica in this process; 0 without several."""
+    own = number()
+    return 0 if own is None else own % len(tf.distribute.get_strategy().extended.worker_devices)
 
 
 def _cannot_be_gathered(gradient: Gradient) -> bool:
