@@ -27,27 +27,17 @@ class Stage(enum.Enum):
     """A stage of an optimizer of a `GradScaler`."""
 
     READY = "nothing was called"
-    # A loss was scaled: by a call, by a tape, which has unscaled the gradients as well, or by both.
+    # A loss was scaled: by a call, or by a tape, which has unscaled the gradients as well.
     SCALED = "scaled"
     BY_TAPE = "scaled and unscaled by a tape"
-    IN_TWO_WAYS = "scaled in two ways"
     UNSCALED = "unscaled"
     UNSCALED_BEFORE = "unscaled, and another loss was scaled after that"
     APPLIED = "applied"
     SPOILED = "a wrong call was reported"
 
 
-_AFTER_SCALING = {
-    Stage.READY: Stage.SCALED,
-    Stage.BY_TAPE: Stage.IN_TWO_WAYS,
-    Stage.UNSCALED: Stage.UNSCALED_BEFORE,
-}
-_AFTER_TAPE = {
-    Stage.READY: Stage.BY_TAPE,
-    Stage.SCALED: Stage.IN_TWO_WAYS,
-    Stage.UNSCALED: Stage.IN_TWO_WAYS,
-    Stage.UNSCALED_BEFORE: Stage.IN_TWO_WAYS,
-}
+_AFTER_SCALING = {Stage.READY: Stage.SCALED, Stage.UNSCALED: Stage.UNSCALED_BEFORE}
+_AFTER_TAPE = {Stage.READY: Stage.BY_TAPE}
 
 
 class _Step(Notes):
@@ -116,7 +106,7 @@ class GradScalerCalls(Calls[_Step]):
             step = self._of_this_step()
             if self._is_updated_elsewhere and Stage.APPLIED in step.stages.values():
                 step = _Step()
-            if step.of_losses in (Stage.BY_TAPE, Stage.IN_TWO_WAYS):
+            if step.of_losses is Stage.BY_TAPE:
                 raise ValueError(_TWO_WAYS)
             goes_on = step.of_losses is Stage.SCALED
             scaled_by = self._scale_of(step) if goes_on else self._loss_scale()
@@ -127,7 +117,7 @@ class GradScalerCalls(Calls[_Step]):
 
     def refuse_tape_beside_scale(self) -> None:
         """Raises an error if a loss was scaled since the last update."""
-        if self._of_this_step().of_losses in (Stage.SCALED, Stage.IN_TWO_WAYS):
+        if self._of_this_step().of_losses is Stage.SCALED:
             raise ValueError(_TWO_WAYS)
 
     def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
@@ -139,6 +129,7 @@ class GradScalerCalls(Calls[_Step]):
         if not self.scales:
             return
         with self._lock:
+            self.refuse_tape_beside_scale()
             step = self._of_this_step()
             known = step.losses if step.of_losses is Stage.BY_TAPE else ()
             self._note_losses(step, _AFTER_TAPE, self._loss_scale(), (*known, *losses))
@@ -293,13 +284,9 @@ class GradScalerCalls(Calls[_Step]):
         if key not in self._finite:
             living = {None, *(_key_of(each) for refer in self._named if (each := refer()))}
             self._finite = {each: v for each, v in self._finite.items() if each in living}
-            strategy = tf.distribute.get_strategy()
-
-            def make() -> tf.Variable:
-                with strategy.scope():
-                    return host.local_variable("finite", True, tf.bool)
-
-            self._finite[key] = new_variables.outside_of_functions(make)
+            self._finite[key] = new_variables.outside_of_functions(
+                lambda: host.local_variable("finite", True, tf.bool)
+            )
         return self._finite[key]
 
     def _key(self, optimizer: Any) -> Any:
@@ -389,14 +376,12 @@ _WHOSE = (
 _WRONG_UNSCALE = {
     Stage.READY: _NOT_SCALED.format("unscale"),
     Stage.BY_TAPE: _TWICE,
-    Stage.IN_TWO_WAYS: _TWICE,
     Stage.UNSCALED: _TWICE,
     Stage.APPLIED: _TOO_LATE,
     Stage.SPOILED: _TWICE,
 }
 _WRONG_STEP = {
     Stage.READY: _NOT_SCALED.format("step"),
-    Stage.IN_TWO_WAYS: _TWO_WAYS,
     Stage.APPLIED: _NO_UPDATE,
     Stage.SPOILED: _WRONGLY_UNSCALED,
 }

@@ -193,15 +193,15 @@ def _cells(row: OverflowedGradient) -> tuple[str, ...]:
     return row.variable, where, infs, nans, size
 
 
-def places_of(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[ReplicaPlace]:
+def places_of(variable: tf.Variable) -> list[ReplicaPlace]:
     """Returns the places of all replicas.
 
     All workers have the same devices.
 
     Args:
-        strategy: `tf.distribute.Strategy`.
         variable: a variable on the device of the replica, if there is only one replica.
     """
+    strategy = tf.distribute.get_strategy()
     count = strategy.num_replicas_in_sync
     devices = [variable.device] if count == 1 else strategy.extended.worker_devices
     specs = map(tf.DeviceSpec.from_string, devices)

@@ -260,15 +260,11 @@ class _Note:
         names = _unique(skipped.names(skipped.variables))
         sizes = [tf.TensorShape(v.shape).num_elements() for v in skipped.variables]
         self._sizes = dict(zip(names, sizes, strict=True))
-        strategy = tf.distribute.get_strategy()
         zeros = np.zeros(_TIMES + math.prod(self._shape))
-
-        def vector() -> tf.Variable:
-            with strategy.scope():
-                return state_variable(zeros, COUNTS, "overflow")
-
-        self.vector = new_variables.outside_of_functions(vector)
-        self._places = overflow.places_of(strategy, self.vector)
+        self.vector = new_variables.outside_of_functions(
+            lambda: state_variable(zeros, COUNTS, "overflow")
+        )
+        self._places = overflow.places_of(self.vector)
 
     def is_alive(self) -> bool:
         """Whether there may be another step with these variables."""

@@ -24,7 +24,7 @@ def made_at_once() -> contextlib.AbstractContextManager[None]:
 
 
 def outside_of_functions(make: Callable[[], _T]) -> _T:
-    """Makes variables where no graph and no strategy sees them.
+    """Makes variables of the current strategy where no graph sees them.
 
     An `init_scope` would not hide a variable from the `tf.function` that is being traced, which
     would be traced again, or refuse the variable. Another thread does hide it.
@@ -35,8 +35,14 @@ def outside_of_functions(make: Callable[[], _T]) -> _T:
     Returns:
         What it returns.
     """
+    strategy = tf.distribute.get_strategy()
+
+    def make_in_scope() -> _T:
+        with strategy.scope():
+            return make()
+
     with futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(make).result()
+        return thread.submit(make_in_scope).result()
 
 
 def _make(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
