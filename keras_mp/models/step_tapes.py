@@ -184,14 +184,12 @@ def _let_replicas_inherit() -> None:
     replica_threads.inherit(_step_of_thread, entered_again)
 
 
-@contextlib.contextmanager
-def left() -> Iterator[None]:
-    """Context manager for Keras's own step in a loop of the user.
+def left() -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager for Keras's own step in a loop of the user.
 
     Such a step scales by itself.
     """
-    with replaced(scaled_losses.thread, "noted", scaled_losses.ScaledLosses()):
-        yield
+    return replaced(scaled_losses.thread, "noted", scaled_losses.ScaledLosses())
 
 
 def _scaling(original: Callable[..., None]) -> Callable[..., None]:

@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras_mp.step import replicas
 from keras_mp.step.optimizer_adapter import Applied, OptimizerAdapter, Pairs
 from keras_mp.support import host
-from keras_mp.support.autograph import allow_conversion, do_not_convert
+from keras_mp.support.autograph import allow_conversion
 
 
 def other_adapter(optimizer: Any) -> OptimizerAdapter | None:
@@ -51,16 +51,12 @@ class V1Optimizer(OptimizerAdapter):
     def build(self, variables: Sequence[Any]) -> None:
         # If Python runs along with the step, `apply` makes the slots. A graph of TensorFlow 1 would
         # name slots after the branch in which they are made, and each replica would make its own.
-        if not host.in_v1_graph() and replicas.need_not_meet():
-            return
-
-        @do_not_convert
-        def build(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
-            del strategy
+        def make_slots(_: object) -> None:
             with tf.init_scope():
-                self.optimizer._create_slots(variables)
+                self.optimizer._create_slots(list(variables))
 
-        tf.distribute.get_replica_context().merge_call(build, args=(list(variables),))
+        if host.in_v1_graph() or not replicas.need_not_meet():
+            replicas.once_for_all_replicas(make_slots, [])
 
     def steps_made(self) -> tf.Tensor | None:
         if self._global_step is None:

@@ -11,8 +11,9 @@ This module needs TensorFlow only; it asks a model for its `weights`.
 """
 
 import contextlib
+import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -235,8 +236,6 @@ class StepUnderWay:
             optimizer: what trains them.
             may_skip: bool. Whether the step may be skipped.
         """
-        if host.in_v1_graph():
-            return KeptValues()
         weights = _weights_of((variable, True) for variable in trained)
         if hasattr(optimizer, "iterations"):
             is_new = _trained_by.setdefault(optimizer, set()).isdisjoint(weights)
@@ -277,13 +276,14 @@ class StepUnderWay:
             # optimizers.
             self._values = {key: value for key, value in values.items() if key not in trained}
             return [(w.handle, values[key]) for key, w in weights.items() if key in values]
-        histories = [
-            _History(graph, self._starts.get(graph, 0))
-            for graph in function_graphs.graphs_of_branches(host.current_graph())
-        ]
+        graphs = function_graphs.graphs_of_branches(host.current_graph())
+        uses_since = [_uses_since(self._starts.get(graph, 0), graph) for graph in graphs]
         old, unknown = [], []
         for weight in weights.values():
-            value, is_written = _before_first_write(histories, weight.handle)
+            uses = [use for of_graph in uses_since for use in of_graph(weight.handle)]
+            before = itertools.takewhile(lambda use: not use[1], uses)
+            reads = (op.outputs[0] for op, _ in before if op.type == "ReadVariableOp")
+            value, is_written = next(reads, None), any(writes for _, writes in uses)
             if is_written and value is not None:
                 old.append((weight.handle, value))
             elif is_written:
@@ -319,45 +319,31 @@ def _differ(now: tf.Tensor, before: tf.Tensor) -> bool:
     return bool(tf.reduce_any(tf.not_equal(now, before)))
 
 
-class _History:
-    """The operations on variables in a graph, in their order.
+def _uses_since(
+    start: int, graph: tf.Graph
+) -> Callable[[tf.Tensor], list[tuple[tf.Operation, bool]]]:
+    """Returns a function that finds the operations on a variable in a graph.
 
     Args:
-        graph: the graph.
         start: int. The number of the first operation to look at.
+        graph: the graph.
+
+    Returns:
+        function of a handle. It returns the list of the operations that take it, in their order,
+        each with a bool: whether it may write.
     """
+    handles = {id(outside): inside for outside, inside in graph.captures}
+    places = {op.name: i for i, op in enumerate(graph.get_operations())}
 
-    def __init__(self, graph: tf.Graph, start: int) -> None:
-        self._handles = {id(outside): inside for outside, inside in graph.captures}
-        self._places = {op.name: i for i, op in enumerate(graph.get_operations())}
-        self._start = start
-
-    def uses(self, handle: tf.Tensor) -> Iterator[tuple[tf.Operation, bool]]:
-        """Yields each operation that takes the handle, and whether it may write."""
-        inside = self._handles.get(id(handle))
+    def uses(handle: tf.Tensor) -> list[tuple[tf.Operation, bool]]:
+        inside = handles.get(id(handle))
         if inside is None:
-            return
-        uses = {self._places[op.name]: op for op in inside.consumers()}
-        for place in sorted(uses):
-            if place >= self._start:
-                yield uses[place], not variable_ops.only_reads(uses[place], inside)
+            return []
+        by_place = {places[op.name]: op for op in inside.consumers()}
+        since = (by_place[place] for place in sorted(by_place) if place >= start)
+        return [(op, not variable_ops.only_reads(op, inside)) for op in since]
 
-
-def _before_first_write(
-    histories: Sequence[_History], handle: tf.Tensor
-) -> tuple[tf.Tensor | None, bool]:
-    """Returns the value read before the first write, and whether there was a write.
-
-    The value is None if there was no such read.
-    """
-    value = None
-    for history in histories:
-        for op, writes in history.uses(handle):
-            if writes:
-                return value, True
-            if value is None and op.type == "ReadVariableOp":
-                value = op.outputs[0]
-    return value, False
+    return uses
 
 
 def _weights_of(variables: Iterable[tuple[Any, bool]]) -> dict[int, Weight]:
