@@ -105,7 +105,7 @@ ATTACHED = {
     *("master_weights", "plots", "extensions"),
 }
 # Lines of code.
-LARGEST_CORE = {"loss_scale_optimizer": 3974, "grad_scaler": 3367, "policy": 1062}
+LARGEST_CORE = {"loss_scale_optimizer": 3916, "grad_scaler": 3342, "policy": 1062}
 
 
 def modules():
