@@ -24,7 +24,7 @@ from keras_mp.numerics.origins import watching_outputs
 from keras_mp.numerics.patterns import chosen
 from keras_mp.numerics.report import KINDS, Report, Row, RowKey
 from keras_mp.step.gradients import Gradient
-from keras_mp.support import host, messages, validation
+from keras_mp.support import host, messages, op_callbacks, validation
 from keras_mp.support.autograph import do_not_convert
 
 _T = TypeVar("_T")
@@ -337,6 +337,7 @@ class _Step(observers.Observer):
         ]
         self._if_due(lambda: self._owner.end_step(seen, self._scale))
 
+    @op_callbacks.unobserved()
     def _if_due(self, count: Callable[[], None]) -> None:
         if tf.executing_eagerly():
             count()  # A step that is not due is not observed.

@@ -23,6 +23,7 @@ from keras_mp.numerics import results as causes
 from keras_mp.numerics.operation_table import ByTensor, EagerRecorder, GraphRecorder, Range
 from keras_mp.support import (
     attributes,
+    features,
     function_graphs,
     kept_casts,
     messages,
@@ -30,6 +31,8 @@ from keras_mp.support import (
     op_table,
     validation,
 )
+from keras_mp.tensorflow_api import operations
+from keras_mp.tensorflow_api.features import UNOBSERVED
 
 # Operations that bring arguments into a graph.
 PASSED_IN = op_table.ops("arguments", "data")
@@ -336,6 +339,10 @@ class FirstBadOperation:
     ) -> None:
         """The callback for TensorFlow."""
         del attrs
+        # Whether callbacks are off, TensorFlow asks in graphs only.
+        is_off = features.is_on(UNOBSERVED) and operations.context().invoking_op_callbacks
+        if graph is None and is_off:
+            return
         kind = kind.decode() if isinstance(kind, bytes) else kind
         if graph is None and kind.startswith(("__inference_", "__forward_", "__backward_")):
             self._eager.use(self._eager.row_of.of(inputs))

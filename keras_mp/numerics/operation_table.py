@@ -204,8 +204,6 @@ class EagerRecorder(OperationTable):
         if not checked:
             return
         origin = origins.running()
-        if origin.is_of_a_tool:
-            return
         known = self.row_of.of(inputs)
         self.add(kind, origin, checked, known)
         numbers = np.concatenate([value.numpy().ravel() for value in checked])
@@ -271,7 +269,7 @@ class GraphRecorder(OperationTable):
             self.not_watched += 1
             return
         origin = self._origins.of(outputs[0].op, name or "")
-        if origin.is_data or origin.is_of_a_tool:
+        if origin.is_data:
             return
         for value in inputs:
             self._give(graph, origin, value)

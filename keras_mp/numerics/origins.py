@@ -64,17 +64,6 @@ _GRADIENT_FILES = tuple(
     for path in (("eager", "backprop.py"), ("ops", "gradients_util.py"))
 )
 _DATA_FOLDER = os.path.join("tensorflow", "python", "data", "")
-# Tools of keras_mp make their own operations through these files, two of which replace functions of
-# TensorFlow that make any operation of a graph.
-_BELOW_TOOLS = (
-    os.path.join("tensorflow", "python", ""),
-    os.path.join("keras_mp", "support", ""),
-    os.path.join("keras_mp", "hooks", ""),
-    *_DOOR,
-    os.path.join("keras_mp", "op_autocast", "promotion.py"),
-    os.path.join("keras_mp", "kernels", "backward.py"),
-    os.sep + "contextlib.py",
-)
 # They call every layer.
 _BASE_LAYERS = ("layer.py", "base_layer.py")
 
@@ -369,14 +358,12 @@ class Origin(NamedTuple):
         is_gradient: whether it is a part of a gradient.
         line: the innermost line that is the user's own or that of a layer of Keras, or None.
         is_data: whether it belongs to a pipeline of `tf.data`.
-        is_of_a_tool: whether a tool of this subpackage made it, such as histograms that count.
         layer: the path of its layer, or else its name scopes.
     """
 
     is_gradient: bool
     line: Line | None
     is_data: bool
-    is_of_a_tool: bool
     layer: str = ""
 
 
@@ -396,14 +383,8 @@ def of_stack(frames: Iterable[Frame]) -> Origin:
         frames: the innermost first.
     """
     is_gradient, is_data, line = False, False, None
-    # The operation belongs to the caller of TensorFlow. In eager, this runs inside of TensorFlow.
-    was_below, is_of_a_tool = False, None
     for file, number, _ in frames:
         kind = _kind_of_file(file)
-        if _is_below_tools(file):
-            was_below = True
-        elif was_below and is_of_a_tool is None:
-            is_of_a_tool = kind == "tool"
         # A gradient has a line only if it is a custom one; the line below is that of the tool.
         if kind == "tool" and (line is not None or is_gradient):
             break
@@ -411,7 +392,7 @@ def of_stack(frames: Iterable[Frame]) -> Origin:
             line = Line(file, number)
         is_gradient = is_gradient or kind == "gradient"
         is_data = is_data or kind == "data"
-    return Origin(is_gradient, line, is_data, bool(is_of_a_tool))
+    return Origin(is_gradient, line, is_data)
 
 
 class GraphOrigins:
@@ -431,7 +412,7 @@ class GraphOrigins:
             name: str. Its name in the graph, which it may not have yet.
         """
         origin, running = of_stack(_frames(operation)), running_layer()
-        if origin.is_data or origin.is_of_a_tool:
+        if origin.is_data:
             return origin
         name = layers_of_scope(name)
         scope = around = name.rpartition("/")[0]
@@ -458,11 +439,6 @@ def _inside_of_tools(operation: tf.Operation) -> Iterator[Frame]:
     """Returns the frames of an operation up to those that traced it, without those of the door."""
     frames = (each for each in _frames(operation) if each[0] not in _DOOR)
     return itertools.takewhile(lambda each: not each[0].startswith(_TOOLS), frames)
-
-
-@functools.cache
-def _is_below_tools(file: str) -> bool:
-    return any(part in file for part in _BELOW_TOOLS)
 
 
 @functools.cache
