@@ -117,20 +117,6 @@ def shortened(
     yield from more(sum(len(group) for _, group in groups[most:]))
 
 
-def worst(
-    items: Sequence[_Item], rank: Callable[[_Item], tuple[float, ...]], most: int
-) -> list[_Item]:
-    """Returns the worst items, in their order.
-
-    Args:
-        items: sequence.
-        rank: function of an item; the one with the larger result is worse.
-        most: int. The highest number of items.
-    """
-    places = sorted(range(len(items)), key=lambda i: rank(items[i]), reverse=True)[:most]
-    return [items[i] for i in sorted(places)]
-
-
 def more(count: int, what: str = "row") -> Iterator[str]:
     """Yields a line that says how many rows are missing, if any are.
 
