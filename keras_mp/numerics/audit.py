@@ -9,26 +9,20 @@ before their consequences, test the judge with numbers, and plant the defect in 
 import itertools
 import traceback
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.kernels import slow
-from keras_mp.models.layer_paths import layers_by_path
-from keras_mp.numerics import (
-    batches,
-    hazards,
-    not_finite,
-    origins,
-    own_thread,
-)
+from keras_mp.layer_calls.layer_observers import LayerCall
+from keras_mp.numerics import batches, hazards, not_finite, own_thread
 from keras_mp.numerics.batches import Batch
+from keras_mp.numerics.origins import Layers
 from keras_mp.numerics.results import CURES, Finding, Hazard, Observed
-from keras_mp.numerics.traced_step import TracedStep
-from keras_mp.support.autograph import do_not_convert
+from keras_mp.numerics.traced_step import TracedStep, name_of_step, trace
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
@@ -60,22 +54,6 @@ _AS_IT_IS.graph_options.rewrite_options.disable_meta_optimizer = True
 _OURS = tuple(str(each.__file__) for each in (hazards, not_finite))
 
 
-class _Traced(NamedTuple):
-    """A training step, and what hazards have observed in it.
-
-    Attributes:
-        specs: those of the batches that it takes.
-        step: TracedStep.
-        seen: list of hazards and of what each has observed.
-        run: called with a batch's data, runs the step and returns the numbers that are tensors.
-    """
-
-    specs: Any
-    step: TracedStep
-    seen: list[tuple[Hazard, Observed]]
-    run: tf.types.experimental.ConcreteFunction
-
-
 def audit(model: tf.keras.Model, given: Sequence[Batch]) -> tuple[Finding, ...]:
     """Looks for known hazards of training in 16 bits, in a model and on some batches.
 
@@ -97,22 +75,23 @@ def audit(model: tf.keras.Model, given: Sequence[Batch]) -> tuple[Finding, ...]:
         ValueError: a batch does not suit the model.
     """
     found: list[list[Finding]] = []
-    traced: _Traced | None = None
+    specs, findings_of = None, None
     for batch in given:
+        layers = Layers(model)
         try:
             with own_thread.random_numbers_of(model), Progress("audit", parts=2) as progress:
                 progress.begin("tracing the step")
-                specs = tf.nest.map_structure(_spec, batch.data)
-                if traced is None or traced.specs != specs:
-                    traced = _traced(model, batch, specs)
+                own = tf.nest.map_structure(_spec, batch.data)
+                if findings_of is None or specs != own:
+                    specs, findings_of = own, _traced(model, batch, layers)
                 progress.begin("running it")
-                found.append(list(_judged(model, batch, traced)))
+                found.append(list(findings_of(batch)))
         except (TypeError, ValueError, AttributeError, tf.errors.InvalidArgumentError) as error:
-            finding = _finding_of_error(model, batch, error)
+            finding = _finding_of_error(model, batch, layers.raised, error)
             if finding is None:
                 if not batches.is_misfit(batch, error) or _is_made_here(error):
                     raise
-                raise batches.misfit(origins.name_of_step(model), batch, error) from error
+                raise batches.misfit(name_of_step(model), batch, error) from error
             found.append([finding])
     firsts: dict[Hashable, Finding] = {}
     for each in itertools.chain.from_iterable(found):
@@ -140,38 +119,39 @@ def _spec(value: Any) -> Any:
     return None if value is None else tf.type_spec_from_value(value)
 
 
-def _traced(model: tf.keras.Model, batch: Batch, specs: Any) -> _Traced:
-    scopes: dict[str, str] = {}
-    seen: list[tuple[Hazard, Observed]] = []
+def _traced(
+    model: tf.keras.Model, batch: Batch, layers: Layers
+) -> Callable[[Batch], Iterator[Finding]]:
+    """Traces a step that all hazards measure; returns a function that runs and judges it."""
     steps: list[TracedStep] = []
+    seen: list[tuple[Hazard, Observed]] = []
 
-    @do_not_convert
-    def inspect(result: object, batch: Batch) -> list[dict[str, tf.Tensor]]:
+    def inspect(step: TracedStep) -> list[dict[str, tf.Tensor]]:
         # A function that makes variables is traced twice. The last trace is the one that runs.
-        steps[:] = [TracedStep(model, batch, result, scopes)]
-        seen[:] = [(each, found) for each in HAZARDS for found in each.measure(steps[0])]
+        steps[:] = [step]
+        seen[:] = [(each, found) for each in HAZARDS for found in each.measure(step)]
         return [
             {name: each for name, each in found.numbers.items() if isinstance(each, tf.Tensor)}
             for _, found in seen
         ]
 
     with slow.switched_off():
-        run = origins.step_of(model, batch, scopes, inspect)
-    return _Traced(specs, steps[0], seen, run)
+        function = trace(model, batch, layers, inspect)
 
+    def findings(batch: Batch) -> Iterator[Finding]:
+        for (hazard, found), measured in zip(seen, _run(model, batch, function), strict=True):
+            arrays = {name: np.asarray(each) for name, each in measured.items()}
+            numbers = {name: each if each.ndim else each.item() for name, each in arrays.items()}
+            said = hazard.judge(**{**found.numbers, **numbers})
+            if said is None:
+                continue
+            at, line = said.at or found.at, None
+            if isinstance(at, tf.Operation):
+                [step] = steps
+                at, line = step.where(at), step.line(at)
+            yield said.finding(at, line)
 
-def _judged(model: tf.keras.Model, batch: Batch, traced: _Traced) -> Iterator[Finding]:
-    for (hazard, found), measured in zip(traced.seen, _run(model, batch, traced.run), strict=True):
-        arrays = {name: np.asarray(each) for name, each in measured.items()}
-        numbers = {name: each if each.ndim else each.item() for name, each in arrays.items()}
-        said = hazard.judge(**{**found.numbers, **numbers})
-        if said is None:
-            continue
-        at, line = said.at or found.at, found.line
-        if isinstance(at, tf.Operation):
-            line = traced.step.line(at)
-            at = traced.step.where(at)
-        yield said.finding(at, line)
+    return findings
 
 
 def _run(model: tf.keras.Model, batch: Batch, step: Any) -> list[dict[str, tf.Tensor]]:
@@ -199,9 +179,11 @@ def _is_made_here(error: Exception) -> bool:
     return any(frame.filename.startswith(_OURS) for frame in frames)
 
 
-def _finding_of_error(model: tf.keras.Model, batch: Batch, error: Exception) -> Finding | None:
+def _finding_of_error(
+    model: tf.keras.Model, batch: Batch, raised: LayerCall | None, error: Exception
+) -> Finding | None:
     """Returns a finding about an error over dtypes that do not fit; None for other errors."""
-    reason, layer = batches.reason(error), origins.take_layer_that_raised()
+    reason = batches.reason(error)
     if _is_made_here(error) or not any(dtype in reason for dtype in _DTYPES):
         return None
     why = f"The step cannot be traced: {reason}"
@@ -210,12 +192,10 @@ def _finding_of_error(model: tf.keras.Model, batch: Batch, error: Exception) -> 
     if custom:
         where, line = " or ".join(custom), next(iter(custom.values()))
         return Finding(without_dtypes, where, line, why, CURES["a custom gradient"])
-    paths = {id(each): path for path, each in layers_by_path(model).items()}
-    if layer is None:
-        where, computes = "the training step", ""
-    else:
-        where = str(paths.get(id(layer), layer.name))
-        computes = f" {layer.name!r} computes in {layer.compute_dtype}."
+    where, computes = "the training step", ""
+    if raised is not None:
+        where = raised.path or raised.layer.name
+        computes = f" {raised.layer.name!r} computes in {raised.layer.compute_dtype}."
     line = type_errors.users_last_line(error)
     return Finding(unfit, where, line, f"{why}{computes}", CURES["dtypes"])
 
@@ -227,19 +207,17 @@ def _custom_gradients(model: tf.keras.Model, batch: Batch) -> dict[str, Line]:
     fails over dtypes, it is one of these that has another one.
     """
     found: dict[str, Line] = {}
-    scopes: dict[str, str] = {}
 
-    def inspect(result: object, batch: Batch) -> object:
-        step = TracedStep(model, batch, result, scopes)
+    def inspect(step: TracedStep) -> object:
         for operation in step.forward:
             is_custom = "_gradient_op_type" in operation.node_def.attr
             line = step.line(operation) if is_custom else None
             if line is not None:
                 found.setdefault(step.where(operation), line)
-        return result
+        return step.result
 
     try:
-        origins.step_of(model, batch, scopes, inspect, forward_only=True)
+        trace(model, batch, Layers(model), inspect, forward_only=True)
     except (TypeError, ValueError, tf.errors.InvalidArgumentError):
         return {}
     return found

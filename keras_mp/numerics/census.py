@@ -19,6 +19,7 @@ from keras_mp.numerics import batches, gpu, origins, own_thread
 from keras_mp.numerics.gpu import Sending
 from keras_mp.numerics.graph import CALLS, Node, nodes_of
 from keras_mp.numerics.results import Result, plain
+from keras_mp.numerics.traced_step import name_of_step, trace
 from keras_mp.support import op_table, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
@@ -286,19 +287,19 @@ def census(
             "Expected a batch after the model: x, or a tuple (x, y) or (x, y, sample_weight). "
             f"Received {len(args)} positional and {len(kwargs)} other arguments."
         )
-    scopes: dict[str, str] = {}
+    layers = origins.Layers(model)
     with Progress("census", parts=2) as progress:
         progress.begin("tracing")
         with slow.switched_off() if device is not None else contextlib.nullcontext():
             if model is not None:
-                concrete, name = _step_of(model, args[0], scopes), origins.name_of_step(model)
+                concrete, name = _step_of(model, args[0], layers), name_of_step(model)
             else:
                 concrete = _function_of(function, *args, **kwargs)
                 name = getattr(function, "__name__", None) or concrete.name.decode()  # pyright: ignore
         progress.begin("reading the graph")
         graph: Any = concrete.graph  # pyright: ignore
         nodes = nodes_of(graph)
-        traced = _Reader(graph, model, scopes).read(nodes)
+        traced = _Reader(graph, model, layers).read(nodes)
         more, sent = [*gpu.on_tensor_cores(nodes, device)], None
         if not (rewrites.is_compiled(concrete) or getattr(model, "jit_compile", False) is True):
             sent = gpu.sending(nodes, device, model)
@@ -340,16 +341,16 @@ def _function_of(
 
 
 def _step_of(
-    model: tf.keras.Model, batch: Any, scopes: dict[str, str]
+    model: tf.keras.Model, batch: Any, layers: origins.Layers
 ) -> tf.types.experimental.ConcreteFunction:
     batch = batches.as_fit_takes_it(model, batch)
     try:
         with own_thread.random_numbers_of(model):
-            return origins.step_of(model, batch, scopes)
+            return trace(model, batch, layers)
     except (ValueError, AttributeError) as error:
         if not batches.is_misfit(batch, error):
             raise
-        raise batches.misfit(origins.name_of_step(model), batch, error) from error
+        raise batches.misfit(name_of_step(model), batch, error) from error
 
 
 class _Reader:
@@ -358,14 +359,14 @@ class _Reader:
     Args:
         graph: that of the function.
         model: the model whose step it is, or None.
-        scopes: in which scopes its layers were called.
+        layers: its `Layers`, which have seen their calls.
     """
 
     def __init__(
-        self, graph: tf.Graph, model: tf.keras.Model | None, scopes: dict[str, str]
+        self, graph: tf.Graph, model: tf.keras.Model | None, layers: origins.Layers
     ) -> None:
         self._made = {op.name: op for op in graph.get_operations()}
-        self._layers, self._is_model = origins.Layers(model, scopes), model is not None
+        self._layers, self._is_model = layers, model is not None
         self._last = set() if model is None else _last_layers(model)
         self._is_autocast = any(_is_autocast(name) for name in self._made)
 

@@ -16,15 +16,16 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.hooks import observers, wrapped
+from keras_mp.layer_calls import layer_observers
+from keras_mp.layer_calls.layer_observers import LayerCall, LayerObserver
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
 from keras_mp.models import low_precision_weights
 from keras_mp.models.layer_paths import layers_by_path, paths_of_weights, variables_by_path
 from keras_mp.numerics.histogram import COLUMNS, ROWS, Histogram, count_exponents
-from keras_mp.numerics.origins import watching_outputs
 from keras_mp.numerics.patterns import chosen
 from keras_mp.numerics.report import KINDS, Report, Row, RowKey
 from keras_mp.step.gradients import Gradient
-from keras_mp.support import host, messages, op_callbacks, validation
+from keras_mp.support import host, marks, messages, op_callbacks, validation
 from keras_mp.support.autograph import do_not_convert
 
 _T = TypeVar("_T")
@@ -164,7 +165,7 @@ class ExponentHistograms:
             return
         step = _Step(self, due)
         with (
-            watching_outputs(self._layers, step.observe_output),
+            layer_observers.attached(step, self._layers.items()),
             observers.attached(step),
             contextlib.ExitStack() as stack,
         ):
@@ -254,7 +255,7 @@ class ExponentHistograms:
             self._loss_scale.assign(scale)
 
 
-class _Step(observers.Observer):
+class _Step(observers.Observer, LayerObserver):
     """The values that one step, or its trace, has shown so far on one replica.
 
     Args:
@@ -270,8 +271,15 @@ class _Step(observers.Observer):
         # What was shown before an optimizer got it, which may be one that is watched as well.
         self._shown_early: set[str] = set()
 
-    def observe_output(self, path: str, tensor: tf.Tensor, arguments: list[Any]) -> tf.Tensor:
-        """Notes a call of a layer, and has the gradient of its output noted."""
+    def outputs(self, call: LayerCall, outputs: Any) -> Any:
+        """Notes what a layer returns, and has the gradient of that noted."""
+        if keras_api.is_symbolic():  # Keras only asks for shapes.
+            return outputs
+        return tf.nest.map_structure(functools.partial(self._output, call.path), outputs)
+
+    def _output(self, path: str, tensor: Any) -> Any:
+        if not isinstance(tensor, tf.Tensor) or not tensor.dtype.is_floating:
+            return tensor
         row = "output gradient", path
         self._note(_Seen(("output", path), tensor))
         # TensorFlow cannot differentiate a loop whose backward pass assigns to variables.
@@ -288,7 +296,7 @@ class _Step(observers.Observer):
 
             return tf.identity(x), gradient
 
-        return tapped(tensor)
+        return marks.copy(tensor, tapped(tensor))
 
     def gradients(
         self,

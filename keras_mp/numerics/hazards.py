@@ -58,6 +58,9 @@ _LIKE_A_LOSS_SCALE = 64
 _SMALLEST_NORMAL = 2.0**-14
 _MOST_SMALL = 0.1
 
+# TensorFlow's functions that clip gradients.
+_CLIPPING = ("clip_by_value", "clip_by_norm", "clip_by_average_norm", "clip_by_global_norm")
+
 # Layers with a smaller share of the model's work are not reported.
 _LARGE_SHARE = 0.01
 
@@ -504,7 +507,7 @@ def judge_factor(factor: float, loss: float, scale: float) -> Said | None:
 def clipping(step: TracedStep) -> Iterator[Observed]:
     """Gradients are clipped while they are still multiplied by the loss scale."""
     for operation in step.scaled:
-        is_clipping = origins.is_made_in(operation, ("clip_ops.py",))
+        is_clipping = origins.is_made_in(operation, _CLIPPING)
         if is_clipping and origins.maker_of(operation) == "user":
             gradient = next(tensor for tensor in operation.inputs if tensor.op in step.scaled)
             largest = tf.reduce_max(tf.abs(as_float32(gradient)))

@@ -1,10 +1,7 @@
 """The origin of an operation, in eager and in graphs: its layer, its line, whose code it is.
 
-Layers are observed while a step is made: what each returns, and which of them is running. Outputs
-are shown in the thread that observes, which may be that of a replica; which layer is running is
-known in each thread.
-
-And the traced step of a model, with the scopes that its layers are called in.
+Layers are observed while a step is made: which of them is running in each thread, and in which name
+scopes they are called.
 """
 
 import contextlib
@@ -15,10 +12,9 @@ import os
 import re
 import threading
 import traceback
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
@@ -27,8 +23,7 @@ from keras_mp.kernels import door
 from keras_mp.layer_calls import layer_observers
 from keras_mp.layer_calls.layer_observers import LayerCall, LayerObserver
 from keras_mp.models.layer_paths import layers_by_path
-from keras_mp.numerics.batches import Batch
-from keras_mp.support import attributes, marks, messages, op_table
+from keras_mp.support import attributes, messages, op_table
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.messages import Line
 from keras_mp.tensorflow_api import gradients
@@ -68,8 +63,6 @@ _DATA_FOLDER = os.path.join("tensorflow", "python", "data", "")
 _BASE_LAYERS = ("layer.py", "base_layer.py")
 
 
-Watcher = Callable[[str, tf.Tensor, list[Any]], tf.Tensor]
-
 # A function that was running when an operation was made: its file, the line in it, its name.
 Frame = tuple[str, int, str]
 
@@ -81,38 +74,12 @@ class _ThreadState(threading.local):
 
     Attributes:
         running: tuple of the paths of the layers whose calls are going on, where they are named.
-        raised_in: the innermost layer whose call has raised an error, or None.
     """
 
     running: tuple[str, ...] = ()
-    raised_in: Any = None
 
 
 _thread = _ThreadState()
-
-
-class _Outputs(LayerObserver):
-    """Shows a watcher what layers return."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-
-    def outputs(self, call: LayerCall, outputs: Any) -> Any:
-        if keras_api.is_symbolic():
-            return outputs
-
-        def shown(value: Any) -> Any:
-            if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
-                return value
-            result = self._watcher(call.path, value, tf.nest.flatten((call.args, call.kwargs)))
-            if result is value:
-                return value
-            return marks.copy(value, result)
-
-        return tf.nest.map_structure(shown, outputs)
-
-    def failed(self, call: LayerCall) -> None:
-        _thread.raised_in = _thread.raised_in or call.layer
 
 
 class _Running(LayerObserver):
@@ -128,21 +95,6 @@ class _Running(LayerObserver):
     def failed(self, call: LayerCall) -> None:
         del call
         _thread.running = _thread.running[:-1]
-
-
-def watching_outputs(
-    layers: Mapping[str, Any], watcher: Watcher
-) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager that shows a watcher what layers return to this thread.
-
-    Args:
-        layers: dict of paths and layers.
-        watcher: called with the path of a layer, each tensor of floating point in what its `call`
-            has returned, and a list of all arguments of the call; what it returns takes the
-            tensor's place. Not called while Keras only asks for shapes.
-    """
-    _thread.raised_in = None
-    return layer_observers.attached(_Outputs(watcher), layers.items())
 
 
 @contextlib.contextmanager
@@ -176,12 +128,6 @@ def running_layer() -> str:
     return _thread.running[-1] if _thread.running else ""
 
 
-def take_layer_that_raised() -> Any:
-    """Returns the innermost layer that has raised an error in this thread, and forgets it."""
-    layer, _thread.raised_in = _thread.raised_in, None
-    return layer
-
-
 def _with_layer_in_backward_pass(record_operation: Callable[..., _T]) -> Callable[..., _T]:
     """Makes the layer known again while a gradient function of the program runs.
 
@@ -207,22 +153,43 @@ def _with_layer_in_backward_pass(record_operation: Callable[..., _T]) -> Callabl
     return recorded
 
 
-class Layers:
+class Layers(LayerObserver):
     """Finds the layer that an operation belongs to, by the scopes in its name.
 
     What a layer is called does not tell its scope: Keras 3 enters "dense_1" for a layer "dense"
-    whose name is taken in the graph. So the scopes are those that were seen in calls.
+    whose name is taken in the graph. So the scopes are those that are seen in calls.
+
+    Attributes:
+        named: dict of paths and layers.
+        raised: the innermost `LayerCall` that has raised an error, or None.
 
     Args:
         model: a model of `tf.keras`, or None for functions of other code, which have no layers.
-        scopes: dict of scopes and of the paths of the layers whose calls ran in them, as
-            `step_of` notes them.
     """
 
-    def __init__(self, model: tf.keras.Model | None, scopes: Mapping[str, str]) -> None:
-        self._layers = {} if model is None else layers_by_path(model)
-        self._scopes = scopes
+    def __init__(self, model: tf.keras.Model | None) -> None:
+        self._model = model
         self._found = functools.cache(self._find)
+        self.begin()
+
+    @do_not_convert
+    def begin(self) -> None:
+        """Begins a trace, and forgets an earlier one, in which variables were made."""
+        self.named = {} if self._model is None else layers_by_path(self._model)
+        self.raised: LayerCall | None = None
+        self._scopes: dict[str, str] = {}
+        self._found.cache_clear()
+
+    def outputs(self, call: LayerCall, outputs: Any) -> Any:
+        """Notes in which scope a layer was called."""
+        if not keras_api.is_symbolic() and (scope := tf.get_current_name_scope()):
+            # A layer that calls `call` of another one, in its own scope, returns after it.
+            self._scopes[scope] = call.path
+        return outputs
+
+    def failed(self, call: LayerCall) -> None:
+        """Notes which call has raised an error first."""
+        self.raised = self.raised or call
 
     def path(self, name: str) -> tuple[tuple[str, tf.keras.layers.Layer], ...]:
         """Returns the layers around an operation, the outermost first, each with its path.
@@ -245,7 +212,7 @@ class Layers:
             for start in range(len(parts))
         ]
         around = dict.fromkeys(max(known, key=len, default=()))
-        return tuple((path, self._layers[path]) for path in around if path in self._layers)
+        return tuple((path, self.named[path]) for path in around if path in self.named)
 
     def name(self, name: str) -> str:
         """Returns the path of the layer of an operation, such as "encoder/dense"; "" for none."""
@@ -258,7 +225,7 @@ class Layers:
         return path[-1][1] if path else None
 
 
-def forward_name(name: str, kind: str, known: Container[str], is_custom: bool = False) -> str:
+def forward_name(name: str, kind: str, known: Container[str]) -> str:
     """Returns the name of the operation that one of the backward pass is a gradient of.
 
     Args:
@@ -266,16 +233,14 @@ def forward_name(name: str, kind: str, known: Container[str], is_custom: bool = 
         kind: str. Its type.
         known: the names of operations of the forward pass, without the scopes that
             `layers_of_scope` leaves out.
-        is_custom: bool. Whether a gradient function of the program runs, whose operations have no
-            scope of the forward pass.
 
     Returns:
         str; "" for none.
     """
     # The name scope of a gradient is the name of the operation that it is of.
     scope = layers_of_scope(name).rpartition("/")[0]
-    if scope in known or is_custom:
-        return scope if scope in known else ""
+    if scope in known:
+        return scope
     # Or the two are next to each other, SqrtGrad and Sqrt.
     beside = f"{scope}/{kind.removesuffix('Grad')}".strip("/")
     if beside in known:
@@ -334,21 +299,15 @@ def maker_of(operation: tf.Operation) -> str:
     return "TensorFlow"
 
 
-def is_made_in(
-    operation: tf.Operation, files: Sequence[str], functions: Sequence[str] = ()
-) -> bool:
-    """Whether an operation was made by one of these functions, or by what they call.
+def is_made_in(operation: tf.Operation, functions: Sequence[str]) -> bool:
+    """Whether an operation was made by functions of libraries with these names, or by their calls.
 
     Args:
         operation: `tf.Operation`.
-        files: ends of file names; empty for any file of a library.
-        functions: names of functions; empty for any.
+        functions: names of functions.
     """
-    return any(
-        (file.endswith(tuple(files)) if files else messages.is_library(file))
-        and (not functions or name in functions)
-        for file, _, name in _inside_of_tools(operation)
-    )
+    frames = _inside_of_tools(operation)
+    return any(name in functions and messages.is_library(file) for file, _, name in frames)
 
 
 class Origin(NamedTuple):
@@ -421,9 +380,11 @@ class GraphOrigins:
             if running:
                 self._layer_of_scope[scope] = running
             self._forward[name] = found
-        elif forward := forward_name(name, operation.type, self._forward, is_custom=bool(running)):
+        elif running and scope not in self._forward:
+            pass  # A gradient function of the program runs.
+        elif forward := forward_name(name, operation.type, self._forward):
             found = self._forward[forward]
-        elif not running:
+        else:
             while around and around not in self._layer_of_scope:
                 around = around.rpartition("/")[0]
             found = self._layer_of_scope.get(around, scope), origin.line
@@ -452,70 +413,3 @@ def _kind_of_file(file: str) -> str:
         return "data"
     is_layer = f"{os.sep}layers{os.sep}" in file and not file.endswith(_BASE_LAYERS)
     return "shown" if is_layer or not messages.is_library(file) else "library"
-
-
-def trains(model: tf.keras.Model) -> bool:
-    """Whether a model was compiled with an optimizer, so that it has a training step."""
-    return getattr(model, "optimizer", None) is not None
-
-
-def name_of_step(model: tf.keras.Model) -> str:
-    """Returns a name for the step that `step_of` traces."""
-    step = "the training step" if trains(model) else "the forward pass"
-    return f"{step} of {model.name!r}"
-
-
-def step_of(
-    model: tf.keras.Model,
-    batch: Batch,
-    scopes: dict[str, str],
-    inspect: Callable[[Any, Batch], object] | None = None,
-    forward_only: bool = False,
-) -> tf.types.experimental.ConcreteFunction:
-    """Traces the training step of a compiled model, or the forward pass of another one.
-
-    It is the model's own `train_step`, under its strategy, without XLA. Nothing runs; weights and
-    slots that are not there yet are made, as `fit` makes them.
-
-    Args:
-        model: a model of `tf.keras`.
-        batch: Batch.
-        scopes: filled with the scopes of the graph in which layers are called, each with the path
-            of the layer, which is "" for the model.
-        inspect: called in the graph, with the results of the step and the batch that it takes, when
-            the step is complete. The function returns what it returns.
-        forward_only: bool. Whether it is the forward pass in any case.
-
-    Returns:
-        `tf.types.experimental.ConcreteFunction` of `batch.data`.
-    """
-
-    def note(path: str, output: tf.Tensor, arguments: object) -> tf.Tensor:
-        if scope := tf.get_current_name_scope():
-            # A layer that calls `call` of another one, in its own scope, returns after it.
-            scopes[scope] = path
-        return output
-
-    def run(data: tuple[Any, ...]) -> object:
-        # In the thread of a replica, which is that of its layers' calls.
-        with watching_outputs({"": model, **layers_by_path(model)}, note):
-            if forward_only or not trains(model):
-                return model(data[0], training=True)
-            return model.train_step(data)
-
-    strategy = model.distribute_strategy
-    is_distributed = strategy.num_replicas_in_sync > 1
-    optimizer = getattr(model, "optimizer", None)
-    build = getattr(optimizer, "build", None)
-    if model.built and build and not getattr(optimizer, "built", False):
-        with strategy.scope():
-            build(model.trainable_variables)
-
-    @tf.function
-    def step(data: tuple[Any, ...]) -> object:
-        scopes.clear()  # They may be those of an earlier trace, in which variables were made.
-        result = strategy.run(run, args=(data,)) if is_distributed else run(data)
-        return result if inspect is None else inspect(result, Batch(*data))
-
-    with np.errstate(over="ignore"):  # NumPy warns of a constant that 16 bits do not hold.
-        return step.get_concrete_function(batch.data)

@@ -14,9 +14,10 @@ import tensorflow as tf
 from keras_mp import hardware, keras_api
 from keras_mp.hardware import turns
 from keras_mp.models import layer_paths
-from keras_mp.numerics import batches, origins, own_thread, run
+from keras_mp.numerics import batches, own_thread, run
 from keras_mp.numerics.census import Census, census
 from keras_mp.numerics.results import Result
+from keras_mp.numerics.traced_step import trains
 from keras_mp.policy import Policy
 from keras_mp.support import messages, op_table, text_tables, validation
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -213,7 +214,7 @@ def profile(
     """
     counted = census(function, *args, device=device, **kwargs)
     model: Any = function if isinstance(function, tf.keras.Model) else None
-    if device is not None or model is None or not steps or not origins.trains(model):
+    if device is not None or model is None or not steps or not trains(model):
         return Profile(counted, None)
     return Profile(counted, step_times(model, args[0], steps))
 

@@ -1,19 +1,20 @@
-"""The graph of one step with the tensors of a batch, for hazards to inspect."""
+"""Traces the training step of a model, for hazards to inspect its graph, and for the census."""
 
 import functools
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.layer_calls import model_outputs
+from keras_mp.layer_calls import layer_observers, model_outputs
 from keras_mp.models import layer_paths
 from keras_mp.numerics import graph as work
 from keras_mp.numerics import origins
 from keras_mp.numerics.batches import Batch
+from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.kept_casts import as_float32
 from keras_mp.support.messages import Line
@@ -43,28 +44,33 @@ class TracedStep:
         layers: `Layers` of the model.
         operations: all operations of the graph, but for those of further replicas, in the order in
             which they were made.
-        forward: those that neither the backward pass nor the optimizer has made.
 
     Args:
         model: a model of `tf.keras`.
         batch: `Batch`.
         result: what the step returns.
-        scopes: dict of the scopes of calls and the paths of layers, as `origins.step_of` notes it.
+        layers: `Layers` of the model, which have seen its calls.
     """
 
     def __init__(
-        self,
-        model: tf.keras.Model,
-        batch: Batch,
-        result: object,
-        scopes: Mapping[str, str],
+        self, model: tf.keras.Model, batch: Batch, result: object, layers: origins.Layers
     ) -> None:
-        self.model, self.batch, self.result = model, batch, result
+        self.model, self.batch, self.result, self.layers = model, batch, result, layers
         self.optimizer = getattr(model, "optimizer", None)
-        self.layers = origins.Layers(model, scopes)
         graph = tf.compat.v1.get_default_graph()
         self.operations = [o for o in graph.get_operations() if not _OTHER_REPLICA.search(o.name)]
-        self.forward = list(_forward(self.operations))
+
+    @functools.cached_property
+    def forward(self) -> list[tf.Operation]:
+        """Those operations that neither the backward pass nor the optimizer has made."""
+        found, is_backward_pass_begun = [], False
+        for operation in self.operations:
+            if origins.is_of_backward_pass(operation.name):
+                is_backward_pass_begun = True
+            # The optimizer comes after the backward pass, and so may another loss.
+            elif not is_backward_pass_begun or not origins.is_made_in(operation, _APPLYING):
+                found.append(operation)
+        return found
 
     def where(self, operation: tf.Operation) -> str:
         """Returns the path of an operation's layer, or words for what is outside of layers.
@@ -82,14 +88,10 @@ class TracedStep:
 
     def line(self, operation: tf.Operation) -> Line | None:
         """Returns the program's line that made an operation, or that of which it is a gradient."""
-        return origins.line_of(self.forward_of(operation))
-
-    def forward_of(self, operation: tf.Operation) -> tf.Operation:
-        """Returns the operation of the forward pass that one of the backward pass belongs to."""
-        if not origins.is_of_backward_pass(operation.name):
-            return operation
-        name = origins.forward_name(operation.name, operation.type, self._by_name)
-        return self._by_name.get(name, operation)
+        if origins.is_of_backward_pass(operation.name):
+            name = origins.forward_name(operation.name, operation.type, self._by_name)
+            operation = self._by_name.get(name, operation)
+        return origins.line_of(operation)
 
     @functools.cached_property
     def _by_name(self) -> dict[str, tf.Operation]:
@@ -140,7 +142,7 @@ class TracedStep:
     def scaling(self) -> tf.Operation | None:
         """The operation that multiplies the loss by the loss scale, if there is one."""
         for operation in self.forward:
-            if operation.type == "Mul" and origins.is_made_in(operation, (), _SCALING):
+            if operation.type == "Mul" and origins.is_made_in(operation, _SCALING):
                 return operation
         return None
 
@@ -161,7 +163,7 @@ class TracedStep:
         for operation in self.operations:  # The maker of a tensor comes before its consumers.
             is_gradient = begins in f"/{operation.name}"
             is_behind = any(tensor.op in found for tensor in operation.inputs)
-            if is_gradient or (is_behind and not origins.is_made_in(operation, (), _APPLYING)):
+            if is_gradient or (is_behind and not origins.is_made_in(operation, _APPLYING)):
                 found[operation] = None
         return found
 
@@ -187,14 +189,68 @@ class TracedStep:
         return None
 
 
-def _forward(operations: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
-    is_backward_pass_begun = False
-    for operation in operations:
-        if origins.is_of_backward_pass(operation.name):
-            is_backward_pass_begun = True
-        # The optimizer comes after the backward pass, and so may another loss.
-        elif not is_backward_pass_begun or not origins.is_made_in(operation, (), _APPLYING):
-            yield operation
+def trains(model: tf.keras.Model) -> bool:
+    """Whether a model was compiled with an optimizer, so that it has a training step."""
+    return getattr(model, "optimizer", None) is not None
+
+
+def name_of_step(model: tf.keras.Model) -> str:
+    """Returns a name for the step that `trace` traces."""
+    step = "the training step" if trains(model) else "the forward pass"
+    return f"{step} of {model.name!r}"
+
+
+def trace(
+    model: tf.keras.Model,
+    batch: Batch,
+    layers: origins.Layers,
+    inspect: Callable[[TracedStep], object] = lambda step: step.result,
+    forward_only: bool = False,
+) -> tf.types.experimental.ConcreteFunction:
+    """Traces the training step of a compiled model, or the forward pass of another one.
+
+    It is the model's own `train_step`, under its strategy, without XLA. Nothing runs; weights and
+    slots that are not there yet are made, as `fit` makes them.
+
+    Args:
+        model: a model of `tf.keras`.
+        batch: Batch.
+        layers: `Layers` of the model, which then know the scopes of the graph.
+        inspect: called in the graph when the step is complete. The function returns what it
+            returns. Defaults to what the step returns.
+        forward_only: bool. Whether it is the forward pass in any case.
+
+    Returns:
+        `tf.types.experimental.ConcreteFunction` of `batch.data`.
+    """
+
+    def run(data: tuple[Any, ...]) -> object:
+        # In the thread of a replica, which is that of its layers' calls.
+        with layer_observers.attached(layers, {"": model, **layers.named}.items()):
+            if forward_only or not trains(model):
+                return model(data[0], training=True)
+            return model.train_step(data)
+
+    strategy = model.distribute_strategy
+    is_distributed = strategy.num_replicas_in_sync > 1
+    optimizer = getattr(model, "optimizer", None)
+    build = getattr(optimizer, "build", None)
+    if model.built and build and not getattr(optimizer, "built", False):
+        with strategy.scope():
+            build(model.trainable_variables)
+
+    @do_not_convert
+    def inspected(data: tuple[Any, ...], result: object) -> object:
+        return inspect(TracedStep(model, Batch(*data), result, layers))
+
+    @tf.function
+    def step(data: tuple[Any, ...]) -> object:
+        layers.begin()
+        result = strategy.run(run, args=(data,)) if is_distributed else run(data)
+        return inspected(data, result)
+
+    with np.errstate(over="ignore"):  # NumPy warns of a constant that 16 bits do not hold.
+        return step.get_concrete_function(batch.data)
 
 
 def before(tensor: tf.Tensor, types: Container[str], until: Container[tf.DType] = ()) -> tf.Tensor:

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests.common import once
-from tests.numerics.tools import audit, of_keras, origins, sequential
+from tests.numerics.tools import ExponentHistograms, audit, of_keras, origins, sequential
 
 L = tf.keras.layers
 TAPE, TOOL = "tensorflow/python/eager/backprop.py", keras_mp.numerics.run.__file__
@@ -57,19 +57,17 @@ def test_a_layer_for_raw_data_is_seen_in_float32_and_passes_on_what_was_not_roun
     keras_mp.set_global_policy("mixed_float16")
     first, second = L.Rescaling(1e6, name="first"), L.Rescaling(1e-6, name="second")
     model = sequential(first, second, L.ReLU(), shape=[2])  # The last one rounds nothing.
-    seen = []
-
-    def watch(path, output, arguments):
-        seen.append((path, output.dtype.name, arguments[0].dtype.name))
-        return tf.identity(output)
+    paths = ["first", "second"]
+    counted = ExponentHistograms(model, every=1, gradients=False, output_gradients=paths)
 
     def step(x):
-        with origins.watching_outputs({"first": first, "second": second}, watch):
+        with counted.step():
             return model(x)
 
     x = tf.constant([[1.0, 3.0]])
     assert (tf.function(step) if in_graph else step)(x).numpy().tolist() == x.numpy().tolist()
-    assert seen == [("first", "float32", "float32"), ("second", "float32", "float32")]
+    report = counted.read()
+    assert [report["output", path].dtype for path in paths] == ["float32"] * 2
 
 
 def test_a_layer_of_two_models_has_its_path_in_the_first():

@@ -25,9 +25,8 @@ from keras_mp.numerics.records import Distance, apart, array, relative, underflo
 from keras_mp.numerics.report import Row, advise
 from keras_mp.numerics.run import RandomNumbers, Runner, compiled, of_model
 from keras_mp.numerics.run import runners as made
-from keras_mp.numerics.traced_step import TracedStep
+from keras_mp.numerics.traced_step import trace
 from keras_mp.numerics.tune import Errors
-from keras_mp.support.autograph import do_not_convert
 
 # What makes a `Dense`, in the policy that is in force then.
 dense = functools.partial(functools.partial, tf.keras.layers.Dense)
@@ -62,11 +61,9 @@ def audit(model, batch):
 
 def operations(model, batch, layer=""):
     """Returns a line for each operation of the forward pass: of a layer, or of all."""
-    [made], scopes, lines = batches.listed(model, batch), {}, []
+    [made], lines = batches.listed(model, batch), []
 
-    @do_not_convert
-    def inspect(result, batch):
-        step = TracedStep(model, batch, result, scopes)
+    def inspect(step):
         for each in step.forward:
             takes, gives = (
                 ", ".join(f"{tensor.dtype.name}{tensor.shape}" for tensor in of)
@@ -74,9 +71,9 @@ def operations(model, batch, layer=""):
             )
             if layer in step.where(each):
                 lines.append(f"{step.where(each)}: {each.type}({takes}) -> {gives}")
-        return result
+        return step.result
 
-    origins.step_of(model, made, scopes, inspect)
+    trace(model, made, origins.Layers(model), inspect)
     return "\n".join(lines)
 
 
