@@ -7,7 +7,6 @@ before their consequences, test the judge with numbers, and plant the defect in 
 """
 
 import itertools
-import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -18,8 +17,9 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.kernels import slow
 from keras_mp.layer_calls.layer_observers import LayerCall
-from keras_mp.numerics import batches, hazards, not_finite, own_thread
-from keras_mp.numerics.batches import Batch
+from keras_mp.numerics import hazards, not_finite, own_thread
+from keras_mp.numerics.batches import Batch, suiting
+from keras_mp.numerics.batches import reason as reason_of
 from keras_mp.numerics.origins import Layers
 from keras_mp.numerics.results import CURES, Finding, Hazard, Observed
 from keras_mp.numerics.traced_step import TracedStep, name_of_step, trace
@@ -51,7 +51,6 @@ UNTRACEABLE = ("a custom gradient without dtypes", "dtypes that do not fit")
 _DTYPES = (*LOW_PRECISION_NAMES, "half")
 _AS_IT_IS = tf.compat.v1.ConfigProto()
 _AS_IT_IS.graph_options.rewrite_options.disable_meta_optimizer = True
-_OURS = tuple(str(each.__file__) for each in (hazards, not_finite))
 
 
 def audit(model: tf.keras.Model, given: Sequence[Batch]) -> tuple[Finding, ...]:
@@ -78,21 +77,20 @@ def audit(model: tf.keras.Model, given: Sequence[Batch]) -> tuple[Finding, ...]:
     specs, findings_of = None, None
     for batch in given:
         layers = Layers(model)
-        try:
-            with own_thread.random_numbers_of(model), Progress("audit", parts=2) as progress:
+        own_numbers = own_thread.random_numbers_of(model)
+        with own_numbers, suiting(name_of_step(model), batch), Progress("audit", 2) as progress:
+            try:
                 progress.begin("tracing the step")
                 own = tf.nest.map_structure(_spec, batch.data)
                 if findings_of is None or specs != own:
                     specs, findings_of = own, _traced(model, batch, layers)
                 progress.begin("running it")
                 found.append(list(findings_of(batch)))
-        except (TypeError, ValueError, AttributeError, tf.errors.InvalidArgumentError) as error:
-            finding = _finding_of_error(model, batch, layers.raised, error)
-            if finding is None:
-                if not batches.is_misfit(batch, error) or _is_made_here(error):
+            except (TypeError, ValueError, AttributeError, tf.errors.InvalidArgumentError) as error:
+                finding = _finding_of_error(model, batch, layers.raised, error)
+                if finding is None:
                     raise
-                raise batches.misfit(name_of_step(model), batch, error) from error
-            found.append([finding])
+                found.append([finding])
     firsts: dict[Hashable, Finding] = {}
     for each in itertools.chain.from_iterable(found):
         firsts.setdefault(each.place, each)
@@ -174,17 +172,12 @@ def _run(model: tf.keras.Model, batch: Batch, step: Any) -> list[dict[str, tf.Te
             return step(batch.data)
 
 
-def _is_made_here(error: Exception) -> bool:
-    frames = traceback.extract_tb(error.__traceback__)
-    return any(frame.filename.startswith(_OURS) for frame in frames)
-
-
 def _finding_of_error(
     model: tf.keras.Model, batch: Batch, raised: LayerCall | None, error: Exception
 ) -> Finding | None:
     """Returns a finding about an error over dtypes that do not fit; None for other errors."""
-    reason = batches.reason(error)
-    if _is_made_here(error) or not any(dtype in reason for dtype in _DTYPES):
+    reason = reason_of(error)
+    if not any(dtype in reason for dtype in _DTYPES):
         return None
     why = f"The step cannot be traced: {reason}"
     without_dtypes, unfit = UNTRACEABLE

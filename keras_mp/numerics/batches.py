@@ -1,5 +1,6 @@
 """The batches that tools run models on: as tensors, with errors for those that do not fit."""
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -131,27 +132,28 @@ def as_fit_takes_it(
     return made
 
 
-def is_misfit(batch: Batch, error: Exception) -> bool:
-    """Whether an error is about the shapes of a batch, or about labels that it lacks."""
-    lacks_labels = batch.y is None and isinstance(error, AttributeError)
-    return lacks_labels or isinstance(error, (ValueError, tf.errors.InvalidArgumentError))
-
-
-def misfit(what: str, batch: Batch, error: Exception) -> ValueError:
-    """Returns an error with the shapes of the batch, for one that TensorFlow or Keras raised.
+@contextlib.contextmanager
+def suiting(what: str, batch: Batch) -> Iterator[None]:
+    """Tells errors about the shapes of a batch, or labels that it lacks, with its shapes.
 
     Args:
-        what: str. What was run or traced, such as "the training step of 'model'".
+        what: str. What is run or traced, such as "the training step of 'model'".
         batch: Batch.
-        error: what was raised.
     """
-    shapes = "; ".join(
-        f"{name} of {_shapes(part)}" for name, part in batch._asdict().items() if part is not None
-    )
-    return ValueError(
-        f"Expected a batch of shapes that suit {what}. Received: {shapes}. "
-        f"The error is: {reason(error)}"
-    )
+    try:
+        yield
+    except (ValueError, AttributeError, tf.errors.InvalidArgumentError) as error:
+        if isinstance(error, AttributeError) and batch.y is not None:
+            raise
+        shapes = "; ".join(
+            f"{name} of {_shapes(part)}"
+            for name, part in batch._asdict().items()
+            if part is not None
+        )
+        raise ValueError(
+            f"Expected a batch of shapes that suit {what}. Received: {shapes}. "
+            f"The error is: {reason(error)}"
+        ) from error
 
 
 def reason(error: Exception) -> str:

@@ -292,7 +292,9 @@ def census(
         progress.begin("tracing")
         with slow.switched_off() if device is not None else contextlib.nullcontext():
             if model is not None:
-                concrete, name = _step_of(model, args[0], layers), name_of_step(model)
+                batch, name = batches.as_fit_takes_it(model, args[0]), name_of_step(model)
+                with batches.suiting(name, batch), own_thread.random_numbers_of(model):
+                    concrete = trace(model, batch, layers)
             else:
                 concrete = _function_of(function, *args, **kwargs)
                 name = getattr(function, "__name__", None) or concrete.name.decode()  # pyright: ignore
@@ -338,19 +340,6 @@ def _function_of(
     if not hasattr(function, "get_concrete_function"):
         function = tf.function(function)
     return function.get_concrete_function(*args, **kwargs)
-
-
-def _step_of(
-    model: tf.keras.Model, batch: Any, layers: origins.Layers
-) -> tf.types.experimental.ConcreteFunction:
-    batch = batches.as_fit_takes_it(model, batch)
-    try:
-        with own_thread.random_numbers_of(model):
-            return trace(model, batch, layers)
-    except (ValueError, AttributeError) as error:
-        if not batches.is_misfit(batch, error):
-            raise
-        raise batches.misfit(name_of_step(model), batch, error) from error
 
 
 class _Reader:
