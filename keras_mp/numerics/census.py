@@ -14,7 +14,6 @@ import tensorflow as tf
 from keras_mp.grappler import optimize, passes
 from keras_mp.grappler import report as rewrites
 from keras_mp.kernels import cast_policy, lower_precision, slow
-from keras_mp.layer_calls import model_outputs
 from keras_mp.numerics import batches, gpu, origins, own_thread
 from keras_mp.numerics.gpu import Sending
 from keras_mp.numerics.graph import CALLS, Node, nodes_of
@@ -24,9 +23,6 @@ from keras_mp.support import op_table, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
-
-# Where keras_mp calls the last layers of subclassed models once more.
-_FILE, _AGAIN = model_outputs.__file__, "_again"
 
 _RETURNED = "the model returns float32"
 
@@ -356,7 +352,6 @@ class _Reader:
     ) -> None:
         self._made = {op.name: op for op in graph.get_operations()}
         self._layers, self._is_model = layers, model is not None
-        self._last = set() if model is None else _last_layers(model)
         self._is_autocast = any(_is_autocast(name) for name in self._made)
 
     def read(self, nodes: Sequence[Node]) -> Graph:
@@ -386,12 +381,7 @@ class _Reader:
 
     def _is_returned(self, path: str) -> bool:
         """Whether an operation is in float32 since the model returns that."""
-        is_gradient = origins.is_of_backward_pass(path)
-        made = self._made.get(origins.forward_name(path, "", self._made) if is_gradient else path)
-        # From outside of the layer's call, which ends what `origins` looks at.
-        frames = () if made is None else made.traceback or ()
-        is_made_again = any((_FILE, each.name) == (each.filename, _AGAIN) for each in frames)
-        return is_made_again or id(self._layers.layer(path)) in self._last
+        return id(self._layers.layer(path)) in self._layers.last
 
     def _operation(self, node: Node) -> Operation:
         made, work, turns = node.made, node.work, node.turns
@@ -451,19 +441,6 @@ class _Reader:
         if not self._layers.name(node.path) and not before:
             return "loss, metrics or optimizer" if self._is_model else "the program's own cast"
         return "a layer's input, cast to its policy" if after != before else "inside of a layer"
-
-
-def _last_layers(model: Any) -> set[int]:
-    """Returns the ids of the layers that a model calls in float32, since it returns that."""
-    found: set[int] = set()
-    waiting = list(model_outputs.last_layers(model))
-    while waiting:
-        layer = waiting.pop()
-        waiting += model_outputs.last_layers(layer)
-        is_low = getattr(layer, "compute_dtype", None) in LOW_PRECISION_NAMES
-        if is_low and model_outputs.returns_float32(model, layer.dtype_policy):
-            found.add(id(layer))
-    return found
 
 
 def _is_autocast(name: str) -> bool:

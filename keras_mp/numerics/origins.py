@@ -20,7 +20,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.hooks import faces, wrapped
 from keras_mp.kernels import door
-from keras_mp.layer_calls import layer_observers
+from keras_mp.layer_calls import layer_observers, model_outputs
 from keras_mp.layer_calls.layer_observers import LayerCall, LayerObserver
 from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.support import attributes, messages, op_table
@@ -161,6 +161,7 @@ class Layers(LayerObserver):
 
     Attributes:
         named: dict of paths and layers.
+        last: set of the ids of layers that were called as those that make the model's outputs.
         raised: the innermost `LayerCall` that has raised an error, or None.
 
     Args:
@@ -177,14 +178,17 @@ class Layers(LayerObserver):
         """Begins a trace, and forgets an earlier one, in which variables were made."""
         self.named = {} if self._model is None else layers_by_path(self._model)
         self.raised: LayerCall | None = None
+        self.last: set[int] = set()
         self._scopes: dict[str, str] = {}
         self._found.cache_clear()
 
     def outputs(self, call: LayerCall, outputs: Any) -> Any:
-        """Notes in which scope a layer was called."""
+        """Notes in which scope a layer was called, and whether for outputs of the model."""
         if not keras_api.is_symbolic() and (scope := tf.get_current_name_scope()):
             # A layer that calls `call` of another one, in its own scope, returns after it.
             self._scopes[scope] = call.path
+            if model_outputs.is_last(call.layer):
+                self.last.add(id(call.layer))
         return outputs
 
     def failed(self, call: LayerCall) -> None:
