@@ -170,15 +170,14 @@ class _Body:
 
     def _times(self, loop: tf.Operation) -> int | None:
         """Returns how often a loop turns, if that is known, or else at most, or else None."""
-        inputs = [self._value(tensor) for tensor in loop.inputs]
-        counts = [max(0, int(count)) for count in self._limits(loop, inputs)]
-        most = inputs[1]  # -1 if the program gave none
-        if most is not None and most >= 0:
-            counts.append(int(most))
-        return min(counts, default=None)
+        return min((max(0, int(count)) for count in self._limits(loop)), default=None)
 
-    def _limits(self, loop: tf.Operation, inputs: Sequence[_Value]) -> Iterator[np.ndarray]:
-        """Yields how often a loop turns that goes on while what counts up is below a limit."""
+    def _limits(self, loop: tf.Operation) -> Iterator[np.ndarray]:
+        """Yields how often a loop turns that goes on while what counts up is below a limit.
+
+        With `maximum_iterations`, TensorFlow counts the turns.
+        """
+        inputs = [self._value(tensor) for tensor in loop.inputs]
         condition, body = (self._function(loop, each) for each in ("cond", "body"))
         names = [tensor.name for tensor in condition.inputs]
         before = _Body(condition, dict(zip(names, inputs)), condition.outputs, self)
