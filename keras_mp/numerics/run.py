@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
@@ -145,18 +146,17 @@ class Watch(LayerObserver):
     Args:
         numbers: RandomNumbers. Runs that are to be compared share them.
         change: called with each floating-point tensor that a layer returns; the result takes its
-            place. By default nothing is changed.
+            place. None changes nothing.
         start: the position of the first call.
     """
 
-    def __init__(
-        self, numbers: RandomNumbers, change: Change | None = None, start: Position = (0,)
-    ) -> None:
+    def __init__(self, numbers: RandomNumbers, change: Change | None, start: Position) -> None:
         self.calls: list[Call] = []
         self._numbers = numbers
         self._change = change
-        # The position of the next call, and how many times each call around it has drawn numbers.
-        self._next, self._around, self._counts = start[-1], start[:-1], [0]
+        self._next, self._around = start[-1], start[:-1]
+        # How many times each call has drawn numbers.
+        self._counts: Counter[Position] = Counter()
 
     def run(
         self,
@@ -176,7 +176,6 @@ class Watch(LayerObserver):
     def inputs(self, call: LayerCall) -> None:
         """Begins a call."""
         self._around, self._next = (*self._around, self._next), 0
-        self._counts.append(0)
 
     def outputs(self, call: LayerCall, outputs: Any) -> Any:
         """Notes a call, and changes what it returns."""
@@ -195,7 +194,6 @@ class Watch(LayerObserver):
         """Ends a call."""
         *outside, number = self._around
         self._around, self._next = tuple(outside), number + 1
-        self._counts.pop()
 
     @contextlib.contextmanager
     def over(self, root: Any) -> Iterator[None]:
@@ -214,8 +212,8 @@ class Watch(LayerObserver):
             yield
 
     def _take(self, own: tf.Tensor) -> tf.Tensor:
-        self._counts[-1] += 1
-        return self._numbers.take(self._around, self._counts[-1], own)
+        self._counts[self._around] += 1
+        return self._numbers.take(self._around, self._counts[self._around], own)
 
 
 class KeptOperations:
