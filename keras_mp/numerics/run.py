@@ -25,6 +25,7 @@ from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models.layer_paths import layers_by_path, native_variable, variables_by_path
 from keras_mp.numerics import origins, own_thread
 from keras_mp.numerics.batches import Batch, Structure
+from keras_mp.numerics.operation_table import ByTensor
 from keras_mp.numerics.records import UNIT_ROUNDOFF, Noise, are_finite
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import marks
@@ -226,14 +227,12 @@ class KeptOperations:
 
     def __init__(self) -> None:
         self.operations: list[Call] = []
-        # The operation that computed a tensor, by the tensor's id, and the tensors, which are held
-        # so that no other one gets the id.
-        self._makers: dict[int, int] = {}
-        self._held: list[Any] = []
+        # The operation that computed a tensor.
+        self._maker = ByTensor()
 
     def is_computed(self, value: tf.Tensor) -> bool:
         """Whether one of the operations has computed a tensor."""
-        return id(value) in self._makers
+        return bool(self._maker.of([value]))
 
     def keep(
         self,
@@ -255,13 +254,13 @@ class KeptOperations:
             made.is_gradient, made.line = origin.is_gradient, origin.line
             self.operations.append(made)
         else:
-            maker = next((self._makers[id(v)] for v in inputs if self.is_computed(v)), None)
-            if maker is None:
+            makers = self._maker.of(inputs)
+            if not makers:
                 return
+            maker = makers[0]
             if kind == "Cast" and outputs[0].dtype.size < inputs[0].dtype.size:
                 self.operations[maker].return_instead({id(inputs[0]): outputs[0]})
-        self._makers.update((id(value), maker) for value in outputs)
-        self._held.extend(outputs)
+        self._maker.note(outputs, maker)
 
 
 def floating(structure: Any) -> list[tf.Tensor]:

@@ -97,14 +97,13 @@ class TracedStep:
     def _by_name(self) -> dict[str, tf.Operation]:
         return {origins.layers_of_scope(each.name): each for each in self.forward}
 
-    def in_16_bits(self, types: Iterable[str], forward: bool = True) -> Iterator[tf.Operation]:
+    def in_16_bits(self, types: Container[str], forward: bool = True) -> Iterator[tf.Operation]:
         """Yields operations of some types that return numbers in 16 bits.
 
         Args:
             types: names of operations.
             forward: bool. Whether only those of the forward pass are wanted. Defaults to True.
         """
-        types = frozenset(types)
         for operation in self.forward if forward else self.operations:
             if operation.type in types and operation.outputs[0].dtype in LOW_PRECISION:
                 yield operation
@@ -168,7 +167,7 @@ class TracedStep:
         return found
 
     def leads_to(
-        self, tensor: tf.Tensor, types: Iterable[str], through: Iterable[str], steps: int
+        self, tensor: tf.Tensor, types: Container[str], through: Container[str], steps: int
     ) -> tf.Operation | None:
         """Finds an operation that takes a tensor, at once or by way of others.
 
@@ -178,7 +177,6 @@ class TracedStep:
             through: names of operations on the way.
             steps: int. How many there may be.
         """
-        types, through = frozenset(types), frozenset(through)
         known = [tensor]
         for _ in range(steps):
             takers = [taker for each in known for taker in each.consumers()]
