@@ -18,12 +18,12 @@ from keras_mp.models.model_steps import has_own_train_step
 from keras_mp.numerics import audit, not_finite, own_thread
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch, Batches, Structure
-from keras_mp.numerics.compare import FAR, compare, policy_path
+from keras_mp.numerics.compare import compare, policy_path
 from keras_mp.numerics.hazards import EPSILON
 from keras_mp.numerics.histogram import exponent_of
 from keras_mp.numerics.records import Comparison
 from keras_mp.numerics.report import MANY_ZEROS, TOLERANCE, Advice, Report, advise
-from keras_mp.numerics.results import Finding, Hazard, Observed, Result, Said
+from keras_mp.numerics.results import Finding, Result
 from keras_mp.numerics.run import LOSS, GivenLoss, compiled, runners
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -86,7 +86,7 @@ class Check(Result):
         """What is wrong, the cause first; empty for a model that there is nothing to say about."""
         found = sorted(self.hazards, key=lambda each: each.hazard not in _CAUSES)
         if not self.has_cause:
-            advised = list(LOST.findings(self))
+            advised = list(_lost(self))
             compared = self.comparison.findings if self.comparison else []
             is_of_scale = any(each.where == _SCALE for each in advised)
             for more in (advised, compared) if is_of_scale else (compared, advised):
@@ -170,33 +170,17 @@ class Check(Result):
         }
 
 
-def lost(checked: Check) -> Iterator[Observed]:
-    """Gradients or outputs lose numbers at the loss scale that the model is trained with."""
+def _lost(checked: Check) -> Iterator[Finding]:
+    """Says what gradients and outputs lose at the loss scale that the model is trained with."""
     if checked.report is None:
         return
     advice = checked.advice(MANY_ZEROS)
+    # A dynamic loss scale that is too large finds its way down.
     falls = 0 < (advice.loss_scale or 0.0) < checked.report.loss_scale
-    falls = falls and checked.scale_moves and not advice.policies
-    if advice.sentences:
+    if advice.sentences and not (falls and checked.scale_moves and not advice.policies):
         shown = advice if advice.policies else checked.advice()  # the figure that users get
-        numbers = {"dtype": checked.report.dtype, "sentences": shown.sentences}
-        where = next(iter(shown.policies), _SCALE)
-        yield Observed(where, **numbers, falls_by_itself=falls, cure=_cure(shown))
-
-
-def judge_lost(
-    dtype: str, sentences: Sequence[str], falls_by_itself: bool, cure: str
-) -> Said | None:
-    """A dynamic loss scale that is too large finds its way down."""
-    if falls_by_itself:
-        return None
-    return Said(f"numbers that {dtype} loses", " ".join(sentences), cure)
-
-
-LOST = Hazard(lost, judge_lost)
-
-# All that `check` measures and judges, causes before what follows from them.
-FINDINGS = (*audit.HAZARDS, FAR, LOST)
+        where, why = next(iter(shown.policies), _SCALE), " ".join(shown.sentences)
+        yield Finding(f"numbers that {checked.report.dtype} loses", where, None, why, _cure(shown))
 
 
 def _explains(cause: Finding, other: Finding) -> bool:

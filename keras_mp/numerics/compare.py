@@ -39,7 +39,7 @@ from keras_mp.numerics.records import (
     underflow,
 )
 from keras_mp.numerics.report import MANY_ZEROS, Report, Row
-from keras_mp.numerics.results import Hazard, Observed, Said
+from keras_mp.numerics.results import Finding
 from keras_mp.numerics.run import (
     LOSS,
     Call,
@@ -97,32 +97,6 @@ class TooFar(NamedTuple):
     side: str
     distance: Distance
     what: str = ""
-
-
-def far(found: tuple[Run, Iterable[TooFar]]) -> Iterator[Observed]:
-    """A layer is further from the reference than rounding explains."""
-    run, culprits = found
-    for culprit in culprits:
-        call, line = culprit.call, None
-        what = culprit.what or _of_other_weights(culprit)
-        if not what:
-            what, line = _explanation(culprit)
-        at = f"{call.path} ({call.kind})" + (f" ({line.short})" if line else "")
-        numbers = {"what": what, "units": culprit.distance.units}
-        cure = cure_in(run.model, call.path, call.kind)
-        cure = f"Change that line, or {cure}." if line else f"{cure[0].upper()}{cure[1:]}."
-        yield Observed(at, line, side=culprit.side, **numbers, cure=cure)
-
-
-def judge_far(side: str, what: str, units: float, cure: str) -> Said:
-    """What it does is known by now; how far it is off is told where that is a number."""
-    why = what[0].upper() + what[1:]
-    if 1 <= units < math.inf:
-        why += f": {units:,.0f} times as far off as rounding explains"
-    return Said(f"a difference in the {side} pass", f"{why}.", cure, units)
-
-
-FAR = Hazard(far, judge_far)
 
 
 def policy_path(model: tf.keras.Model, path: str) -> str | None:
@@ -198,7 +172,7 @@ def compare(narrow: Runner, wide: Runner) -> tuple[Comparison, Report]:
         progress.begin("layers that are off, by themselves")
         pairs = list(zip(layers_of(run), references))
         rows, culprits = _compare_calls(pairs, run, other)
-    findings = [*FAR.findings((run, culprits))]
+    findings = [_finding(each, run.model) for each in culprits]
     losses = run.loss, other.loss
     found = Comparison(narrow.name, wide.name, rows, findings, losses, run.loss_scale)
     return found, _report(run, other, pairs, first_scale(narrow.model))
@@ -351,6 +325,25 @@ def _off_before(call: Call, wide: Call) -> float:
     if any(narrow.shape != exact.shape for narrow, exact in pairs):
         return math.inf
     return max((relative(sample(narrow), sample(exact)) for narrow, exact in pairs), default=0.0)
+
+
+def _finding(culprit: TooFar, model: tf.keras.Model) -> Finding:
+    """Says what a call does, and how far it is off where that is a number."""
+    call, units, line = culprit.call, culprit.distance.units, None
+    why = culprit.what or _of_other_weights(culprit)
+    if not why:
+        why, line = _explanation(culprit)
+    if 1 <= units < math.inf:
+        why += f": {units:,.0f} times as far off as rounding explains"
+    at = f"{call.path} ({call.kind})" + (f" ({line.short})" if line else "")
+    cure = cure_in(model, call.path, call.kind)
+    cure = f"Change that line, or {cure}" if line else cure
+    hazard = f"a difference in the {culprit.side} pass"
+    return Finding(hazard, at, line, f"{_sentence(why)}.", f"{_sentence(cure)}.", units)
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _what(layer: LayerRecord, other: LayerRecord, side: str, name: str) -> str:

@@ -1,6 +1,6 @@
 """What all tools have in common: findings, their causes and cures, a text, and JSON.
 
-What `check` finds is a `Hazard`: a function that measures, and one that judges the numbers.
+What `check` finds in a step is a `Hazard`: a function that measures, and one that judges numbers.
 """
 
 import dataclasses
@@ -162,7 +162,6 @@ class Said(NamedTuple):
         hazard: str. Its name.
         why: str. Why it matters, with the numbers.
         cure: str. What to change.
-        units: float. As in `Finding`.
         at: the operation that it is about, if it is another one than that which was observed.
         where: str. What it is about, if that is no layer.
     """
@@ -170,13 +169,12 @@ class Said(NamedTuple):
     hazard: str
     why: str
     cure: str
-    units: float | None = None
     at: Any = None
     where: str | None = None
 
     def finding(self, where: str, line: Line | None) -> Finding:
         """Returns the finding, given what it is about if the judge has not said that."""
-        return Finding(self.hazard, self.where or where, line, self.why, self.cure, self.units)
+        return Finding(self.hazard, self.where or where, line, self.why, self.cure)
 
 
 class Observed:
@@ -184,33 +182,25 @@ class Observed:
 
     Args:
         at: an operation, or words for what it is about.
-        line: the line of the program, where it is known and `at` is no operation.
         **numbers: tensors of the graph, which are computed together with the step; or what is
             known already.
     """
 
-    def __init__(self, at: Any, line: Line | None = None, /, **numbers: Any) -> None:
-        self.at, self.line, self.numbers = at, line, numbers
+    def __init__(self, at: Any, /, **numbers: Any) -> None:
+        self.at, self.numbers = at, numbers
 
 
 class Hazard(NamedTuple):
     """A known hazard of 16 bits.
 
     Attributes:
-        measure: called with what was run, such as a `TracedStep`; yields what is `Observed`.
+        measure: called with a `TracedStep`; yields what is `Observed`.
         judge: called with the numbers of one, by name, each a number, a str or an array; returns
             what is `Said`, or None. It needs neither a model nor a graph.
     """
 
     measure: Callable[[Any], Iterator[Observed]]
     judge: Callable[..., Said | None]
-
-    def findings(self, seen: Any) -> Iterator[Finding]:
-        """Measures and judges what was run, where all numbers are known at once."""
-        for found in self.measure(seen):
-            said = self.judge(**found.numbers)
-            if said is not None:
-                yield said.finding(found.at, found.line)
 
 
 def begun(

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from tests.numerics.tools import FINDINGS, comparing, hazards, judge_lost, not_finite
+from tests.numerics.tools import auditing, hazards, not_finite
 
 Result = not_finite.Result
 EPSILON = {"op": "AddV2", "divides": "Rsqrt", "dtype": "float16", "size": 8, "least": 1e-9}
 SUM = {"op": "Sum", "dtype": "bfloat16", "length": 4096, "is_loss": False}
-LOST = {"dtype": "float16", "sentences": ["Of `dense/kernel` 20.0 % become zero."], "cure": "..."}
 # By judge: numbers that are no finding, and those that are one; the hazard, and what is said of it.
 JUDGED = {
     hazards.judge_epsilon: (
@@ -73,19 +72,10 @@ JUDGED = {
         {"bad": 4, "scale": 8.0, "loss_is_finite": True, "bad_in_gradients": 1.0},
         *("a step that cannot be skipped", "makes 4 numbers of the weights infinite"),
     ),
-    judge_lost: (
-        {**LOST, "falls_by_itself": True},
-        {**LOST, "falls_by_itself": False},
-        *("numbers that float16 loses", "Of `dense/kernel` 20.0 % become zero."),
-    ),
 }
 
 # Of judges that speak whatever the numbers are, since what they are about is wrong anyway.
 SAID = {
-    comparing.judge_far: (
-        {"side": "forward", "what": "overflow: Square", "units": 20.0, "cure": "cast"},
-        *("a difference in the forward pass", "Overflow: Square: 20 times as far off as rounding"),
-    ),
     hazards.judge_clipping: (
         {"largest": 64.0, "scale": 32.0},
         *("clipping before unscaling", "is 64 there, and 2 without it"),
@@ -96,7 +86,7 @@ SAID = {
 @pytest.mark.parametrize("judge", JUDGED, ids=lambda judge: f"{judge.__module__}.{judge.__name__}")
 def test_a_judge_needs_numbers_alone(judge):
     sound, broken, hazard, why = JUDGED[judge]
-    assert judge in {each.judge for each in FINDINGS}
+    assert judge in {each.judge for each in auditing.HAZARDS}
     assert judge(**sound) is None
     said = judge(**broken)
     assert said.hazard == hazard
@@ -114,7 +104,7 @@ def test_a_judge_of_what_is_wrong_anyway_says_the_numbers(judge):
 
 
 def test_each_judge_is_tested():
-    assert {each.judge for each in FINDINGS} == {*JUDGED, *SAID, not_finite.judge}
+    assert {each.judge for each in auditing.HAZARDS} == {*JUDGED, *SAID, not_finite.judge}
 
 
 def judged(*results, nan=(), infinite=(), loss=1.0, gradients=0.0, zeros=(), wide=(), **how):

@@ -16,7 +16,7 @@ from keras_mp.numerics import audit as auditing
 from keras_mp.numerics import batches, commands, hazards, not_finite, origins, own_thread, patterns
 from keras_mp.numerics import compare as comparing
 from keras_mp.numerics.census import Cast, Census, Graph, Operation, census
-from keras_mp.numerics.check import FINDINGS, Check, judge_lost
+from keras_mp.numerics.check import Check
 from keras_mp.numerics.counting import ExponentHistograms
 from keras_mp.numerics.first_bad import FirstBadOperation
 from keras_mp.numerics.histogram import EVERYWHERE, FORMATS, Histogram, Window, count_exponents
