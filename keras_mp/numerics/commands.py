@@ -11,11 +11,12 @@ model with layers of your own.
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -49,14 +50,14 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parse(argv)
     with tf.keras.utils.custom_object_scope(_objects_of(options.modules)):
-        model, batch = _load_model(options.model), load_batch(options.batch)
+        model, batch = _load_model(options.file), load_batch(options.batch)
         try:
-            if options.policy:
-                model = compiled(model, options.policy)
-            result, status = options.command.run(model, batch, options)
+            if options.under:
+                model = compiled(model, options.under)
+            result, status = options.run(model, batch, options)
         except (TypeError, ValueError, ImportError, tf.errors.OpError) as error:
             # For example, labels of another shape.
-            _fail(f"{options.model} cannot be {options.command.looked_at}: {error}")
+            _fail(f"{options.file} cannot be {options.looked_at}: {error}")
         print(result.to_text(options.rows))
         if options.json:
             result.to_json(options.json)
@@ -128,7 +129,7 @@ def _check(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> 
     The exit status is 0 if nothing is found, 1 if something is, 2 if a file cannot be used or a
     part of this cannot be done.
     """
-    arguments = _arguments(options)
+    arguments = _given(check, options)
     reference = arguments.get("reference", "")
     if reference.endswith((".keras", ".h5")) or os.path.exists(reference):
         arguments["reference"] = _load_model(reference)
@@ -142,7 +143,7 @@ def _profile(
     model: tf.keras.Model, batch: Batch, options: argparse.Namespace
 ) -> tuple[Result, int]:
     """Profiles a saved model."""
-    return profile(model, tuple(batch), **_arguments(options)), SOUND
+    return profile(model, tuple(batch), **_given(profile, options)), SOUND
 
 
 def _watch(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[Result, int]:
@@ -152,7 +153,8 @@ def _watch(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> 
     """
     if getattr(model, "optimizer", None) is None:
         raise ValueError("it is not compiled, so it cannot be trained")
-    watching = watch(model, raises=False, **{"every": 1, "weights": True, **_arguments(options)})
+    counted = {"every": 1, "weights": True, **_given(watch, options)}
+    watching = watch(model, raises=False, **counted)
     how = {"batch_size": options.batch_size, "epochs": options.epochs, "verbose": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", messages.MixedPrecisionWarning)  # `found` has them.
@@ -170,64 +172,50 @@ def _tune(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> t
     size = options.batch_size
     starts = range(0, min(len(each) for each in batch.parts()), size)
     batches = [tuple(batch.rows(start, start + size)) for start in starts]
-    tuned = tune(model, batches, **_arguments(options))
+    tuned = tune(model, batches, **_given(tune, options))
     if options.output:
         tuned.model.save(options.output)
     return tuned, SOUND if tuned.policies[""] != "float32" else FOUND
 
 
-class _Command(NamedTuple):
-    """A tool as a command.
-
-    Attributes:
-        run: runs it with a model, a batch and the options; returns the result and the exit status.
-        looked_at: what the model has then been.
-        arguments: flags that are arguments of the tool.
-        more: flags that are not.
-    """
-
-    run: Callable[..., tuple[Result, int]]
-    looked_at: str
-    arguments: tuple[str, ...]
-    more: tuple[str, ...] = ()
-
-
-_COMMANDS = {
-    "check": _Command(_check, "checked", ("--reference", "--loss", "--no-training")),
-    "profile": _Command(_profile, "profiled", ("--device", "--steps")),
-    "watch": _Command(
+# What runs each command, what a model has then been, and its flags.
+_COMMANDS: dict[str, tuple[Callable[..., tuple[Result, int]], str, tuple[str, ...]]] = {
+    "check": (_check, "checked", ("--reference", "--loss", "--no-training")),
+    "profile": (_profile, "profiled", ("--device", "--steps")),
+    "watch": (
         _watch,
         "watched",
         (
             *("--every", "--no-gradients", "--no-outputs", "--output-gradients", "--no-weights"),
-            *("--read-freq", "--include", "--exclude"),
+            *("--read-freq", "--include", "--exclude", "--epochs", "--batch-size"),
         ),
-        ("--epochs", "--batch-size"),
     ),
-    "tune": _Command(
+    "tune": (
         _tune,
         "tuned",
-        ("--dtype", "--tolerance", "--loss", "--include", "--leave-out", "--seed"),
-        ("--batch-size", "--output"),
+        (
+            *("--dtype", "--tolerance", "--loss", "--include", "--leave-out", "--seed"),
+            *("--batch-size", "--output"),
+        ),
     ),
 }
 
 
-def _arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the keyword arguments of a tool that were given."""
-    names = [_OPTIONS[flag].get("dest", flag[2:].replace("-", "_")) for flag in options.command[2]]
-    given = {name: getattr(options, name) for name in names}
-    return {name: value for name, value in given.items() if value is not None}
+def _given(tool: Callable[..., Result], options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of a tool that were given as flags."""
+    names = inspect.signature(tool).parameters
+    flags = vars(options).items()
+    return {name: value for name, value in flags if name in names and value is not None}
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m keras_mp")
     commands = parser.add_subparsers(required=True)
-    for name, command in _COMMANDS.items():
-        made = commands.add_parser(name, description=command.run.__doc__)
-        for flag in ("model", "batch", *command.arguments, *command.more, *_COMMON):
+    for name, (run, looked_at, flags) in _COMMANDS.items():
+        made = commands.add_parser(name, description=run.__doc__)
+        for flag in ("file", "batch", *flags, *_COMMON):
             made.add_argument(flag, **_OPTIONS[flag])
-        made.set_defaults(command=command)
+        made.set_defaults(run=run, looked_at=looked_at)
     return parser.parse_args(argv)
 
 
@@ -258,7 +246,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def _set(value: bool, what: str, **how: str) -> dict[str, Any]:
+def _set(value: bool | None, what: str, **how: Any) -> dict[str, Any]:
     return {"action": "store_const", "const": value, "help": what, **how}
 
 
@@ -269,19 +257,15 @@ def _patterns(what: str) -> dict[str, Any]:
 _COMMON = ("--policy", "--all-rows", "--json", "--import")
 # All flags, for argparse.
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "model": {"metavar": "MODEL.keras", "help": "a model that tf.keras has saved"},
+    "file": {"metavar": "MODEL.keras", "help": "a model that tf.keras has saved"},
     "batch": {
         "metavar": "BATCH.npz",
         "help": "a batch in a file of numpy.savez, with the arrays x and, if needed, y and "
         "sample_weight; for a model with several inputs or outputs x.NAME and y.NAME",
     },
-    "--all-rows": {
-        "action": "store_const",
-        "const": None,
-        "default": text_tables.MOST,
-        "dest": "rows",
-        "help": "print all rows, not only the worst ten",
-    },
+    "--all-rows": _set(
+        None, "print all rows, not only the worst ten", dest="rows", default=text_tables.MOST
+    ),
     "--json": {"type": _path(".json"), "metavar": "PATH"},
     "--import": {
         "action": "append",
@@ -291,6 +275,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "a module with layers, losses and metrics of the model; may be repeated",
     },
     "--policy": {
+        "dest": "under",
         "metavar": "NAME",
         "help": "for a model that was saved in float32: for example mixed_float16, or a .json file "
         "of tune",
