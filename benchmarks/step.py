@@ -20,9 +20,9 @@ import tensorflow as tf
 import keras_mp
 from benchmarks import common, models
 from keras_mp.numerics.counting import ExponentHistograms
-from keras_mp.numerics.profile import UPDATE, profiled
+from keras_mp.numerics.profile import PROFILED, UPDATE, seconds_by_class
 
-REPEATS, PROFILED = 7, 3
+REPEATS = 7
 REWRITE = "auto_mixed_precision_onednn_bfloat16"
 VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -130,12 +130,7 @@ def measure(name: str, size: str) -> dict[str, Any]:
         for variant, autocast in TORCH.items():
             steps[variant] = torch_models.make_step(name, sizes, autocast)
     seconds = common.interleaved(steps, REPEATS)
-    classes = {}
-    for variant in VARIANTS:
-        with profiled() as found:
-            for _ in range(PROFILED):
-                steps[variant]()
-        classes[variant] = {each: total / PROFILED for each, total in found.items()}
+    classes = {variant: seconds_by_class(steps[variant]) for variant in VARIANTS}
     return {"seconds": seconds, "classes": classes}
 
 

@@ -1,6 +1,5 @@
 """Why is a model not faster? Its dtypes, the time of a step by class, and changes, tried."""
 
-import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -14,7 +13,7 @@ import tensorflow as tf
 from keras_mp import hardware, keras_api
 from keras_mp.hardware import turns
 from keras_mp.models import layer_paths
-from keras_mp.numerics import batches, own_thread, run
+from keras_mp.numerics import batches, graph, own_thread, run
 from keras_mp.numerics.census import Census, census
 from keras_mp.numerics.results import Result
 from keras_mp.numerics.traced_step import trains
@@ -23,7 +22,7 @@ from keras_mp.support import messages, op_table, text_tables, validation
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
 
-_WARM_UP, _PROFILED = 2, 3
+_WARM_UP, PROFILED = 2, 3
 # A smaller share cannot be told from noise.
 _LEAST = 0.03
 
@@ -35,32 +34,24 @@ UPDATE = "update_of_weights"
 # The profiler's name for a run of code that XLA has compiled.
 XLA = "ExecuteAsyncOnStream"
 
-_KINDS = {
-    "products": (
-        *("matrix products", "matrix products into another dtype", "convolutions"),
-        *("padded convolutions", "transposed convolutions", "gradients of kernels"),
-        *("transposed convolutions to the shape of a tensor", "sparse matrix products"),
-    ),
-    "casts": ("casts",),
-    "reductions": (
+_OPS = {
+    "products": graph.COUNTED | op_table.ops("padded convolutions", "sparse matrix products"),
+    "casts": op_table.ops("casts"),
+    "reductions": op_table.ops(
         *("sums over axes", "running sums", "sums of tensors", "gradients of biases", "norms"),
         *("products over axes", "maxima over axes", "softmax", "log softmax", "cross entropies"),
         "batch normalization",
     ),
-    "loops": (
+    "loops": op_table.ops(
         *("loops", "lists of a loop", "entries of frames", "exits of frames", "frames"),
         "empty tensors",
     ),
-    "elementwise": (
+    "elementwise": op_table.ops(
         *("additions", "multiplications", "squared differences", "squares", "powers", "divisions"),
         *("divisions without NaN", "reciprocals", "roots", "exponentials", "logarithms"),
         *("maxima of two", "selections", "signs", "roundings", "comparisons", "relu"),
         *("leaky relu", "softsign", "sigmoids", "exponential units", "softplus"),
     ),
-}
-
-_CLASS_OF = {
-    op: name for name, kinds in _KINDS.items() for kind in kinds for op in op_table.BY_KIND[kind]
 }
 
 
@@ -267,14 +258,11 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
                 tried[what] = batches.reason(error)
         progress.begin("taking turns")
         seconds = turns.medians(turns.take(variants, steps))
-        with profiled() as classes:
-            for _ in range(_PROFILED):
-                variants[""]()
+        classes = seconds_by_class(variants[""])
     now = seconds.pop("")
     gains = [Change(what, now - each) for what, each in seconds.items()]
     changes = sorted((c for c in gains if c.seconds >= _LEAST * now), key=lambda c: -c.seconds)
-    per_step = {name: total / _PROFILED for name, total in classes.items()}
-    return StepTimes(model.name, now, per_step, {**tried, **seconds}, tuple(changes[:3]))
+    return StepTimes(model.name, now, classes, {**tried, **seconds}, tuple(changes[:3]))
 
 
 def _candidates(model: tf.keras.Model) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -357,24 +345,19 @@ def class_of(event: str) -> str | None:
     if UPDATE in node:
         return "update"
     op = re.sub("^_(Mkl(Native)?)?", "", op)  # those of oneDNN and of grappler
-    for each in (op, op.removeprefix("Fused"), re.sub("Grad(?=(V[23])?$)", "", op)):
-        if each in _CLASS_OF:
-            return _CLASS_OF[each]
-    return "rest"
+    known = {op, op.removeprefix("Fused"), re.sub("Grad(?=(V[23])?$)", "", op)}
+    return next((name for name, ops in _OPS.items() if known & ops), "rest")
 
 
-@contextlib.contextmanager
-def profiled() -> Iterator[dict[str, float]]:
-    """Returns a context manager that fills a dict of seconds by class of operation at its end."""
+def seconds_by_class(step: Callable[[], object]) -> dict[str, float]:
+    """Returns the seconds that a step spends on each class of operations, a mean of some steps."""
     from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace  # pyright: ignore
 
     seconds: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     with tempfile.TemporaryDirectory() as folder:
-        tf.profiler.experimental.start(folder)
-        try:
-            yield seconds
-        finally:
-            tf.profiler.experimental.stop()
+        with tf.profiler.experimental.Profile(folder):
+            for _ in range(PROFILED):
+                step()
         space = XSpace()
         [file] = pathlib.Path(folder).rglob("*.xplane.pb")
         space.ParseFromString(file.read_bytes())
@@ -383,4 +366,5 @@ def profiled() -> Iterator[dict[str, float]]:
             for event in line.events:
                 found = class_of(plane.event_metadata[event.metadata_id].name)
                 if found is not None:
-                    seconds[found] += event.duration_ps / 1e12
+                    seconds[found] += event.duration_ps / 1e12 / PROFILED
+    return seconds
