@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -171,11 +171,12 @@ def compare(narrow: Runner, wide: Runner) -> tuple[Comparison, Report]:
                     layer.explain(again)
         progress.begin("layers that are off, by themselves")
         pairs = list(zip(layers_of(run), references))
-        rows, culprits = _compare_calls(pairs, run, other)
+        report = _report(run, other, pairs, first_scale(narrow.model))
+        rows, culprits = _compare_calls(pairs, run, other, report)
     findings = [_finding(each, run.model) for each in culprits]
     losses = run.loss, other.loss
     found = Comparison(narrow.name, wide.name, rows, findings, losses, run.loss_scale)
-    return found, _report(run, other, pairs, first_scale(narrow.model))
+    return found, report
 
 
 def layers_of(run: Run) -> list[LayerRecord]:
@@ -199,7 +200,7 @@ def layers_of(run: Run) -> list[LayerRecord]:
 
 
 def _compare_calls(
-    pairs: Sequence[tuple[LayerRecord, LayerRecord]], run: Run, other: Run
+    pairs: Sequence[tuple[LayerRecord, LayerRecord]], run: Run, other: Run, report: Report
 ) -> tuple[list[ComparedLayer], list[TooFar]]:
     """Measures how far each call is off, and names those that are so by themselves.
 
@@ -210,7 +211,6 @@ def _compare_calls(
     rows: list[ComparedLayer] = []
     first: dict[str, list[TooFar]] = {side: [] for side in SIDES}
     calls, least = [*zip(run.calls, other.calls)], UNIT_ROUNDOFF[run.dtype]
-    vanishes = False
     for i, (layer, reference) in enumerate(pairs):
         worst = []
         for side in SIDES:
@@ -222,12 +222,8 @@ def _compare_calls(
                 what = _what(layer, reference, side, name)
                 first[side].append(TooFar(*calls[i], side, distance, what))
         rows.append(ComparedLayer(layer.path, layer.kind, layer.dtype, *worst))
-        # Noise may explain as much, where nothing is left of a gradient.
-        vanishes |= any(
-            underflow(value.values, reference.backward[name].values) > MANY_ZEROS
-            for name, value in layer.backward.items()
-            if name in reference.backward and value.shape == reference.backward[name].shape
-        )
+    # Noise may explain as much, where nothing is left of a gradient.
+    always = bool(first["backward"]) or any((row.lost or 0) > MANY_ZEROS for row in report.rows)
     own: dict[str, list[TooFar]] = {side: [] for side in SIDES}
     for i, (call, wide) in enumerate(calls):
         row = rows[i]
@@ -242,7 +238,6 @@ def _compare_calls(
                 own["forward"].append(TooFar(call, wide, "forward", row.output, what))
             continue
         # The gradient that a layer is to blame for is that of what it takes.
-        always = vanishes or bool(first["backward"])
         rows[i], amplifies = _alone(row, call, wide, run, least, always)
         output, gradient = rows[i].own_output, rows[i].own_gradient
         if output is not None and output.units > LIMIT:
@@ -543,7 +538,7 @@ def _report(
     at = 2 * run.loss_scale if run.loss_scale < scale else math.inf
     at = at if are_finite(run.all_gradients()) else run.loss_scale
 
-    def add(kind: str, path: str, dtype: str, tensor: tf.Tensor, *both: Quantity) -> None:
+    def add(kind: str, path: str, dtype: str, tensor: Any, *both: Any) -> None:
         row = Row(kind, path, dtype, Histogram.count(tensor))
         if both:
             value, exact = both
@@ -552,26 +547,24 @@ def _report(
             row = row._replace(overflowed_at=at, is_noise=exact.is_noise, lost=lost)
         rows[row.key] = rows[row.key] + row if row.key in rows else row
 
-    names = {name: id(weight) for name, weight in named_weights(run.model).items()}
-    of_weights = {
-        id(weight): (path, layer.compute_dtype)
-        for path, (weight, layer) in variables_by_path(run.model).items()
+    names = {id(weight): name for name, weight in named_weights(run.model).items()}
+    both = {
+        name: (value.backward[name], exact.backward[name])
+        for value, exact in pairs
+        for name in value.backward.keys() & exact.backward.keys()
     }
-    for value, exact in pairs:
-        for name in value.backward.keys() & exact.backward.keys() & names.keys():
-            both = value.backward[name], exact.backward[name]
-            add("gradient", *of_weights[names[name]], other.gradients[name], *both)
+    for path, (weight, layer) in variables_by_path(run.model).items():
+        if (name := names[id(weight)]) in both:
+            add("gradient", path, layer.compute_dtype, other.gradients[name], *both[name])
     for call, wide, (value, exact) in zip(run.calls, other.calls, pairs):
         if call.path not in layers or isinstance(call.layer, tf.keras.Model):
             continue
         for i, (output, tensor) in enumerate(zip(call.outputs, wide.outputs)):
             name, dtype = f"output {i}", output.dtype.name
             add("output", call.path, dtype, tensor)
-            if name in value.backward and name in exact.backward:
-                both = value.backward[name], exact.backward[name]
-                gradient = wide.gradients[i]
-                assert gradient is not None
-                add("output gradient", call.path, dtype, gradient, *both)
+            found = value.backward.get(name), exact.backward.get(name)
+            if all(found):
+                add("output gradient", call.path, dtype, wide.gradients[i], *found)
     return Report(
         list(rows.values()), step=0, counted=1, loss_scale=scale, takers=_takers(other.calls)
     )
