@@ -164,18 +164,6 @@ class Census(Result):
         traced = {"work": self.traced.work(), **plain(self.traced)}
         return {"name": self.name, "device": self.device, "traced": traced, "sending": sent}
 
-    def to_text(self, rows: int | None = text_tables.MOST) -> str:
-        """Returns what `print` shows: sentences, and tables of dtypes, layers and casts.
-
-        Args:
-            rows: int. How many layers, and how many casts, are shown at most, where those of equal
-                layers in repeated blocks are one; None for all of them. Defaults to 10.
-
-        Returns:
-            str of several lines, of at most 100 characters each unless `rows` is None.
-        """
-        return "\n".join(self._lines(rows)).rstrip()
-
     def _lines(self, most: int | None) -> Iterator[str]:
         yield f"Census of {self.name}" + (f" on a {self.device}" if self.device else "")
         for sentence in self._sentences():

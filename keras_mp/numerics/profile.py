@@ -104,31 +104,25 @@ class StepTimes(Result):
     tried: Mapping[str, float | str]
     changes: tuple[Change, ...]
 
-    def to_text(self, rows: int | None = text_tables.MOST) -> str:
-        """Returns what `print` shows.
-
-        Args:
-            rows: not used: there are few.
-        """
-        del rows
-        total = sum(self.classes.values()) or 1.0
-        classes = [
-            (name, _milliseconds(seconds), f"{seconds / total:.0%}")
-            for name, seconds in sorted(self.classes.items(), key=lambda item: -item[1])
-            if seconds
-        ]
-        lines = [
+    def _lines(self, rows: int | None) -> Iterator[str]:
+        yield (
             f"A step of {self.name!r} takes {_milliseconds(self.seconds)}. Its operations take, by "
-            "class, in all threads together:",
-            *text_tables.aligned(classes),
-        ]
-        lines += [f"Nothing that was tried saves {100 * _LEAST:.0f} % or more."]
+            "class, in all threads together:"
+        )
+        total = sum(self.classes.values()) or 1.0
+        classes = sorted(self.classes.items(), key=lambda item: -item[1])
+        yield from text_tables.aligned(
+            [(name, _milliseconds(each), f"{each / total:.0%}") for name, each in classes if each]
+        )
         if self.changes:
-            lines[-1] = "What saves most, each tried alone on a copy of the model:"
-            lines += [f"  {_milliseconds(each.seconds)}: {each.what}" for each in self.changes]
-        failed = [(what, error) for what, error in self.tried.items() if isinstance(error, str)]
-        lines += [f"Could not be tried: {what} ({error})" for what, error in failed]
-        return "\n".join(lines)
+            yield "What saves most, each tried alone on a copy of the model:"
+        else:
+            yield f"Nothing that was tried saves {100 * _LEAST:.0f} % or more."
+        for change in self.changes:
+            yield f"  {_milliseconds(change.seconds)}: {change.what}"
+        for what, error in self.tried.items():
+            if isinstance(error, str):
+                yield f"Could not be tried: {what} ({error})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,18 +144,10 @@ class Profile(Result):
     census: Census
     times: StepTimes | None
 
-    def to_text(self, rows: int | None = text_tables.MOST) -> str:
-        """Returns what `print` shows: the times, what saves time, and the dtypes.
-
-        Args:
-            rows: int. How many layers, and how many casts, are shown at most; None for all of
-                them. Defaults to 10.
-
-        Returns:
-            str of several lines.
-        """
-        parts = [str(self.times)] if self.times is not None else []
-        return "\n\n".join([*parts, self.census.to_text(rows)])
+    def _lines(self, rows: int | None) -> Iterator[str]:
+        if self.times is not None:
+            yield f"{self.times}\n"
+        yield self.census.to_text(rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the times and the census, as JSON has them."""

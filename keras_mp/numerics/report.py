@@ -285,17 +285,8 @@ class Report(Result):
             return f"in {self.counted:,} of {self.step:,} steps"
         return "in the batch" if self.counted == 1 else f"in {self.counted} batches"
 
-    def to_text(self, rows: int | None = text_tables.MOST) -> str:
-        """Returns what `print` shows: a headline, and the worst rows.
-
-        Args:
-            rows: int. How many rows are shown at most; None for all of them, with all columns.
-                Defaults to 10.
-
-        Returns:
-            str of several lines, of at most 100 characters each unless `rows` is None.
-        """
-        return self.table(rows=rows)
+    def _lines(self, rows: int | None) -> list[str]:
+        return [self.table(rows=rows)]
 
     def __repr__(self) -> str:
         return f"<Report of {len(self.rows)} rows, {self.where}>"

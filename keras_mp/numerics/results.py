@@ -8,7 +8,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -69,12 +69,16 @@ class Result:
         """Returns what `print` shows.
 
         Args:
-            rows: int. How many findings, or rows of a table, are shown at most; None for all of
-                them. Defaults to 10.
+            rows: int. How many findings, or rows of a table, are shown at most, the worst first;
+                None for all of them, in their order. Defaults to 10.
 
         Returns:
             str of several lines, of at most 100 characters each unless `rows` is None.
         """
+        return "\n".join(self._lines(rows)).rstrip()
+
+    def _lines(self, rows: int | None) -> Iterable[str]:
+        """Returns its lines."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:

@@ -170,18 +170,6 @@ class Tuned(Result):
         del described["model"]
         return {**described, "policies": self.policies}
 
-    def to_text(self, rows: int | None = text_tables.MOST) -> str:
-        """Returns what `print` shows: how far the model is off, where layers went, and why.
-
-        Args:
-            rows: int. How many layers are shown at most: those in float32 first, then those of most
-                multiplications; None for all, in their order. Defaults to 10.
-
-        Returns:
-            str of several lines, of at most 100 characters each unless `rows` is None.
-        """
-        return "\n".join(self._lines(rows))
-
     def __repr__(self) -> str:
         return (
             f"<Tuned {self.name!r}: {len(self._in_16_bits)} of {len(self.layers)} layers in "

@@ -14,7 +14,7 @@ from keras_mp.numerics.first_bad import FirstBadOperation, NotFiniteError
 from keras_mp.numerics.histogram import EVERYWHERE
 from keras_mp.numerics.report import Advice, Report, advise
 from keras_mp.numerics.results import Result
-from keras_mp.support import attributes, text_tables, validation
+from keras_mp.support import attributes, validation
 from keras_mp.support.figures import new_figure
 
 _TrainFunction = Callable[[tf.data.Iterator], Mapping[str, tf.Tensor]]
@@ -190,17 +190,12 @@ class watch(keras_api.BaseCallback, Result):
         report = self.report()
         return advise(report, dtype or report.dtype, tolerance)
 
-    def to_text(self, rows: int | None = text_tables.MOST) -> str:
-        """Returns what `print` shows: what was not finite, and the report.
-
-        Args:
-            rows: int. How many rows of the report are shown at most; None for all. Defaults to 10.
-        """
+    def _lines(self, rows: int | None) -> list[str]:
         parts = [str(each) for each in self.found]
         self._read_own_steps()
         if self.history:
             parts.append(self.report().to_text(rows=rows))
-        return "\n\n".join(parts) or "Nothing was counted, and all results were finite."
+        return ["\n\n".join(parts) or "Nothing was counted, and all results were finite."]
 
     def plot(
         self,
