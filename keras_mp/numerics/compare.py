@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import tensorflow as tf
@@ -217,48 +217,47 @@ def _compare_calls(
             found = layer.distances(reference, side, largest)
             distance = Distance.worst(list(found.values()))
             worst.append(distance)
-            if distance is not None and distance.units > LIMIT and i < len(calls):
+            if _is_far(distance) and i < len(calls):
                 name = next(name for name in found if found[name] is distance)
                 what = _what(layer, reference, side, name)
                 first[side].append(TooFar(*calls[i], side, distance, what))
         rows.append(ComparedLayer(layer.path, layer.kind, layer.dtype, *worst))
     # Noise may explain as much, where nothing is left of a gradient.
     always = bool(first["backward"]) or any((row.lost or 0) > MANY_ZEROS for row in report.rows)
-    own: dict[str, list[TooFar]] = {side: [] for side in SIDES}
+    forward: list[TooFar] = []
+    backward: list[TooFar] = []
     for i, (call, wide) in enumerate(calls):
         row = rows[i]
-        if any(call.contains(culprit.call) for culprit in own["forward"]):
+        if any(call.contains(culprit.call) for culprit in forward):
             continue
-        before = (each.output for each in rows[:i] if each.output is not None)
-        is_off = row.output is not None and row.output.units > LIMIT
-        if is_off and not are_finite(call.inputs) and are_finite(wide.inputs):
+        if _is_far(row.output) and not are_finite(call.inputs) and are_finite(wide.inputs):
+            before = (each.output for each in rows[:i] if each.output is not None)
             if all(math.isfinite(each.units) for each in before):
                 what = f"what it takes is beyond {call.dtype}"
-                assert row.output is not None
-                own["forward"].append(TooFar(call, wide, "forward", row.output, what))
+                forward.append(TooFar(call, wide, "forward", row.output, what))
             continue
         # The gradient that a layer is to blame for is that of what it takes.
         rows[i], amplifies = _alone(row, call, wide, run, least, always)
         output, gradient = rows[i].own_output, rows[i].own_gradient
-        if output is not None and output.units > LIMIT:
+        if _is_far(output):
             # Max pooling turns NaN into finite numbers, which are no evidence either.
-            if not own["forward"] or _off_before(call, wide) <= 1:
-                own["forward"].append(TooFar(call, wide, "forward", output))
+            if not forward or _off_before(call, wide) <= 1:
+                forward.append(TooFar(call, wide, "forward", output))
         elif row.output is not None and amplifies:
-            own["forward"].append(TooFar(call, wide, "forward", row.output, amplifies))
-        elif (
-            gradient is not None
-            and gradient.units > LIMIT
-            and not any(call.contains(culprit.call) for culprit in own["backward"])
-        ):
-            own["backward"].append(TooFar(call, wide, "backward", gradient))
-    if not any(own.values()):
+            forward.append(TooFar(call, wide, "forward", row.output, amplifies))
+        elif _is_far(gradient) and not any(call.contains(each.call) for each in backward):
+            backward.append(TooFar(call, wide, "backward", gradient))
+    if not forward and not backward:
         return rows, [*first["forward"], *reversed(first["backward"])][:1]
     # Gradients come in reverse order. A cell that is called for each time step is named once.
     culprits: dict[tuple[str, str], TooFar] = {}
-    for culprit in (*own["forward"], *reversed(own["backward"])):
+    for culprit in (*forward, *reversed(backward)):
         culprits.setdefault((culprit.call.path, culprit.side), culprit)
     return rows, list(culprits.values())
+
+
+def _is_far(distance: Distance | None) -> TypeGuard[Distance]:
+    return distance is not None and distance.units > LIMIT
 
 
 def _alone(
@@ -366,39 +365,24 @@ def _of_other_weights(culprit: TooFar) -> str:
 
 
 def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
-    call, upstream = culprit.call, culprit.call.gradients
-    narrow, exact = KeptOperations(), KeptOperations()
-    with op_callbacks.observed(narrow.keep):
-        replay(call, call.layer, upstream)
-    with op_callbacks.observed(exact.keep):
-        replay(call, culprit.wide.layer, upstream, "float32")
-    unknown = f"its output in {call.dtype} is further off than rounding explains", None
-    return _first_wrong(narrow, exact, culprit.side, call.dtype) or unknown
-
-
-def _first_wrong(
-    narrow: KeptOperations, wide: KeptOperations, side: str, dtype: str
-) -> tuple[str, Line | None] | None:
     """Finds the first operation that does not do in 16 bits what it does in float32.
 
-    Args:
-        narrow: what ran in 16 bits.
-        wide: what ran in float32, of the same call on the same inputs.
-        side: "forward" or "backward".
-        dtype: the one of 16 bits.
-
     Returns:
-        What it does, and its line; None where all operations agree.
+        What it does, and its line; None for the line where all operations agree.
     """
-    worst, most = None, 0.0
-    ops, wide_ops = (
-        [op for op in each.operations if op.is_gradient == (side == "backward")]
-        for each in (narrow, wide)
+    call, dtype = culprit.call, culprit.call.dtype
+    kept = KeptOperations(), KeptOperations()
+    for operations, layer, to in zip(kept, (call.layer, culprit.wide.layer), (None, "float32")):
+        with op_callbacks.observed(operations.keep):
+            replay(call, layer, call.gradients, to)
+    ops = (
+        [op for op in each.operations if op.is_gradient == (culprit.side == "backward")]
+        for each in kept
     )
-    for i, j in _matches(ops, wide_ops):
-        op, exact = ops[i], wide_ops[j]
+    worst, most = None, 2.0
+    for op, exact in _matches(*ops):
         before, after = _apart(op.args, exact.args), _apart(op.outputs, exact.outputs)
-        lost = _lost_inputs(op, exact, dtype, narrow)
+        lost = _lost_inputs(op, exact, dtype, kept[0])
         if lost is not None:
             return lost, op.line
         if math.isinf(after) and not math.isinf(before):
@@ -406,17 +390,17 @@ def _first_wrong(
         rise = after / max(before, UNIT_ROUNDOFF[dtype])
         if rise > most:
             worst, most = (op, exact), rise
-    if worst is None or most <= 2:
-        return None
+    if worst is None:
+        return f"its output in {dtype} is further off than rounding explains", None
     return _inexact(*worst, dtype), worst[0].line
 
 
-def _matches(narrow: Sequence[Call], wide: Sequence[Call]) -> Iterator[tuple[int, int]]:
-    """Yields the indices of the operations that two runs have in common."""
-    kinds = [[(op.kind, op.is_gradient) for op in ops] for ops in (narrow, wide)]
+def _matches(narrow: Sequence[Call], wide: Sequence[Call]) -> Iterator[tuple[Call, Call]]:
+    """Yields the operations that two runs have in common."""
+    kinds = ([op.kind for op in ops] for ops in (narrow, wide))
     matcher = difflib.SequenceMatcher(None, *kinds, autojunk=False)
     for start, other, count in matcher.get_matching_blocks():
-        yield from zip(range(start, start + count), range(other, other + count))
+        yield from zip(narrow[start : start + count], wide[other : other + count])
 
 
 def _arrays(tensors: Iterable[tf.Tensor]) -> list[np.ndarray]:
