@@ -164,8 +164,12 @@ def sending(
         tensors = (*node.made.inputs, *node.made.outputs)
         numbers = sum(tensor.shape.num_elements() or 0 for tensor in tensors)
         seconds += node.turns * max(computing, numbers * tf.as_dtype(dtype).size / moved)
-    helps = tuple(_what_helps(nodes, model))
-    return Sending(sent, sent * _SECONDS_OF_AN_OPERATION, seconds, helps)
+    helps = ["model.compile(..., jit_compile=True)"] if model is not None else []
+    helps.append("tf.function(step, jit_compile=True)")
+    # XLA has no kernel for the recurrent layers of cuDNN.
+    if any(node.made.type.startswith("Cudnn") for node in nodes):
+        helps = []
+    return Sending(sent, sent * _SECONDS_OF_AN_OPERATION, seconds, tuple(helps))
 
 
 def sentences(found: Sending) -> Iterator[str]:
@@ -183,15 +187,6 @@ def sentences(found: Sending) -> Iterator[str]:
     )
     if found.helps:
         yield f"XLA sends what it compiles in a few calls: {', or '.join(found.helps)}."
-
-
-def _what_helps(nodes: Sequence[Node], model: tf.keras.Model | None) -> Iterator[str]:
-    """Yields the code with which XLA compiles all of it, or the update of the weights."""
-    # XLA has no kernel for the recurrent layers of cuDNN.
-    if not any(node.made.type.startswith("Cudnn") for node in nodes):
-        if model is not None:
-            yield "model.compile(..., jit_compile=True)"
-        yield "tf.function(step, jit_compile=True)"
 
 
 def _milliseconds(seconds: float) -> str:

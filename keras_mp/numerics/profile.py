@@ -201,8 +201,8 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
 
     The model itself is left as it is: copies of it make the steps, in turns. What is tried: the
     policy that `keras_mp.hardware.best_policy` names, or float32 in place of a slow one; float32
-    outputs with gradients in 16 bits; an update of the weights that XLA compiles; a whole step
-    that XLA compiles. Under a strategy of several replicas, it is a step of one.
+    outputs with gradients in 16 bits; a whole step that XLA compiles. Under a strategy of several
+    replicas, it is a step of one.
 
     Args:
         model: a compiled model of `tf.keras` that `convert` takes.
