@@ -127,16 +127,7 @@ class Check(Result):
         owner = functools.partial(policy_path, self.model)
         return advise(self.report, self.report.dtype, tolerance, culprits, owner)
 
-    def to_text(self, rows: int | None = text_tables.MOST) -> str:
-        """Returns what `print` shows: a headline, the findings, and what could not be looked at.
-
-        Args:
-            rows: int. How many findings are shown at most, where those of equal layers are one;
-                None for each by itself, with the table of the comparison. Defaults to 10.
-
-        Returns:
-            str of several lines, of at most 100 characters each unless `rows` is None.
-        """
+    def _lines(self, rows: int | None) -> list[str]:
         found, head = list(self.findings), f"Check of {self.name!r}, policy {self.policy}: "
         number, hidden = len(found), 0
         head += f"{number} finding{'s' * (number > 1)}." if found else "nothing found."
@@ -152,7 +143,7 @@ class Check(Result):
         if rows is not None:
             texts, notes = ([_wrapped(each) for each in of] for of in (texts, notes))
         more = text_tables.more(hidden, "finding")
-        return "\n\n".join([head, *texts, *more, *notes, *table])
+        return ["\n\n".join([head, *texts, *more, *notes, *table])]
 
     def __repr__(self) -> str:
         return f"<Check of {self.name!r}: {len(self.findings)} findings>"

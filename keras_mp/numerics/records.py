@@ -472,27 +472,16 @@ class Comparison(Result):
         """
         return bool(self.findings) or math.isfinite(self.losses[1])
 
-    def to_text(self, rows: int | None = text_tables.MOST) -> str:
-        """Returns what `print` shows: the findings, and the layers that are furthest apart.
-
-        Args:
-            rows: int. How many layers are shown at most; None for all, in their order. Defaults to
-                10.
-
-        Returns:
-            str: of at most 100 characters a line unless `rows` is None, and one line if rounding
-            explains everything.
-        """
-        if rows is not None and self.is_judged and not self.findings:
+    def _lines(self, rows: int | None) -> Iterable[str]:
+        if rows is None:
+            return self._all_lines(rows)
+        if self.is_judged and not self.findings:
             names = (text_tables.fitted(each, 30) for each in (self.name, self.reference))
-            return f"{_EXPLAINED} {' and '.join(names)}"
-        lines = list(self._lines(rows))
-        if rows is not None:
-            # Sentences are wrapped; lines of a table are short enough.
-            lines = [part for line in lines for part in text_tables.wrapped(line, "   ")]
-        return "\n".join(lines)
+            return [f"{_EXPLAINED} {' and '.join(names)}"]
+        # Sentences are wrapped; lines of a table are short enough.
+        return (part for line in self._all_lines(rows) for part in text_tables.wrapped(line, "   "))
 
-    def _lines(self, rows: int | None) -> Iterator[str]:
+    def _all_lines(self, rows: int | None) -> Iterator[str]:
         scope = f", the worst of {self.batches} batches" if self.batches > 1 else ""
         yield f"{self.name}, compared with {self.reference}{scope}"
         scale = f", at a loss scale of {self.loss_scale:g}" if self.loss_scale != 1 else ""
