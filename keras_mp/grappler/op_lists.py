@@ -10,7 +10,6 @@ import re
 import tempfile
 import threading
 from collections.abc import Collection, Mapping
-from typing import ClassVar
 
 import tensorflow as tf
 
@@ -25,7 +24,6 @@ _NAMES = {
     "deny": ("DENYLIST", "BLACKLIST"),
     "clear": ("CLEARLIST",),
 }
-LISTS = tuple(_NAMES)
 _PREFIX = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
 _LOG_PATH = f"{_PREFIX}LOG_PATH"
 
@@ -38,13 +36,9 @@ _PROBE = "BesselI0e"
 _lock = threading.Lock()
 # The environment as it was before the lists were changed here.
 _environment: dict[str, str | None] = {}
-
-
-class _Changes:
-    """The differences of the lists from TensorFlow's, in this process."""
-
-    changes: ClassVar[dict[str, frozenset[str]]] = {}
-    kept_out: frozenset[str] = frozenset()
+# The operations that were put on lists here; and those that are kept out of all others.
+_changes: dict[str, frozenset[str]] = {}
+_KEPT_OUT = "kept out"
 
 
 def can_be_read(dtype: str) -> bool:
@@ -92,13 +86,13 @@ def read(dtype: str) -> dict[str, frozenset[str]]:
         name.lower(): frozenset(ops.split()) - {_PROBE}
         for name, ops in re.findall(r"^(\w+)List:\n((?:\w+\n)*)", text, re.MULTILINE)
     }
-    if set(found) != set(LISTS):
+    if found.keys() != _NAMES.keys():
         raise RuntimeError(
             "TensorFlow's lists of operations cannot be read. Do the environment variables "
-            f"{_PREFIX}* put an operation on two of them? Expected {LISTS}. Received: "
+            f"{_PREFIX}* put an operation on two of them? Expected {tuple(_NAMES)}. Received: "
             f"{sorted(found)}"
         )
-    return {name: found[name] for name in LISTS}
+    return {name: found[name] for name in _NAMES}
 
 
 def _graph_with_probe() -> tf.compat.v1.MetaGraphDef:
@@ -132,9 +126,7 @@ def change(changes: Mapping[str, Collection[str]]) -> None:
             "Expected names of TensorFlow's operations, as in tf.raw_ops, each once. Received: "
             f"{unknown or twice}"
         )
-    with _lock:
-        _Changes.changes = {name: frozenset(ops) for name, ops in changes.items() if ops}
-        _write()
+    _write(changes)
 
 
 def keep_out(ops: Collection[str]) -> None:
@@ -145,32 +137,31 @@ def keep_out(ops: Collection[str]) -> None:
     Args:
         ops: names of operations.
     """
-    with _lock:
-        _Changes.kept_out = frozenset(ops)
-        _write()
+    _write({_KEPT_OUT: ops})
 
 
 def kept_out() -> frozenset[str]:
     """Returns operations that `keep_out` has taken off, and `change` has put nowhere."""
-    return _Changes.kept_out.difference(*_Changes.changes.values())
+    others = [ops for name, ops in _changes.items() if name != _KEPT_OUT]
+    return _changes.get(_KEPT_OUT, frozenset()).difference(*others)
 
 
-def _write() -> None:
-    wanted = dict(_Changes.changes)
-    if kept_out():
-        wanted["none"] = wanted.get("none", frozenset()) | kept_out()
-    if not _environment:
-        _environment.update({name: os.environ.get(name) for name in _variables()})
-    variables = {name: _split(value) for name, value in _environment.items()}
-    for target, ops in wanted.items():
-        for values in variables.values():
-            values -= ops
-        for name, spellings in _NAMES.items():
-            verb = "ADD" if name == target else "REMOVE"
-            variables[f"{_PREFIX}{spellings[0]}_{verb}"] |= ops
-    _put({name: ",".join(sorted(values)) or None for name, values in variables.items()})
-    if not wanted:
-        _environment.clear()
+def _write(changes: Mapping[str, Collection[str]]) -> None:
+    with _lock:
+        _changes.update({name: frozenset(ops) for name, ops in changes.items()})
+        if not _environment:
+            _environment.update({name: os.environ.get(name) for name in _variables()})
+        variables = {name: _split(value) for name, value in _environment.items()}
+        wanted = {**_changes, _KEPT_OUT: kept_out()}
+        for target, ops in wanted.items():
+            for values in variables.values():
+                values -= ops
+            for name, spellings in _NAMES.items():
+                verb = "ADD" if name == target else "REMOVE"
+                variables[f"{_PREFIX}{spellings[0]}_{verb}"] |= ops
+        _put({name: ",".join(sorted(values)) or None for name, values in variables.items()})
+        if not any(wanted.values()):
+            _environment.clear()
 
 
 def _variables() -> list[str]:

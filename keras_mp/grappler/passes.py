@@ -6,7 +6,7 @@ TensorFlow 1.15, `tf.train.experimental.enable_mixed_precision_graph_rewrite`.
 """
 
 import threading
-from typing import Any, ClassVar
+from typing import Any
 
 import tensorflow as tf
 
@@ -23,16 +23,8 @@ PASSES = {
 _lock = threading.Lock()
 
 
-class _Switch:
-    """The pass that is on, as far as it was turned on here.
-
-    Attributes:
-        dtype: "float16", "bfloat16", or None.
-        before: the options of both passes as they were.
-    """
-
-    dtype: str | None = None
-    before: ClassVar[dict[str, bool]] = {}
+# While a pass is on that was turned on here: the options of both as they were.
+_before: dict[str, bool] = {}
 
 
 def enabled_dtype() -> str | None:
@@ -40,9 +32,9 @@ def enabled_dtype() -> str | None:
 
     It is "float16" or "bfloat16".
     """
-    dtype = _Switch.dtype
     # TensorFlow's own functions may have turned it off.
-    return dtype if dtype is not None and _options().get(PASSES[dtype]) else None
+    options = _options() if _before else {}
+    return next((dtype for dtype, name in PASSES.items() if options.get(name)), None)
 
 
 def foreign_pass() -> str | None:
@@ -64,8 +56,7 @@ def turn_on(dtype: str) -> None:
     """
     with _lock:
         options = _options()
-        _Switch.before = {name: options.get(name, False) for name in PASSES.values()}
-        _Switch.dtype = dtype
+        _before.update({name: options.get(name, False) for name in PASSES.values()})
         options = {name: each == dtype for each, name in PASSES.items()}
         tf.config.optimizer.set_experimental_options(options)
         # A session that comes with a config of its own turns on the pass for float16 by that.
@@ -77,10 +68,10 @@ def turn_off() -> bool:
     with _lock:
         was_on = enabled_dtype() is not None
         if was_on:
-            tf.config.optimizer.set_experimental_options(_Switch.before)
-        if _Switch.dtype is not None:
+            tf.config.optimizer.set_experimental_options(_before)
+        if _before:
             _rewrite_in_sessions(False)
-        _Switch.dtype, _Switch.before = None, {}
+        _before.clear()
     return was_on
 
 

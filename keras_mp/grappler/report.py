@@ -4,7 +4,6 @@ TensorFlow 1.15, "enable_mixed_precision_graph_rewrite": the four lists. Grapple
 TensorFlow calls it before a function first runs, but nothing runs.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -121,21 +120,27 @@ def report(
     else:
         without, rewritten = (optimized(graph, each, device) for each in (None, dtype))
     of_xla = _functions_for_xla(graph.graph_def)
-    bodies = _bodies(without, of_xla, compiled)
-    before = sum(dtype in each for body in bodies for _, each in _computations(body.nodes))
+    bodies = _bodies(without, of_xla)
+    before = sum(dtype in each for nodes, _ in bodies for _, each in _computations(nodes))
     operations: list[RewrittenOperation] = []
     casts = {dtype: 0, "float32": 0}
     lists = op_lists.read(dtype) if op_lists.can_be_read(dtype) else {}
-    for body in _bodies(rewritten, of_xla, compiled):
-        why = _Why(body, dtype, lists, device)
-        for node, dtypes in _computations(body.nodes):
+    for nodes, is_of_xla in _bodies(rewritten, of_xla):
+        by_name = {node.name: node for node in nodes}
+        for node, dtypes in _computations(nodes):
             if node.op == "Cast" and node.name.endswith(_SUFFIX):
                 casts[tf.as_dtype(node.attr["DstT"].type).name] += 1
                 continue
-            in_dtype = dtype in dtypes
-            reason = "" if in_dtype else why(node, dtypes)
-            computes_in = dtype if in_dtype else dtypes[0]
-            operations.append(RewrittenOperation(node.name, node.op, computes_in, reason))
+            computes_in, why = dtype, ""
+            if dtype not in dtypes:
+                computes_in = dtypes[0]
+                is_compiled = compiled or is_of_xla
+                why = (
+                    "XLA compiles it"
+                    if is_compiled
+                    else _why(node, dtypes, by_name, dtype, lists, device)
+                )
+            operations.append(RewrittenOperation(node.name, node.op, computes_in, why))
     return RewriteReport(name, dtype, tuple(operations), casts, before, device)
 
 
@@ -203,22 +208,15 @@ def of_fetches(fetches: Sequence[Any]) -> tf.compat.v1.MetaGraphDef:
     return optimize.with_fetches(definition, [operation.name for operation in operations])
 
 
-class _Body(NamedTuple):
-    """The nodes of a graph or of a library function, and whether XLA compiles them."""
-
-    nodes: Sequence[tf.compat.v1.NodeDef]
-    is_compiled: bool
-
-
 def _bodies(
-    graph: tf.compat.v1.GraphDef, of_xla: Mapping[str, Any], compiled: bool
-) -> Iterator[_Body]:
-    yield _Body(graph.node, compiled)
+    graph: tf.compat.v1.GraphDef, of_xla: Mapping[str, Any]
+) -> Iterator[tuple[Sequence[tf.compat.v1.NodeDef], bool]]:
+    """Yields the nodes of a graph and of each function, and whether it is in `of_xla`."""
+    yield graph.node, False
     for function in graph.library.function:
         # XLA takes them as they were traced: grappler's version, if there is one, never runs.
         traced = of_xla.get(function.signature.name)
-        is_compiled = compiled or traced is not None
-        yield _Body((function if traced is None else traced).node_def, is_compiled)
+        yield (traced or function).node_def, traced is not None
 
 
 def _functions_for_xla(graph: tf.compat.v1.GraphDef) -> dict[str, Any]:
@@ -265,69 +263,67 @@ def floating_dtypes(node: tf.compat.v1.NodeDef) -> dict[str, list[tf.DType]]:
     return found
 
 
-class _Why:
-    """The reasons why operations were left as they are.
+def _why(
+    node: tf.compat.v1.NodeDef,
+    dtypes: Sequence[str],
+    nodes: Mapping[str, tf.compat.v1.NodeDef],
+    dtype: str,
+    lists: Mapping[str, frozenset[str]],
+    device: str | None,
+) -> str:
+    """Returns the reason why an operation was left as it is.
 
     Args:
-        body: the nodes among which they are.
+        node: `NodeDef` of the operation.
+        dtypes: its floating-point dtypes.
+        nodes: those among which it is, by name.
         dtype: str. The dtype to which the others were rewritten.
         lists: what `op_lists.read` returns; nothing where TensorFlow rewrites nothing.
         device: str. The GPU that the graph was rewritten for; None for this machine.
     """
+    if "float32" not in dtypes:
+        return f"is {dtypes[0]} already"
+    if not lists:
+        return "not on this CPU"
+    op_list = next((name for name, ops in lists.items() if node.op in ops), None)
+    if node.op in op_lists.kept_out():
+        return "kept for its sum"
+    if op_list is None:
+        return "on no list"
+    if op_list == "deny":
+        return "on the deny list"
+    kind = _DEVICES[dtype] if device is None else "GPU"
+    if not _has_kernel(node, dtype, kind):
+        return f"no {dtype} kernel"
+    # The pass for float16 leaves the whole graph alone on an older GPU.
+    is_older = device is not None and float(optimize.compute_capability(device)) < 7.0
+    if op_list == "allow" or is_older:
+        return f"not on a {kind} that is fast, or fetched"
+    denied = _denied_before(node, nodes, lists)
+    return f"after {denied}" if denied else "not among operations of the allow list"
 
-    def __init__(
-        self,
-        body: _Body,
-        dtype: str,
-        lists: Mapping[str, frozenset[str]],
-        device: str | None,
-    ) -> None:
-        self._nodes = {node.name: node for node in body.nodes}
-        self._is_compiled, self._dtype, self._lists = body.is_compiled, dtype, lists
-        self._device = _DEVICES[dtype] if device is None else "GPU"
-        # The pass for float16 leaves the whole graph alone then.
-        self._is_older = device is not None and float(optimize.compute_capability(device)) < 7.0
-        self._behind = functools.cache(self._find_denied)
 
-    def __call__(self, node: tf.compat.v1.NodeDef, dtypes: Sequence[str]) -> str:
-        if self._is_compiled:
-            return "XLA compiles it"
-        if "float32" not in dtypes:
-            return f"is {dtypes[0]} already"
-        if not self._lists:
-            return "not on this CPU"
-        op_list = next((name for name, ops in self._lists.items() if node.op in ops), None)
-        if node.op in op_lists.kept_out():
-            return "kept for its sum"
-        if op_list is None:
-            return "on no list"
-        if op_list == "deny":
-            return "on the deny list"
-        if not _has_kernel(node, self._dtype, self._device):
-            return f"no {self._dtype} kernel"
-        if op_list == "allow" or self._is_older:
-            return f"not on a {self._device} that is fast, or fetched"
-        denied = self._behind(node.name)
-        return f"after {denied}" if denied else "not among operations of the allow list"
+def _denied_before(
+    node: tf.compat.v1.NodeDef,
+    nodes: Mapping[str, tf.compat.v1.NodeDef],
+    lists: Mapping[str, frozenset[str]],
+) -> str | None:
+    """Returns the operation of the deny list that a node is behind.
 
-    def _find_denied(self, name: str) -> str | None:
-        """Returns the operation of the deny list that a node is behind.
-
-        There may be operations of other lists in between.
-        """
-        waiting, visited = [name], {name}
-        while waiting:
-            for source in self._nodes[waiting.pop()].input:
-                source = source.split(":")[0]
-                node = self._nodes.get(source)
-                if node is None or source in visited:
-                    continue
-                if node.op in self._lists["deny"]:
-                    return node.op
-                if node.op in self._lists["infer"] | self._lists["clear"]:
-                    visited.add(source)
-                    waiting.append(source)
-        return None
+    There may be operations of other lists in between.
+    """
+    waiting, visited = [node.name], {node.name}
+    while waiting:
+        for name in nodes[waiting.pop()].input:
+            source = nodes.get(name.split(":")[0])
+            if source is None or source.name in visited:
+                continue
+            if source.op in lists["deny"]:
+                return source.op
+            if source.op in lists["infer"] | lists["clear"]:
+                visited.add(source.name)
+                waiting.append(source.name)
+    return None
 
 
 def _has_kernel(node: tf.compat.v1.NodeDef, dtype: str, device: str) -> bool:
