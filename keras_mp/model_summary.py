@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from keras_mp import hardware, keras_api
-from keras_mp.hardware import fast_dtypes
+from keras_mp.hardware import devices
 from keras_mp.layer_calls import model_outputs
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models import layer_paths, low_precision_weights
@@ -109,31 +109,14 @@ def policy_not_followed(model: tf.keras.Model, optimizers: Any) -> str | None:
     )
 
 
-class _Place(NamedTuple):
-    """A layer and its place in the model.
-
-    Attributes:
-        layer: the layer.
-        depth: int. The number of layers around it, the model not counted.
-        is_output: bool. Whether its result may be an output of the model.
-    """
-
-    layer: tf.keras.layers.Layer
-    depth: int
-    is_output: bool
-
-
 def _lines(model: tf.keras.Model) -> Iterator[str]:
     outputs = layer_paths.output_layers(model, subclassed=True)
-    places = [
-        _Place(layer, path.count("/"), id(layer) in outputs)
-        for path, layer in layer_paths.layers_by_path(model, inputs=True).items()
-    ]
+    layers = layer_paths.layers_by_path(model, inputs=True)
     is_widened = any(
-        place.is_output
-        and place.layer.compute_dtype in _DIGITS
-        and model_outputs.returns_float32(model, place.layer.dtype_policy)
-        for place in places
+        id(layer) in outputs
+        and layer.compute_dtype in _DIGITS
+        and model_outputs.returns_float32(model, layer.dtype_policy)
+        for layer in layers.values()
     )
     yield (
         f"Model {model.name!r} ({type(model).__name__}), policy {model.dtype_policy.name}"
@@ -144,9 +127,11 @@ def _lines(model: tf.keras.Model) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [
         ("Layer", "Compute", "Variables", "Output", "Parameters", "Notes")
     ]
-    for place in places:
-        marks = [notes.setdefault(note, len(notes) + 1) for note in _notes(place, model)]
-        rows.append((*_cells(place), " ".join(f"[{mark}]" for mark in marks)))
+    for path, layer in layers.items():
+        of_layer = _notes(layer, id(layer) in outputs, model)
+        marks = [notes.setdefault(note, len(notes) + 1) for note in of_layer]
+        cells = _cells(layer, path.count("/"))
+        rows.append((*cells, " ".join(f"[{mark}]" for mark in marks)))
     yield from text_tables.aligned(rows, left=(0, 1, 2, 3, 5))
     yield ""
     total, trainable = _parameters(model), _parameters(model, "trainable_weights")
@@ -159,16 +144,15 @@ def _lines(model: tf.keras.Model) -> Iterator[str]:
     not_followed = policy_not_followed(model, getattr(model, "optimizer", None))
     if not_followed:
         yield from text_tables.wrapped(not_followed)
-    dtypes = {place.layer.compute_dtype for place in places} & _DIGITS.keys()
+    dtypes = {layer.compute_dtype for layer in layers.values()} & _DIGITS.keys()
     if any(map(hardware.why_slow, dtypes)):
         yield "Where the time goes: print(keras_mp.numerics.profile(model, (x, y)))"
     for dtype in sorted(dtypes):
-        yield from text_tables.wrapped(fast_dtypes.verdict(dtype))
+        yield from text_tables.wrapped(devices.verdict(dtype))
 
 
-def _cells(place: _Place) -> Iterable[str]:
-    layer = place.layer
-    yield f"{'  ' * place.depth}{layer.name} ({type(layer).__name__})"
+def _cells(layer: tf.keras.layers.Layer, depth: int) -> Iterable[str]:
+    yield f"{'  ' * depth}{layer.name} ({type(layer).__name__})"
     if isinstance(layer, tf.keras.layers.InputLayer):  # It computes nothing.
         yield from (_UNKNOWN, _UNKNOWN)
     else:
@@ -197,8 +181,7 @@ def _number(count: int | None) -> str:
     return _UNKNOWN if count is None else f"{count:,}"
 
 
-def _notes(place: _Place, model: tf.keras.Model) -> Iterator[str]:
-    layer = place.layer
+def _notes(layer: tf.keras.layers.Layer, is_output: bool, model: tf.keras.Model) -> Iterator[str]:
     if isinstance(layer, tf.keras.layers.InputLayer) or not _is_floating(layer.compute_dtype):
         return
     dtype = layer.compute_dtype
@@ -206,7 +189,7 @@ def _notes(place: _Place, model: tf.keras.Model) -> Iterator[str]:
         isinstance(layer, tf.keras.layers.Softmax)
         or getattr(layer, "activation", None) is tf.keras.activations.softmax
     )
-    is_rounded = place.is_output and is_softmax and dtype in _DIGITS
+    is_rounded = is_output and is_softmax and dtype in _DIGITS
     if is_rounded and not model_outputs.returns_float32(model, layer.dtype_policy):
         yield (
             f"A softmax output in {dtype}: probabilities have about {_DIGITS[dtype]} digits"
@@ -214,13 +197,13 @@ def _notes(place: _Place, model: tf.keras.Model) -> Iterator[str]:
             + '. Pass dtype="float32" to the layer, or give the softmax one of its own: '
             'Activation("softmax", dtype="float32").'
         )
-    if dtype in _DIGITS and _size_costs_time(place, model):
+    if dtype in _DIGITS and _size_costs_time(layer, is_output, model):
         yield f"{_size(layer)} units or filters: tensor cores are fastest with multiples of 8."
     if (dtype, layer.variable_dtype) != (model.compute_dtype, model.variable_dtype):
         yield (
             f"Its policy is {layer.dtype_policy.name}, not the model's: it was given a dtype of "
             "its own, or made under another global policy."
-        ) + _about_other_policy(place, model)
+        ) + _about_other_policy(layer, is_output, model)
     # Layers of Keras have reasons not to cast, for example the ids that an embedding takes.
     is_keras_own = type(layer).__module__.startswith(f"{keras_api.ROOT_PACKAGE}.")
     is_mixed = dtype != layer.variable_dtype
@@ -232,21 +215,23 @@ def _size(layer: tf.keras.layers.Layer) -> int | None:
     return getattr(layer, "units", None) or getattr(layer, "filters", None)
 
 
-def _size_costs_time(place: _Place, model: tf.keras.Model) -> bool:
+def _size_costs_time(layer: tf.keras.layers.Layer, is_output: bool, model: tf.keras.Model) -> bool:
     """Whether this machine would be faster with another number of units or filters."""
-    layer, size = place.layer, _size(place.layer)
+    size = _size(layer)
     is_odd = isinstance(size, int) and size % 8 and not keras_api.layers_inside(layer)
     if not is_odd or not hardware.has_tensor_cores(layer.compute_dtype):
         return False
     own, all_of_them = _parameters(layer), _parameters(model)
-    return not place.is_output or bool(own and own >= _LARGE_SHARE * (all_of_them or own))
+    return not is_output or bool(own and own >= _LARGE_SHARE * (all_of_them or own))
 
 
-def _about_other_policy(place: _Place, model: tf.keras.Model) -> str:
-    is_narrow = place.layer.compute_dtype in _DIGITS
+def _about_other_policy(
+    layer: tf.keras.layers.Layer, is_output: bool, model: tf.keras.Model
+) -> str:
+    is_narrow = layer.compute_dtype in _DIGITS
     if is_narrow and model.compute_dtype not in _DIGITS:
         return " Or the model is from a file, in which Keras does not store the policy of a model."
-    if place.is_output and not is_narrow and model.compute_dtype in _DIGITS:
+    if is_output and not is_narrow and model.compute_dtype in _DIGITS:
         return " That is right for an output."
     return ""
 

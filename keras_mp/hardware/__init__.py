@@ -6,10 +6,14 @@ Nothing is measured, so two runs of a program, on machines of one kind, are the 
 subpackage needs TensorFlow only.
 """
 
+import copy
+import functools
 import threading
 
-from keras_mp.hardware import devices, fast_dtypes
-from keras_mp.hardware.stopwatch import Speeds
+import tensorflow as tf
+
+from keras_mp.hardware import devices, stopwatch
+from keras_mp.hooks import reach
 from keras_mp.support import cpu, messages
 
 _lock = threading.Lock()
@@ -35,7 +39,7 @@ def best_policy() -> str:
 
     >>> keras_mp.set_global_policy(keras_mp.hardware.best_policy())
     """
-    return fast_dtypes.best_policy()[0]
+    return devices.best_policy()[0]
 
 
 def warn_if_slow(dtype: str | None = None) -> None:
@@ -60,19 +64,14 @@ def warn_if_slow(dtype: str | None = None) -> None:
     with _lock:
         asked = ({*_waiting} if dtype is None else {_checked(dtype)}) - _settled
         _waiting.update(asked)
-    for each in sorted(asked):
-        reason = devices.why_slow(each)
-        if reason is None:
-            continue
-        with _lock:
-            is_first = each not in _settled
-            _settled.add(each)
-        if is_first:
-            messages.warn(
-                f"mixed_{each} may run slower than float32 on this machine: {reason} Results are "
-                "right either way. Ignore this if the computation runs on devices that are not "
-                "attached to this machine."
-            )
+        slow = {each: why for each in sorted(asked) if (why := devices.why_slow(each))}
+        _settled.update(slow)
+    for each, reason in slow.items():
+        messages.warn(
+            f"mixed_{each} may run slower than float32 on this machine: {reason} Results are "
+            "right either way. Ignore this if the computation runs on devices that are not "
+            "attached to this machine."
+        )
 
 
 def why_slow(dtype: str) -> str | None:
@@ -98,7 +97,7 @@ def why_slow(dtype: str) -> str | None:
     return devices.why_slow(_checked(dtype))
 
 
-def speeds(anew: bool = False) -> Speeds | None:
+def speeds(anew: bool = False) -> stopwatch.Speeds | None:
     """Measures how fast the first GPU, or else the CPU, trains.
 
     It trains with products and convolutions. What is timed is the forward pass and both gradients,
@@ -121,7 +120,33 @@ def speeds(anew: bool = False) -> Speeds | None:
     >>> list(speeds), list(speeds["convolution"])
     (['matrix product', 'convolution'], ['float32', 'bfloat16', 'float16'])
     """
-    return fast_dtypes.speeds(anew=anew)
+    if devices.has_tpu() or not _can_measure_now():
+        return None
+    with _measuring:  # Two measurements at once would disturb each other.
+        if anew:
+            _measured.cache_clear()
+        return copy.deepcopy(_measured("GPU:0" if devices.gpus() else "CPU:0"))
+
+
+_measuring = threading.Lock()
+
+
+def _can_measure_now() -> bool:
+    """Whether this is no graph of TensorFlow 1, and not one of several replicas."""
+    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+        return False
+    with tf.init_scope():
+        return tf.executing_eagerly()
+
+
+@functools.cache
+def _measured(device: str) -> stopwatch.Speeds | None:
+    try:
+        # In a region of `keras_mp.autocast` float32 would not be float32.
+        with tf.init_scope(), reach.without_region(), reach.entered(None):
+            return stopwatch.measure(device)
+    except tf.errors.OpError:  # No kernel, or no memory: then nothing can be said.
+        return None
 
 
 def has_tensor_cores(dtype: str) -> bool:

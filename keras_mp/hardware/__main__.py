@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from keras_mp import keras_api
-from keras_mp.hardware import devices, fast_dtypes, stopwatch
+from keras_mp import hardware, keras_api
+from keras_mp.hardware import devices, stopwatch
 from keras_mp.kernels import slow
 from keras_mp.support import cpu, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "the fastest here, and which operations keras_mp computes in float32 inside.",
     )
     parser.parse_args(argv)
-    for line in _lines(fast_dtypes.speeds(anew=True)):
+    for line in _lines(hardware.speeds(anew=True)):
         print(line)
     return 0
 
@@ -48,8 +48,8 @@ def _lines(speeds: stopwatch.Speeds | None) -> Iterator[str]:
         yield from _table(speeds)
         yield ""
     for dtype in LOW_PRECISION_NAMES:
-        yield fast_dtypes.verdict(dtype)
-    name, reason = fast_dtypes.best_policy()
+        yield devices.verdict(dtype)
+    name, reason = devices.best_policy()
     yield f"Best policy: {name}, since {reason}"
     yield from _slow_operations()
     yield ""

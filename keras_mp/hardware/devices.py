@@ -65,3 +65,24 @@ def why_slow(dtype: str) -> str | None:
         return f"{needs}, and there is none."
     slow = [str(gpu) for gpu in found if (gpu.capability or (0, 0)) < COMPUTE_CAPABILITY[dtype]]
     return f"{needs}, and there is {', '.join(slow)}." if slow else None
+
+
+def verdict(dtype: str) -> str:
+    """Returns a sentence on whether a dtype is fast or slow here.
+
+    Args:
+        dtype: str, "float16" or "bfloat16".
+    """
+    reason = why_slow(dtype)
+    return f"{dtype} is fast here." if reason is None else f"{dtype} is slow here: {reason}"
+
+
+def best_policy() -> tuple[str, str]:
+    """Returns the name of the policy that is fastest here and sound, and the reason."""
+    if has_tpu():
+        return "mixed_bfloat16", "TPUs multiply in bfloat16."
+    for dtype in ("bfloat16", "float16"):
+        if why_slow(dtype) is None:
+            slowest = min(gpus(), key=lambda gpu: gpu.capability or (0, 0), default=None)
+            return f"mixed_{dtype}", f"{dtype} is fast on {slowest or 'this CPU, which has units'}."
+    return "float32", str(why_slow("bfloat16"))

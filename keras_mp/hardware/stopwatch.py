@@ -16,7 +16,6 @@ from keras_mp.hardware.turns import fastest
 from keras_mp.kernels import slow
 
 DTYPES = ("float32", "bfloat16", "float16")
-MATRIX_PRODUCT, CONVOLUTION = OPERATIONS = ("matrix product", "convolution")
 
 Speeds = dict[str, dict[str, float]]
 
@@ -39,14 +38,12 @@ class Problem(NamedTuple):
     Attributes:
         compute: takes the arguments.
         arguments: float32 tensors.
-        count: int. The number of floating-point operations, or of numbers read and written.
-        unit: str. "GF/s" or "GB/s". Defaults to the former.
+        count: int. The number of floating-point operations.
     """
 
     compute: Callable[..., Any]
     arguments: tuple[tf.Tensor, ...]
     count: int
-    unit: str = "GF/s"
 
 
 def measure(device: str) -> Speeds:
@@ -62,10 +59,10 @@ def measure(device: str) -> Speeds:
     """
     speeds = {}
     with tf.device(device):
-        for operation, problems in zip(OPERATIONS, (_matrix_products, _convolutions), strict=True):
-            count, turns = _race(problems())
-            seconds = fastest(turns)
-            speeds[operation] = {dtype: count / seconds[dtype] for dtype in DTYPES}
+        problems = {"matrix product": _matrix_products(), "convolution": _convolutions()}
+        for operation, growing in problems.items():
+            count, turns = _race(growing)
+            speeds[operation] = {dtype: count / best for dtype, best in fastest(turns).items()}
     return speeds
 
 

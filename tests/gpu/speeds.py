@@ -14,6 +14,9 @@ from keras_mp.hooks import reach
 _TURNS = 5
 _LONG_ENOUGH = 0.02  # seconds of a turn
 
+# The operations of which numbers that are read and written are counted.
+_OF_MEMORY = ("multiply, add, ReLU", "softmax", "sum of rows")
+
 # Sizes: of a square matrix; batch, image and channels; how many numbers.
 _QUICK = (64, (1, 8, 8), 2**10)
 _OF_CPUS = (1024, (8, 32, 64), 2**22)
@@ -33,7 +36,10 @@ def measure(quick: bool) -> dict[str, dict[str, Any]]:
     sizes = _QUICK if quick else _OF_GPUS if devices.gpus() else _OF_CPUS
     # Operations without a dtype of 16 bits are TensorFlow's own in reach, too.
     with reach.entered(tf.bfloat16):
-        return {name: _speeds(problem, quick) for name, problem in _problems(*sizes).items()}
+        return {
+            name: _speeds(problem, "GB/s" if name in _OF_MEMORY else "GF/s", quick)
+            for name, problem in _problems(*sizes).items()
+        }
 
 
 def _problems(size: int, image: tuple[int, int, int], numbers: int) -> dict[str, Problem]:
@@ -60,10 +66,10 @@ def _problems(size: int, image: tuple[int, int, int], numbers: int) -> dict[str,
         **problems,
         **backward,
         "multiply, add, ReLU": Problem(
-            lambda x, y: tf.nn.relu(x * y + x), (rows, rows), 3 * numbers, "GB/s"
+            lambda x, y: tf.nn.relu(x * y + x), (rows, rows), 3 * numbers
         ),
-        "softmax": Problem(tf.nn.softmax, (rows,), 2 * numbers, "GB/s"),
-        "sum of rows": Problem(lambda x: tf.reduce_sum(x, 0), (rows,), numbers, "GB/s"),
+        "softmax": Problem(tf.nn.softmax, (rows,), 2 * numbers),
+        "sum of rows": Problem(lambda x: tf.reduce_sum(x, 0), (rows,), numbers),
     }
 
 
@@ -87,7 +93,7 @@ def _gradients(compute: Callable[..., tf.Tensor]) -> Callable[..., Any]:
     return backward
 
 
-def _speeds(problem: Problem, quick: bool) -> dict[str, Any]:
+def _speeds(problem: Problem, unit: str, quick: bool) -> dict[str, Any]:
     """Returns how many a second in each dtype, or None where TensorFlow has no kernel."""
     function = tf.function(problem.compute, autograph=False)
     steps, repeats = {}, {}
@@ -100,9 +106,9 @@ def _speeds(problem: Problem, quick: bool) -> dict[str, Any]:
             continue
         repeats[dtype] = 1 if quick else max(1, int(_LONG_ENOUGH / seconds))
         steps[dtype] = functools.partial(once, repeats[dtype])
-    speeds: dict[str, Any] = {"unit": problem.unit, **dict.fromkeys(DTYPES)}
+    speeds: dict[str, Any] = {"unit": unit, **dict.fromkeys(DTYPES)}
     for dtype, seconds in turns.medians(turns.take(steps, 1 if quick else _TURNS)).items():
-        size = tf.as_dtype(dtype).size if problem.unit == "GB/s" else 1
+        size = tf.as_dtype(dtype).size if unit == "GB/s" else 1
         speeds[dtype] = problem.count * size * repeats[dtype] / seconds
     return speeds
 

@@ -15,7 +15,7 @@ from tests.common import mirrored, once
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 hardware = keras_mp.hardware
-cpu, fast_dtypes = keras_mp.support.cpu, hardware.fast_dtypes
+cpu, devices = keras_mp.support.cpu, hardware.devices
 
 # Of two CPUs with instructions for bfloat16 and for float16.
 SPEEDS = {
@@ -29,7 +29,9 @@ def fresh(monkeypatch):
     """A process in which nobody was warned and nothing was measured."""
     monkeypatch.setattr(hardware, "_settled", set())
     monkeypatch.setattr(hardware, "_waiting", set())
-    monkeypatch.setattr(fast_dtypes, "_known", {})
+    hardware._measured.cache_clear()
+    yield
+    hardware._measured.cache_clear()
 
 
 @pytest.fixture
@@ -117,10 +119,10 @@ def test_what_is_fast(machine, description, fast, policy, reason):
     for dtype, needs in zip(("float16", "bfloat16"), gpus):
         assert (hardware.why_slow(dtype) is None) == (dtype in fast)
         said = "fast here." if dtype in fast else f"slow here: {dtype} needs {needs}"
-        assert fast_dtypes.verdict(dtype).startswith(f"{dtype} is {said}")
+        assert devices.verdict(dtype).startswith(f"{dtype} is {said}")
     assert hardware.best_policy() == policy
     assert isinstance(hardware.best_policy(), str)
-    name, why = fast_dtypes.best_policy()
+    name, why = devices.best_policy()
     assert name == policy
     assert reason in why
 

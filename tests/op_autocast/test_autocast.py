@@ -203,13 +203,13 @@ def test_errors(arguments, error, message):
 
 
 def test_a_dtype_that_is_fast_here(monkeypatch):
-    monkeypatch.setattr(keras_mp.hardware.fast_dtypes, "best_policy", lambda: ("mixed_float16", ""))
+    monkeypatch.setattr(keras_mp.hardware.devices, "best_policy", lambda: ("mixed_float16", ""))
     with keras_mp.autocast():
         assert keras_mp.autocast_state().dtype == tf.float16
 
 
 def test_where_no_dtype_is_fast_it_is_said_once(monkeypatch):
-    monkeypatch.setattr(keras_mp.hardware.fast_dtypes, "best_policy", lambda: ("float32", ""))
+    monkeypatch.setattr(keras_mp.hardware.devices, "best_policy", lambda: ("float32", ""))
     inside.forget_warning_of_regions()
     region = keras_mp.autocast()
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="leaves everything in float32"), region:
@@ -223,7 +223,7 @@ def test_a_measurement_is_not_autocast(monkeypatch):
     measure = lambda device: found.append(keras_mp.autocast_state().dtype)  # noqa: E731
     monkeypatch.setattr("keras_mp.hardware.stopwatch.measure", measure)
     with keras_mp.autocast("bfloat16"):
-        keras_mp.hardware.fast_dtypes._measure("CPU:0")
+        keras_mp.hardware._measured.__wrapped__("CPU:0")
     assert found == [None]
 
 
