@@ -72,11 +72,8 @@ class LossScaleMonitor(keras_api.BaseCallback):
     def __init__(self, update_freq: str | int = "epoch") -> None:
         super().__init__()
         self.update_freq = validation.epoch_or_integer("update_freq", update_freq)
-        self.history: dict[str, list[float | int]] = {
-            "step": [],
-            "loss_scale": [],
-            "steps_skipped": [],
-        }
+        names = ("step", "loss_scale", "steps_skipped")
+        self.history: dict[str, list[float | int]] = {name: [] for name in names}
         self.overflows: list[Overflow] = []
         self._latest: dict[str, float | int] = {}
         self._next_read = 0
@@ -88,15 +85,13 @@ class LossScaleMonitor(keras_api.BaseCallback):
             logs: not used.
         """
         self._latest = {}
-        optimizer = self.model.optimizer
         layers = keras_api.flatten_layers(self.model)
-        in_float16 = any(layer.compute_dtype == "float16" for layer in layers)
-        if _scaling(optimizer) is None and (in_float16 or _is_kerass_own(optimizer)):
-            messages.warn(
-                f"LossScaleMonitor has nothing to show: the model {self.model.name!r} is trained "
-                f"without a keras_mp.LossScaleOptimizer. {_CURE} "
-                f"Received: optimizer={self.model.optimizer!r}"
-            )
+        _warn_if_unscaled(
+            f"LossScaleMonitor has nothing to show: the model {self.model.name!r} is trained "
+            "without a keras_mp.LossScaleOptimizer.",
+            self.model.optimizer,
+            any(layer.compute_dtype == "float16" for layer in layers),
+        )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads the values at the start of training.
@@ -122,7 +117,8 @@ class LossScaleMonitor(keras_api.BaseCallback):
         if batch + 1 >= self._next_read:
             self._read()
             self._next_read = batch + 1 + self.update_freq
-        _update(logs, self._latest)
+        if logs is not None:
+            logs.update(self._latest)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads the values and puts them into the logs.
@@ -132,7 +128,8 @@ class LossScaleMonitor(keras_api.BaseCallback):
             logs: dict to put them into.
         """
         self._read()
-        _update(logs, self._latest)
+        if logs is not None:
+            logs.update(self._latest)
 
     def _read(self) -> None:
         optimizer = _scaling(self.model.optimizer)
@@ -195,14 +192,14 @@ def write_loss_scale(
             f"Expected an optimizer of `tf.keras`, which is {keras_api.ROOT_PACKAGE} in this "
             f"process. Received: optimizer={optimizer!r} (of type {type(optimizer)})"
         )
+    _warn_if_unscaled(
+        "write_loss_scale has nothing to write: the optimizer is not a "
+        "keras_mp.LossScaleOptimizer.",
+        optimizer,
+        policy.global_policy().compute_dtype == "float16",
+    )
     scaling = _scaling(optimizer)
     if scaling is None:
-        in_float16 = policy.global_policy().compute_dtype == "float16"
-        if in_float16 or _is_kerass_own(optimizer):
-            messages.warn(
-                "write_loss_scale has nothing to write: the optimizer is not a "
-                f"keras_mp.LossScaleOptimizer. {_CURE} Received: optimizer={optimizer!r}"
-            )
         return
     if step is None:
         step = tf.summary.experimental.get_step()
@@ -212,19 +209,13 @@ def write_loss_scale(
     tf.summary.scalar("steps_skipped", scaling.steps_skipped, step=step)
 
 
-_CURE = (
-    "float16 needs one: wrap the optimizer in it, as Model.compile does under "
-    'keras_mp.set_global_policy("mixed_float16").'
-)
-
-
-def _update(logs: dict[str, Any] | None, values: dict[str, float | int]) -> None:
-    if logs is not None:
-        logs.update(values)
-
-
-def _is_kerass_own(optimizer: Any) -> bool:
-    return isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
+def _warn_if_unscaled(problem: str, optimizer: Any, in_float16: bool) -> None:
+    is_kerass_own = isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
+    if _scaling(optimizer) is None and (in_float16 or is_kerass_own):
+        messages.warn(
+            f"{problem} float16 needs one: wrap the optimizer in it, as Model.compile does under "
+            f'keras_mp.set_global_policy("mixed_float16"). Received: optimizer={optimizer!r}'
+        )
 
 
 def _scaling(optimizers: tf.keras.optimizers.Optimizer | None) -> LossScaleOptimizer | None:
