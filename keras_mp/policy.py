@@ -49,6 +49,16 @@ class Policy(keras_api.BasePolicy):
             makes an output, the output is what the last layer returns with
             `output_dtype="float32"`. None returns the numbers as the last layer computes them.
 
+    Attributes:
+        output_dtype: `"float32"` if only gradients are computed in 16 bits; or None, for the
+            compute dtype.
+        model_outputs: `"float32"` if a model's outputs are to be float32; or None, which leaves
+            them in the dtype of the last layer.
+        low_precision_dtype: The 16-bit DType of layers, or only of the gradients of products; or
+            None.
+        is_of_float32: bool. Whether it is the policy of a float32 layer that rounds what it
+            returns.
+
     Raises:
         TypeError: `name`, `loss_scale`, `output_dtype` or `model_outputs` is of a wrong type.
         ValueError: there is no such policy, a loss scale is out of range, or the policy cannot have
@@ -80,14 +90,15 @@ class Policy(keras_api.BasePolicy):
         output_dtype: str | tf.DType | None = None,
         model_outputs: str | tf.DType | None = "float32",
     ) -> None:
-        self._output_dtype = self._low_precision_dtype = None
-        self._is_of_float32, self._in_float32 = False, None
-        self._model_outputs = _standardize_model_outputs(model_outputs)
+        self.output_dtype: str | None = None
+        self.low_precision_dtype: tf.DType | None = None
+        self.is_of_float32, self._in_float32 = False, None
+        self.model_outputs = _standardize_model_outputs(model_outputs)
         keras_api.init_base_policy(self, _standardize_name(name))
-        self._output_dtype = self._standardize_output_dtype(output_dtype)
+        self.output_dtype = self._standardize_output_dtype(output_dtype)
         computes_in = MIXED.get(super().name, super().name)
         is_low = computes_in in LOW_PRECISION_NAMES
-        self._low_precision_dtype = tf.as_dtype(computes_in) if is_low else None
+        self.low_precision_dtype = tf.as_dtype(computes_in) if is_low else None
         if isinstance(loss_scale, str) and loss_scale == "auto":
             loss_scale = "dynamic" if self.name == "mixed_float16" else None
         if isinstance(loss_scale, str) and loss_scale == "dynamic":
@@ -121,53 +132,27 @@ class Policy(keras_api.BasePolicy):
 
         It is `"float32"` if that is the output dtype.
         """
-        if self._is_of_float32:
+        if self.is_of_float32:
             return "float32"
-        return super().compute_dtype if self._output_dtype is None else self._output_dtype
+        return super().compute_dtype if self.output_dtype is None else self.output_dtype
 
     @property
     def variable_dtype(self) -> str | None:
         """The dtype of weights."""
-        return "float32" if self._is_of_float32 else super().variable_dtype
-
-    @property
-    def is_of_float32(self) -> bool:
-        """Whether it is the policy of a float32 layer that rounds what it returns."""
-        return self._is_of_float32
+        return "float32" if self.is_of_float32 else super().variable_dtype
 
     def in_float32(self) -> "Policy":
         """Returns the policy for a float32 layer that rounds what it returns.
 
         The result is equal to this policy, so the layer is saved with this one.
         """
-        if self.low_precision_dtype is None or self._is_of_float32:
+        if self.low_precision_dtype is None or self.is_of_float32:
             return self
         if self._in_float32 is None:
             other: Any = object.__new__(type(self))
-            vars(other).update(vars(self), _is_of_float32=True)
+            vars(other).update(vars(self), is_of_float32=True)
             vars(self)["_in_float32"] = other  # pyright: ignore[reportIndexIssue]
         return self._in_float32
-
-    @property
-    def output_dtype(self) -> str | None:
-        """`"float32"` if only gradients are computed in 16 bits; or None.
-
-        None stands for the compute dtype.
-        """
-        return self._output_dtype
-
-    @property
-    def model_outputs(self) -> str | None:
-        """`"float32"` if a model's outputs are to be float32; or None.
-
-        None leaves them in the dtype of the last layer.
-        """
-        return self._model_outputs
-
-    @property
-    def low_precision_dtype(self) -> tf.DType | None:
-        """The 16-bit DType of layers, or only of the gradients of products; or None."""
-        return self._low_precision_dtype
 
     @property
     def scales_loss(self) -> bool:
