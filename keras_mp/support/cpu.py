@@ -41,20 +41,18 @@ _REWRITE_FLAGS = {
 # On Linux, TensorFlow computes with oneDNN by default on x86 CPUs that have one of these.
 _ONEDNN_FLAGS = {"avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16"}
 _NEOVERSE_V1 = ("0x41", "0xd40")
-_FIELDS = ("model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
 _X86 = ("x86_64", "AMD64")
 
 
 @functools.cache
 def info() -> dict[str, str]:
-    """Returns the model and the flags of the first CPU on Linux; elsewhere nothing."""
+    """Returns what Linux says of the first CPU; elsewhere nothing."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:
         return {}
     pairs = [line.partition(":") for line in text.partition("\n\n")[0].splitlines()]
-    fields = {name.strip(): value.strip() for name, _, value in pairs}
-    return {name: fields[name] for name in _FIELDS if name in fields}
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def name() -> str:

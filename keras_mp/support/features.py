@@ -3,13 +3,13 @@
 They are off where TensorFlow or Keras has moved a name.
 """
 
-import threading
+import functools
 
 from keras_mp.support import messages
 from keras_mp.tensorflow_api.features import Feature
 
-_lock = threading.Lock()
-_known: dict[Feature, bool] = {}
+_missing = functools.cache(Feature.missing)  # It may be asked at each step.
+_said: set[Feature] = set()
 
 
 def is_on(feature: Feature) -> bool:
@@ -20,18 +20,13 @@ def is_on(feature: Feature) -> bool:
     Args:
         feature: the `Feature` that the program needs now.
     """
-    # It may be asked at each step.
-    result = _known.get(feature)
-    if result is None:
-        with _lock:
-            is_first = feature not in _known
-            absent = feature.missing()
-            result = _known[feature] = not absent
-        if absent and is_first:
-            messages.warn(
-                f"keras_mp does without a feature: {feature.title}. {feature.without} "
-                f"{'; '.join(absent)}, which the feature needs. A newer keras_mp may know this "
-                "version (pip install --upgrade keras-mp); `python -m keras_mp.hardware` lists all "
-                "features."
-            )
-    return result
+    absent = _missing(feature)
+    if absent and feature not in _said:
+        _said.add(feature)
+        messages.warn(
+            f"keras_mp does without a feature: {feature.title}. {feature.without} "
+            f"{'; '.join(absent)}, which the feature needs. A newer keras_mp may know this "
+            "version (pip install --upgrade keras-mp); `python -m keras_mp.hardware` lists all "
+            "features."
+        )
+    return not absent

@@ -39,25 +39,17 @@ _TABLE = {
     "squared differences": "SquaredDifference",
     "squares": "Square",
     "powers": "Pow",
-    "functions of analysis": (
+    "other functions that 16 bits end": (
         "Acos Acosh Asin Asinh Atan Atan2 Atanh Cos Cosh Digamma Erfinv Lgamma Ndtri Polygamma Sin "
         "Sinh Tan Xlog1py Xlogy Zeta Betainc Igamma Igammac BesselI0e BesselI1e "
-        "LogMatrixDeterminant"
-    ),
-    "running logarithms of sums": "CumulativeLogsumexp",
-    "products of segments": "SegmentProd UnsortedSegmentProd",
-    "remainders": "FloorMod Mod TruncateDiv",
-    "linear algebra": (
-        "Cholesky MatrixDeterminant MatrixInverse MatrixSolve MatrixTriangularSolve Qr "
-        "SelfAdjointEigV2 Svd Lu MatrixExponential MatrixSquareRoot"
-    ),
-    "colours": "AdjustContrastv2 AdjustHue AdjustSaturation HSVToRGB RGBToHSV LRN",
-    "boxes and histograms": (
+        "LogMatrixDeterminant Cholesky MatrixDeterminant MatrixInverse MatrixSolve "
+        "MatrixTriangularSolve Qr SelfAdjointEigV2 Svd Lu MatrixExponential MatrixSquareRoot "
+        "CumulativeLogsumexp SegmentProd UnsortedSegmentProd FloorMod Mod TruncateDiv "
+        "AdjustContrastv2 AdjustHue AdjustSaturation HSVToRGB RGBToHSV LRN LinSpace Range "
+        "ResizeArea ResizeBicubic ScaleAndTranslate Multinomial StatelessMultinomial "
         "NonMaxSuppressionV3 NonMaxSuppressionV4 NonMaxSuppressionV5 HistogramFixedWidth "
         "DenseBincount SparseBincount RaggedBincount"
     ),
-    "ranges": "LinSpace Range",
-    "choices by probability": "Multinomial StatelessMultinomial",
     "divisions": "RealDiv Div Xdivy",
     "divisions without NaN": "DivNoNan",
     "divisions without remainder": "FloorDiv",
@@ -150,14 +142,12 @@ BY_KIND: dict[str, tuple[str, ...]] = {kind: tuple(ops.split()) for kind, ops in
 # Random numbers in the dtype of an attribute, and whether they are compared with a rate: 16 bits
 # hold too few of them.
 DRAWS = {
-    **dict.fromkeys(("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2"), True),
-    **dict.fromkeys(
-        (
-            *("RandomStandardNormal", "TruncatedNormal", "StatelessRandomNormal"),
-            *("StatelessRandomNormalV2", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2"),
-        ),
-        False,
-    ),
+    name: "Uniform" in name
+    for name in (
+        *("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2"),
+        *("RandomStandardNormal", "TruncatedNormal", "StatelessRandomNormal"),
+        *("StatelessRandomNormalV2", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2"),
+    )
 }
 
 # The kinds whose outputs are the numbers of their inputs, at most rounded.
@@ -222,10 +212,8 @@ EXACT = ops(
     *("squared differences", "squares", "powers", "divisions", "divisions without NaN"),
     *("divisions without remainder", "reciprocals", "roots", "exponentials", "logarithms"),
     *("log softmax", "cross entropies", "softplus", "exponential units", "interpolations"),
-    *("functions of analysis", "running logarithms of sums", "products of segments"),
-    *("remainders", "linear algebra", "colours", "boxes and histograms", "ranges"),
-    "choices by probability",
-) | {"AvgPool3D", "ResizeArea", "ResizeBicubic", "ScaleAndTranslate"}
+    "other functions that 16 bits end",
+) | {"AvgPool3D"}
 # `sampled_softmax_loss` moves the lowest float32 number to where it hides a class.
 MOVES = ops(
     *("identities", "identities without a gradient", "identities that check", "reshapes"),
