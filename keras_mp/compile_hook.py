@@ -36,78 +36,67 @@ Compile = Callable[..., None]
 
 def install() -> None:
     """Hooks `Model.compile` once, also that of the other Keras if it is imported."""
-    rows = [_row(keras_api.COMPILE_OWNER, _compile)]
+    rows = [Replacement(Method(keras_api.COMPILE_OWNER, "compile"), _compiling, When.ALWAYS)]
     model_class = getattr(sys.modules.get(keras_api.OTHER_PACKAGE), "Model", None)
     if model_class is not None:
         owner = next(cls for cls in model_class.__mro__ if "compile" in vars(cls))
-        rows.append(_row(owner, _refuse_other_keras))
+        rows.append(Replacement(Method(owner, "compile"), _refusing_other_keras, When.ALWAYS))
     hooks.install(rows)
 
 
-@functools.cache
-def _row(owner: type, replacement: Callable[..., Any]) -> Replacement:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def compile(self: tf.keras.Model, *args: Any, **kwargs: Any) -> None:
-            return replacement(original, self, *args, **kwargs)
+def _compiling(keras_compile: Compile) -> Compile:
+    def compile(self: tf.keras.Model, *args: Any, **kwargs: Any) -> None:
+        observers.tell(observers.Observer.model_is_compiled, self)
+        _compile_for_policy(keras_compile, self, *args, **kwargs)
+        low_precision_weights.warn_if_updates_are_lost(self)
+        observers.tell(observers.Observer.model_was_compiled, self)
 
-        return compile
-
-    return Replacement(Method(owner, "compile"), make, When.ALWAYS)
-
-
-def _compile(keras_compile: Compile, *args: Any, **kwargs: Any) -> None:
-    observers.tell(observers.Observer.model_is_compiled, args[0])
-    _compile_for_policy(keras_compile, *args, **kwargs)
-    observers.tell(observers.Observer.model_was_compiled, args[0])
+    return compile
 
 
-def _compile_for_policy(keras_compile: Compile, *args: Any, **kwargs: Any) -> None:
+def _compile_for_policy(
+    keras_compile: Compile, model: tf.keras.Model, *args: Any, **kwargs: Any
+) -> None:
     try:
-        call = inspect.signature(keras_compile).bind(*args, **kwargs)
+        call = inspect.signature(keras_compile).bind(model, *args, **kwargs)
     except TypeError:
-        return keras_compile(*args, **kwargs)  # It raises an error with the reason.
-    model, policy = args[0], args[0].dtype_policy
-    has_our_policy = isinstance(policy, Policy)
-    if not has_our_policy:
+        return keras_compile(model, *args, **kwargs)  # It raises an error with the reason.
+    policy = model.dtype_policy if isinstance(model.dtype_policy, Policy) else None
+    if policy is None:
         _warn_if_set_too_late(model)
     _warn_if_policy_is_not_followed(model, call)
     before = next(iter(wrappers_among(getattr(model, "optimizer", None))), None)
-    if not has_our_policy and before is None and not _has_lost_its_policy(model, call):
+    if policy is None and before is None and not _has_lost_its_policy(model, call):
         _warn_if_set_with_keras(model, call)
-        result = keras_compile(*args, **kwargs)
+        keras_compile(model, *args, **kwargs)
         _tell_optimizers(model)
-        _warn_if_unscaled(model)
-        low_precision_weights.warn_if_updates_are_lost(model)
-        return result
+        return _warn_if_unscaled(model)
     call.apply_defaults()
-    dtype = "float64" if policy.compute_dtype == "float64" else "float32"
+    dtype = "float64" if model.compute_dtype == "float64" else "float32"
     call.arguments["loss"] = losses.for_compile(call.arguments["loss"], dtype)
     for layer in keras_api.flatten_layers(model):
         regularizers.wrap_activity_regularizer(layer)
-    if has_our_policy and policy.variable_dtype in LOW_PRECISION_NAMES:
+    if policy is not None and policy.variable_dtype in LOW_PRECISION_NAMES:
         _wrap_optimizers(call, functools.partial(low_precision_weights.keep_digits, model))
-    scaling = _how_to_scale(model, policy if has_our_policy else None, before)
+    scaling = _how_to_scale(model, policy, before)
     is_to_scale = call.arguments.get("auto_scale_loss", True)
     if not is_to_scale or _sums_itself(model, call.arguments["optimizer"]):
         scaling = None
     if scaling is not None:
         _wrap_optimizers(call, functools.partial(_wrap, scaling))
-    if has_our_policy:
-        result = keras_api.compile_without_wrapping(keras_compile, call)
+    if policy is not None:
+        keras_api.compile_without_wrapping(keras_compile, call)
     else:
-        result = keras_compile(*call.args, **call.kwargs)
+        keras_compile(*call.args, **call.kwargs)
     keras_api.widen_predictions(model)
     keras_api.patch_fit(model)
-    if has_our_policy and policy.low_precision_dtype is not None:
-        model_steps.let_dtypes_mix(model, policy.low_precision_dtype)
-    is_scaled = has_our_policy and policy.scales_loss
-    _tell_optimizers(model, is_scaled, scaling["loss_scale"] if scaling is not None else None)
-    if not has_our_policy or policy.compute_dtype != "float16":
+    is_scaled = policy is not None and policy.scales_loss
+    _tell_optimizers(model, is_scaled, None if scaling is None else scaling["loss_scale"])
+    if policy is None or policy.compute_dtype != "float16":
         _warn_if_unscaled(model)
-    if has_our_policy and policy.low_precision_dtype is not None:
+    if policy is not None and policy.low_precision_dtype is not None:
+        model_steps.let_dtypes_mix(model, policy.low_precision_dtype)
         _warn_if_clipped_on_each_replica(model)
-    low_precision_weights.warn_if_updates_are_lost(model)
-    return result
 
 
 def _wrap_optimizers(call: inspect.BoundArguments, wrap: Callable[[Any], Any]) -> None:
@@ -333,18 +322,19 @@ def _warn_if_set_with_keras(model: tf.keras.Model, call: inspect.BoundArguments)
         )
 
 
-def _refuse_other_keras(
-    keras_compile: Compile, model: tf.keras.Model, *args: Any, **kwargs: Any
-) -> None:
-    optimizer = kwargs.get("optimizer", args[0] if args else None)
-    policy = keras_api.get_global_policy()
-    if (isinstance(policy, Policy) and policy.should_cast_variables) or any(
-        isinstance(o, OptimizerWrapper) for o in tf.nest.flatten(optimizer)
-    ):
-        raise ValueError(
-            f"keras_mp works with `tf.keras`, which is {keras_api.ROOT_PACKAGE} in this process, "
-            f"and the model {model.name!r} is one of {keras_api.OTHER_PACKAGE}: neither the policy "
-            f"{policy.name!r} nor a keras_mp.LossScaleOptimizer reaches it. Build the model with "
-            f"`tf.keras`, or {keras_api.switch_hint()}."
-        )
-    return keras_compile(model, *args, **kwargs)
+def _refusing_other_keras(keras_compile: Compile) -> Compile:
+    def compile(self: tf.keras.Model, *args: Any, **kwargs: Any) -> None:
+        optimizer = kwargs.get("optimizer", args[0] if args else None)
+        policy = keras_api.get_global_policy()
+        if (isinstance(policy, Policy) and policy.should_cast_variables) or any(
+            isinstance(each, OptimizerWrapper) for each in tf.nest.flatten(optimizer)
+        ):
+            raise ValueError(
+                f"keras_mp works with `tf.keras`, which is {keras_api.ROOT_PACKAGE} in this "
+                f"process, and the model {self.name!r} is one of {keras_api.OTHER_PACKAGE}: "
+                f"neither the policy {policy.name!r} nor a keras_mp.LossScaleOptimizer reaches it. "
+                f"Build the model with `tf.keras`, or {keras_api.switch_hint()}."
+            )
+        keras_compile(self, *args, **kwargs)
+
+    return compile

@@ -8,7 +8,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -22,8 +22,6 @@ from keras_mp.step import state_rollback
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.variables import type_errors
 
-_Step = Callable[..., Any]
-
 
 def let_dtypes_mix(model: tf.keras.Model, dtype: tf.DType) -> None:
     """Puts the steps of a model in reach.
@@ -34,34 +32,7 @@ def let_dtypes_mix(model: tf.keras.Model, dtype: tf.DType) -> None:
     """
     hooks.install(keras_api.IN_ONE_TRACE)
     for name in ("train_step", "test_step", "predict_step"):
-        of_instance = vars(model).get(name)
-        if getattr(of_instance, "func", None) not in (_in_reach, _train_step):
-            vars(model)[name] = functools.partial(_in_reach, model, of_instance, name, dtype)
-
-
-def _in_reach(
-    model: tf.keras.Model,
-    of_instance: _Step | None,
-    name: str,
-    dtype: tf.DType,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    cls = type(model)
-    step = of_instance or getattr(cls, name).__get__(model, cls)
-    observers.reach_begins()
-    try:
-        with reach.entered(dtype):
-            return step(*args, **kwargs)
-    except type_errors.ERRORS as error:
-        explained = type_errors.explain_refusal(
-            error,
-            f"The {name} of the model {model.name!r} (of type {cls.__name__})",
-            'make the layer whose result it uses in float32, with dtype="float32"',
-        )
-        if explained is None:
-            raise
-        raise explained.with_traceback(error.__traceback__) from None
+        _surround(model, name, dtype=dtype)
 
 
 # The loss scales of compiled models that have float16 layers, for tapes of the models' own.
@@ -82,9 +53,7 @@ def scale(model: tf.keras.Model, loss_scale: LossScale | None) -> None:
     _loss_scales.pop(model, None)
     if loss_scale is not None:
         _loss_scales[model] = loss_scale
-    of_instance = vars(model).get("train_step")
-    if getattr(of_instance, "func", None) is not _train_step:
-        vars(model)["train_step"] = functools.partial(_train_step, model, of_instance)
+    _surround(model, "train_step", is_scaled=True)
     if "reset_metrics" not in vars(model):
         vars(model)["reset_metrics"] = functools.partial(_new_epoch, model)
     if loss_scale is not None:
@@ -125,7 +94,11 @@ def _scale_loops(model: tf.keras.Model) -> None:
 
 
 def _loop(
-    model: tf.keras.Model, of_instance: _Step | None, name: str, *args: Any, **kwargs: Any
+    model: tf.keras.Model,
+    of_instance: Callable[..., Any] | None,
+    name: str,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     cls = type(model)
     method = of_instance or getattr(cls, name).__get__(model, cls)
@@ -157,27 +130,67 @@ def _new_epoch(model: tf.keras.Model) -> None:
     type(model).reset_metrics(model)
 
 
-def _train_step(model: tf.keras.Model, of_instance: _Step | None, *args: Any, **kwargs: Any) -> Any:
+class _How(NamedTuple):
+    """How `_step` calls a step of a model.
+
+    Attributes:
+        of_instance: what the model had in its place, if it was not the method of its class.
+        name: str. The method.
+        dtype: the 16-bit DType in which it runs in reach, or None.
+        is_scaled: bool. Whether it is a training step whose loss is scaled.
+    """
+
+    of_instance: Callable[..., Any] | None
+    name: str
+    dtype: tf.DType | None = None
+    is_scaled: bool = False
+
+
+def _surround(model: tf.keras.Model, name: str, **how: Any) -> None:
+    """Puts `_step` in the place of a step, or changes how it calls that."""
+    before: Any = vars(model).get(name)
+    is_ours = getattr(before, "func", None) is _step
+    known = before.args[1] if is_ours else _How(before, name)
+    vars(model)[name] = functools.partial(_step, model, known._replace(**how))
+
+
+def _step(model: tf.keras.Model, how: _How, *args: Any, **kwargs: Any) -> Any:
     cls = type(model)
-    train_step = of_instance or cls.train_step.__get__(model, cls)
-    with (
-        _scaling_tapes(model, of_instance),
-        state_rollback.training_step(model, keras_api.states(model)),
-    ):
-        step = state_rollback.under_way()
-        if step is not None:  # A graph of TensorFlow 1 has none.
-            step.watch((args, kwargs))
-        return train_step(*args, **kwargs)
+    step = how.of_instance or getattr(cls, how.name).__get__(model, cls)
+    with contextlib.ExitStack() as around:
+        if how.is_scaled:
+            around.enter_context(_scaling_tapes(model, how.of_instance))
+            states = keras_api.states(model)
+            around.enter_context(state_rollback.training_step(model, states))
+            under_way = state_rollback.under_way()
+            if under_way is not None:  # A graph of TensorFlow 1 has none.
+                under_way.watch((args, kwargs))
+        if how.dtype is None:
+            return step(*args, **kwargs)
+        observers.reach_begins()
+        try:
+            with reach.entered(how.dtype):
+                return step(*args, **kwargs)
+        except type_errors.ERRORS as error:
+            explained = type_errors.explain_refusal(
+                error,
+                f"The {how.name} of the model {model.name!r} (of type {cls.__name__})",
+                'make the layer whose result it uses in float32, with dtype="float32"',
+            )
+            if explained is None:
+                raise
+            raise explained.with_traceback(error.__traceback__) from None
 
 
 def _scaling_tapes(
-    model: tf.keras.Model, of_instance: _Step | None
+    model: tf.keras.Model, of_instance: Callable[..., Any] | None
 ) -> contextlib.AbstractContextManager[None]:
     loss_scale = _loss_scales.get(model)
     if loss_scale is None:
         return contextlib.nullcontext()
-    if wrappers_among(model.optimizer) and _is_keras_own(model, of_instance):
-        return step_tapes.left()
+    is_keras_own = of_instance is None and not has_own_train_step(model)
+    if wrappers_among(model.optimizer) and is_keras_own:
+        return step_tapes.left()  # The optimizer scales the loss.
     return step_tapes.entered(model, _scale_of(model, loss_scale))
 
 
@@ -193,13 +206,3 @@ def _scale_of(model: tf.keras.Model, loss_scale: LossScale) -> LossScale:
 def has_own_train_step(model: tf.keras.Model) -> bool:
     """Whether the class of a model has another `train_step` than Keras's."""
     return type(model).train_step is not tf.keras.Model.train_step
-
-
-def _is_keras_own(model: tf.keras.Model, of_instance: _Step | None) -> bool:
-    """Whether Keras's own `train_step` trains a model.
-
-    Its optimizer scales the loss.
-    """
-    while isinstance(of_instance, functools.partial) and of_instance.func is _in_reach:
-        of_instance = of_instance.args[1]
-    return of_instance is None and not has_own_train_step(model)
