@@ -7,7 +7,6 @@ from keras_mp.hooks.installer import (
     When,
     install,
     installed,
-    uninstall,
 )
 
 __all__ = [
@@ -17,5 +16,4 @@ __all__ = [
     "When",
     "install",
     "installed",
-    "uninstall",
 ]

@@ -173,27 +173,6 @@ def install(rows: Iterable[Replacement]) -> None:
         _put(changes)
 
 
-def uninstall(rows: Iterable[Replacement]) -> None:
-    """Takes rows out again.
-
-    Functions that other code has put around ours stay in place.
-
-    Args:
-        rows: `Replacement`s that were installed, or not.
-    """
-    with lock:
-        changes = []
-        for replaced in list(_replaced.values()):
-            gone = [row for row in replaced.rows if row in rows]
-            kept = [row for row in replaced.rows if row not in gone]
-            if gone:
-                replaced.use(kept, replaced.made_by(kept))
-            for row in gone if not kept else ():
-                if isinstance(row.place, Everywhere) or row.place.get() is replaced.call:
-                    changes.append((row.place, replaced.call, replaced.original))
-        _put(changes)
-
-
 def installed() -> list[Replacement]:
     """Returns all rows that are installed in this process."""
     return [row for replaced in _replaced.values() for row in replaced.rows]

@@ -1,14 +1,12 @@
 """Puts regions in force, after a check that they work with this TensorFlow.
 
 The door (`kernels/door.py`) hands operations in a region over to `kernels/regions.py`. When the
-first region of a process is entered, a product is tried in each mode. Where TensorFlow has moved
-something, regions refuse to be entered. This module needs TensorFlow only.
+first region of a process is entered, a product is tried in eager and in a function. Where
+TensorFlow has moved something, regions refuse to be entered. This module needs TensorFlow only.
 """
 
 import contextlib
-import functools
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
@@ -16,9 +14,9 @@ import tensorflow as tf
 
 from keras_mp import hooks, kernels
 from keras_mp.hooks import Replacement, When, reach
+from keras_mp.hooks.once import once
 from keras_mp.hooks.reach import Region
 from keras_mp.kernels import cast_pairs, lower_precision
-from keras_mp.op_autocast import promotion
 from keras_mp.tensorflow_api import graphs
 from keras_mp.tensorflow_api.features import FACES
 
@@ -37,16 +35,6 @@ def _without_pairs(original: Callable[..., object]) -> Callable[..., object]:
 _PAIRS = Replacement(graphs.function_of_graph, _without_pairs, When.ALWAYS, FACES)
 
 
-class _State:
-    """Whether regions were checked in this process."""
-
-    is_checked = False
-
-
-# The check runs in another thread, which must not wait for the lock of `hooks`.
-_lock = threading.Lock()
-
-
 def entered(region: Region | None) -> contextlib.AbstractContextManager[None]:
     """Returns a context manager that puts a region in force in this thread.
 
@@ -63,86 +51,46 @@ def entered(region: Region | None) -> contextlib.AbstractContextManager[None]:
         return reach.in_region(None, reach.current() if reach.region() is None else None)
     if not kernels.have_faces():
         return contextlib.nullcontext()
-    if not _State.is_checked:
-        with _lock:
-            if not _State.is_checked:
-                _check()
+    _install()
     return reach.in_region(region)
 
 
-def _check() -> None:
-    """Checks a product in each mode, before one of the program's is autocast."""
-    runs_eagerly = tf.config.functions_run_eagerly()
+@once
+def _install() -> None:
+    """Installs what regions need, and checks a product before the program's."""
     kernels.install()
-    try:
-        hooks.install([_PAIRS])
-        tf.config.run_functions_eagerly(False)  # Functions are checked, too.
-        try:
-            # A new thread has none of the graphs and tapes that this one is in.
-            with futures.ThreadPoolExecutor(1) as thread:
-                thread.submit(_expect_all_unmended).result()
-        finally:
-            tf.config.run_functions_eagerly(runs_eagerly)
-    except Exception as error:
-        hooks.uninstall([_PAIRS])
+    hooks.install([_PAIRS])
+    # A new thread has none of the graphs and tapes that this one is in.
+    with futures.ThreadPoolExecutor(1) as thread:
+        found = thread.submit(_products).result()
+    if not all(found.values()):
         raise RuntimeError(
-            f"`keras_mp.autocast` does not know TensorFlow {tf.__version__}, and has left it as it "
-            "is. The rest of keras_mp works. Expected a matrix product to run in bfloat16 inside "
-            f"of a region, with right gradients. Found: {error!r}"
-        ) from error
-    _State.is_checked = True
+            f"`keras_mp.autocast` does not know TensorFlow {tf.__version__}. The rest of keras_mp "
+            "works. Expected a matrix product to run in bfloat16 inside of a region, with right "
+            f"gradients, in eager and in a function. Found: {found}"
+        )
 
 
-_TRIAL = Region(tf.bfloat16)
-_X, _GRADIENTS = 3.0, [6.0, 1.0]
+def _products() -> dict[str, bool]:
+    """Returns whether a product and its gradient are right, by where they run."""
+    if not tf.executing_eagerly():  # as in a program of TensorFlow 1
+        return {}
+    x = tf.constant([[3.0]])
 
+    def differentiate() -> tuple[bool, Any]:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.matmul(x, x)
+        is_low = lower_precision.low_precision_of(y, tf.bfloat16) is not None
+        return is_low and y.dtype == tf.float32, tape.gradient(y, x)
 
-def _expect(is_so: bool, what: str) -> None:
-    if not is_so:
-        raise AssertionError(what)
-
-
-def _expect_all_unmended() -> None:
-    with promotion.refused():
-        _expect_all()
-
-
-def _expect_all() -> None:
-    if tf.executing_eagerly():
-        x = tf.constant([[_X]])
-        differentiate = functools.partial(_gradients, where="in a function")
-        function = tf.function(differentiate, autograph=False)
-        # In the reach of a region, and without one.
-        with reach.entered(_TRIAL.dtype):
-            results = [function(x)]
-        with reach.in_region(_TRIAL):
-            results += [_gradients(x, "in eager"), function(x)]
-            nodes = function.get_concrete_function(x).function_def.node_def
-        values = [[gradient.numpy().item() for gradient in result] for result in results]
-        _expect(values == [_GRADIENTS] * 3, "a wrong gradient")
-        traces = function.experimental_get_tracing_count()
-        _expect(traces == 2, f"{traces} traces of a function that was called inside and outside")
-        # A product that is slow in 16 bits is in float32 with a cast of its own.
-        casts = {f"{node.name}:y:0": node.input[0] for node in nodes if node.op == "Cast"}
-        relus = [node for node in nodes if node.op == "Relu"]
-        is_pair = len(relus) != 1 or casts.get(relus[0].input[0]) in casts
-        _expect(not is_pair, "a cast that nothing needs")
-    with tf.Graph().as_default(), reach.in_region(_TRIAL):
-        _gradients(tf.constant([[_X]]), "in a graph")
-
-
-def _gradients(x: tf.Tensor, where: str) -> Sequence[Any]:
-    """Differentiates a product, which has to be one in 16 bits if this is a region."""
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        product = tf.matmul(x, x)
-        result = tf.nn.relu(product)
-    differentiate = tf.gradients if where == "in a graph" else tape.gradient
-    found = differentiate(result, [x, product])
-    if reach.region() is not None:
-        _expect(product.dtype == tf.float32, f"a result other than float32, {where}")
-        for each, op in ((product, "product"), (result, "Relu of it")):
-            computed = lower_precision.low_precision_of(each, tf.bfloat16)
-            _expect(computed is not None, f"a float32 {op}, {where}")
-        _expect(all(each is not None for each in found), f"no gradient, {where}")
+    found = {}
+    with reach.in_region(Region(tf.bfloat16)):
+        for where, run in (
+            ("eager", differentiate),
+            ("a function", tf.function(differentiate, autograph=False)),
+        ):
+            is_low, gradient = run()
+            is_right = gradient is not None and gradient.numpy().item() == 6.0
+            found[where] = bool(is_low) and is_right
     return found
