@@ -338,10 +338,12 @@ def run_in_eager(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def execute(context: Any, op: str, name: Any, *args: Any) -> Any:
-        thread = _thread
-        if thread.region is not None and not thread.is_decided:
-            return regions.run_in_eager(in_16_bits, thread.region, context, op, name, *args)
-        return in_16_bits(context, op, name, *args)
+        plan = None if _thread.region is None else regions.plan_for(op)
+        if plan is None:
+            return in_16_bits(context, op, name, *args)
+        make = _maker(functools.partial(in_16_bits, context, op, name), op)
+        number = len(plan.known.inputs)
+        return regions.made(plan, args[:number], args[number:], make)
 
     def in_16_bits(context: Any, op: str, name: Any, *args: Any) -> Any:
         thread = _thread
@@ -363,20 +365,26 @@ def run_in_eager(original: Callable[..., Any]) -> Callable[..., Any]:
         ):
             return original(context, op, name, *args, *mark)
 
-        def make(given: Sequence[Any], pairs: Sequence[Any], low: tf.DType | None = None) -> Any:
-            if low is None:
-                return original(context, op, name, *given, *pairs, *mark)
-            run = functools.partial(original, context, op, name)
-            return low_precision_gradients.run_in_eager(run, op, [*given, *pairs], len(given), low)
-
         def cast(face: Any, low: tf.DType) -> Any:
             pairs = "DstT", low.as_datatype_enum, "Truncate", False
             return original(context, "Cast", None, face, *pairs, *mark)
 
+        make = _maker(functools.partial(original, context, op, name), op, mark)
         number = len(known.inputs)
         return _made(known, list(args[:number]), args[number:], make, cast)
 
     return execute
+
+
+def _maker(run: Callable[..., Any], op: str, mark: Sequence[Any] = ()) -> Callable[..., Any]:
+    """Returns what runs an operation in eager, given its inputs and attributes."""
+
+    def make(given: Sequence[Any], pairs: Sequence[Any], low: tf.DType | None = None) -> Any:
+        if low is None:
+            return run(*given, *pairs, *mark)
+        return low_precision_gradients.run_in_eager(run, op, [*given, *pairs], len(given), low)
+
+    return make
 
 
 def _is_plain_product(known: Operation, args: Sequence[Any]) -> bool:
@@ -426,28 +434,18 @@ def make_in_graph(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def apply(op_type_name: str, name: str | None = None, **keywords: Any) -> Any:
-        thread = _thread
-        if thread.region is not None and not thread.is_decided:
-            return regions.make_in_graph(in_16_bits, thread.region, op_type_name, name, **keywords)
-        return in_16_bits(op_type_name, name, **keywords)
+        plan = None if _thread.region is None else regions.plan_for(op_type_name)
+        if plan is None:
+            return in_16_bits(op_type_name, name, **keywords)
+        run = functools.partial(in_16_bits, op_type_name, name)
+        return _made_by_name(plan.known, functools.partial(regions.made, plan), run, keywords)
 
     def in_16_bits(op_type_name: str, name: str | None = None, **keywords: Any) -> Any:
         known = None if _thread.is_decided else known_operations.BY_NAME[op_type_name]
         if known is None or known.kind == "read" or (not known.may_be_wrong and _follows_others()):
             return original(op_type_name, name, **keywords)
-        others: list[Any] = []
-
-        def make(given: Sequence[Any], pairs: Sequence[Any], low: tf.DType | None = None) -> Any:
-            arguments = dict(zip((*known.inputs, *pairs[::2]), (*given, *pairs[1::2])))
-            *others[:], outputs = original(op_type_name, name, **arguments)
-            if low is not None:
-                low_precision_gradients.set_in_graph(others[2], low)
-            return outputs
-
-        given = [keywords.pop(each) for each in known.inputs]
-        pairs = [each for pair in keywords.items() for each in pair]
-        outputs = _made(known, given, pairs, make, cast)
-        return *others, outputs
+        made = functools.partial(_made, known, cast=cast)
+        return _made_by_name(known, made, functools.partial(original, op_type_name, name), keywords)
 
     def cast(face: Any, low: tf.DType) -> Any:
         # Tapes hear of it in `on_tape`.
@@ -455,6 +453,28 @@ def make_in_graph(original: Callable[..., Any]) -> Callable[..., Any]:
             return original("Cast", None, x=face, DstT=low, Truncate=False)[3][0]
 
     return apply
+
+
+def _made_by_name(
+    known: Operation,
+    made: Callable[..., Any],
+    run: Callable[..., Any],
+    keywords: dict[str, Any],
+) -> tuple[Any, ...]:
+    """Returns what `run` makes of inputs and attributes, as `made` wants them."""
+    others: list[Any] = []
+
+    def make(given: Sequence[Any], pairs: Sequence[Any], low: tf.DType | None = None) -> Any:
+        arguments = dict(zip((*known.inputs, *pairs[::2]), (*given, *pairs[1::2])))
+        *others[:], outputs = run(**arguments)
+        if low is not None:
+            low_precision_gradients.set_in_graph(others[2], low)
+        return outputs
+
+    given = [keywords.pop(each) for each in known.inputs]
+    pairs = [each for pair in keywords.items() for each in pair]
+    outputs = made(given, pairs, make)
+    return *others, outputs
 
 
 def on_tape(original: Callable[..., None]) -> Callable[..., None]:

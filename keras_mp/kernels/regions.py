@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.hooks import faces
+from keras_mp.hooks import faces, reach
 from keras_mp.hooks.reach import Region
-from keras_mp.kernels import cast_policy, known_operations, low_precision_gradients, lower_precision
+from keras_mp.kernels import cast_policy, known_operations, lower_precision
 from keras_mp.kernels.cast_policy import OpPolicy
 from keras_mp.kernels.known_operations import Operation
 from keras_mp.kernels.trials import usual_device
@@ -35,16 +35,18 @@ _VIEWS = op_table.ops("identities", "reshapes", "views")
 _READS = ("ReadVariableOp",)
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """What is the same for all calls of an operation in a region.
 
     Attributes:
         known: the `Operation`.
         policy: str. A key of `cast_policy.POLICIES`; those that change nothing have no plan.
+        region: the Region.
     """
 
     known: Operation
     policy: str
+    region: Region
 
 
 def policy_for(op: str, region: Region, device: str) -> Any:
@@ -80,96 +82,64 @@ def _has_kernel(op: str, dtype: tf.DType, device: str) -> bool:
     return registered_kernels.has_kernel(op, {attribute: enum}, device)
 
 
+def plan_for(op: str) -> Plan | None:
+    """Returns the plan of this thread's region for an operation.
+
+    It is None if the operation is left alone.
+
+    Args:
+        op: str. The operation.
+    """
+    return None if reach.thread.is_decided else _plan_of(op, reach.thread.region)
+
+
 @functools.cache
-def _plan_of(op: str, region: Region) -> _Plan | None:
-    """Returns the plan of a region for an operation, or None if it is left alone."""
+def _plan_of(op: str, region: Any) -> Plan | None:
     row = policy_for(op, region, usual_device())
     if row is None or row.policy in (cast_policy.DENY, cast_policy.NONE):
         return None
     known = known_operations.taking(op, region.dtype)
-    return None if known is None else _Plan(known, row.policy)
+    return None if known is None else Plan(known, row.policy, region)
 
 
-def run_in_eager(
-    run: Callable[..., Any], region: Region, context: object, op: str, name: Any, *args: Any
-) -> Any:
-    """Runs an operation of a region in eager.
+def made(plan: Plan, given: Sequence[Any], pairs: Sequence[Any], make: Callable[..., Any]) -> Any:
+    """Returns the results of an operation of a region.
 
     Args:
-        run: takes what follows the region, and runs the operation.
-        region: Region.
-        context: TensorFlow's.
-        op: str. The operation.
-        name: of it, or None.
-        *args: its inputs and attributes.
+        plan: the region's for the operation.
+        given: its inputs.
+        pairs: names and values of its attributes in turn.
+        make: takes inputs, attributes, and the DType of gradients in 16 bits if there is one;
+            returns the result, or a list of them.
     """
-    plan = _plan_of(op, region)
-    if plan is None:
-        return run(context, op, name, *args)
-    known = plan.known
-    given = [_read(args[i]) for i in known.positions]
-    values = _tensors_and_numbers(given)
+    known, region = plan.known, plan.region
+    read = {i: _read(given[i]) for i in known.positions}
+    values = _tensors_and_numbers(list(read.values()))
     dtype = _dtype_for(plan, values, region.dtype)
-    if dtype is None and op not in _VIEWS:
-        return run(context, op, name, *args)
-    cast = list(args)
-    for i in known.others:
-        cast[i] = known.without_lists(i, args[i])
-    for i, value in zip(known.positions, given):
-        if dtype is not None:
-            value = _cast(value, tf.float32 if region.gradients_only else dtype)
-        cast[i] = value
+    if dtype is None and (known.name not in _VIEWS or not tf.executing_eagerly()):
+        return make(given, pairs)
+    only_gradients = region.gradients_only and dtype == region.dtype
+    wanted = tf.float32 if only_gradients else dtype
+    cast: list[Any] = [known.without_lists(i, value) for i, value in enumerate(given)]
+    for i, value in read.items():
+        cast[i] = value if wanted is None else _cast(value, wanted)
     if dtype is None:
-        result = run(context, op, name, *cast)
+        result = make(cast, pairs)
         if values and _is_weight(values[0]):
             faces.note(result, None, faces.WEIGHT)
         return result
-    if region.gradients_only and dtype == region.dtype:
-        as_it_is = functools.partial(run, context, op, name)
-        return low_precision_gradients.run_in_eager(as_it_is, op, cast, len(known.inputs), dtype)
+    if only_gradients:
+        return make(cast, pairs, dtype)
     try:
-        results = run(context, op, name, *cast)
+        results = make(cast, pairs)
     except operations.QuickWayFailed.get():
         if len({value.dtype for value in values if tf.is_tensor(value)}) > 1:
             raise
         # No such kernel, or a mistake of the user's, which TensorFlow is to report.
-        return run(context, op, name, *args)
-    if isinstance(results, list | tuple):
-        return type(results)(_to_float32(each, region.dtype, op) for each in results)
-    return _to_float32(results, region.dtype, op)
-
-
-def make_in_graph(
-    make: Callable[..., Any], region: Region, op_type_name: str, name: str | None, **keywords: Any
-) -> Any:
-    """Makes an operation of a region in a graph.
-
-    Args:
-        make: takes what follows the region; returns four things, of which the third is the
-            operation and the last the list of results.
-        region: Region.
-        op_type_name: str. The operation's type.
-        name: of it, or None.
-        **keywords: its inputs and attributes.
-    """
-    plan = _plan_of(op_type_name, region)
-    if plan is None:
-        return make(op_type_name, name, **keywords)
-    names = [plan.known.inputs[i] for i in plan.known.positions]
-    given = [_read(keywords[each]) for each in names]
-    dtype = _dtype_for(plan, _tensors_and_numbers(given), region.dtype)
-    if dtype is None:
-        return make(op_type_name, name, **keywords)
-    only_gradients = region.gradients_only and dtype == region.dtype
-    wanted = tf.float32 if only_gradients else dtype
-    keywords.update({each: _cast(value, wanted) for each, value in zip(names, given)})
-    structure, is_stateful, op, outputs = make(op_type_name, name, **keywords)
-    if only_gradients:
-        low_precision_gradients.set_in_graph(op, dtype)
-    else:
-        # Tapes hear of these casts when they have heard of the operation: see `door.on_tape`.
-        outputs = [_to_float32(each, region.dtype, op_type_name) for each in outputs]
-    return structure, is_stateful, op, outputs
+        return make(given, pairs)
+    # In a graph, tapes hear of these casts when they have heard of the operation: see
+    # `door.on_tape`.
+    return _to_float32(results, region.dtype, known.name)
 
 
 def _read(value: Any) -> Any:
@@ -192,7 +162,7 @@ def _is_tensor_or_number(value: object) -> bool:
     return is_number or isinstance(value, tf.Tensor)
 
 
-def _dtype_for(plan: _Plan, values: Sequence[tf.Tensor | float], dtype: tf.DType) -> Any:
+def _dtype_for(plan: Plan, values: Sequence[tf.Tensor | float], dtype: tf.DType) -> Any:
     """Returns the dtype that an operation runs in.
 
     It is the region's, float32 where 16-bit and float32 tensors meet, or None if the operation is
