@@ -11,6 +11,10 @@ the rest:
 - A 16-bit tensor that is to become a float32 one: what is assigned, or written into a
   `tf.TensorArray`.
 - Branches and loops, which are made again with float32 in the place of 16 bits.
+- Functions that were written for float32, and get 16-bit tensors from a layer: concrete functions,
+  those of SavedModels, and functions of Python that run outside of the graph say which dtypes they
+  take or return. In reach they get float32 where they were written for it, and 16 bits where they
+  were written for these. (A `tf.function` that refuses 16 bits is called again.)
 
 Nothing is asked where nothing is refused. What is refused has made nothing, so it is made again.
 
@@ -31,12 +35,11 @@ import tensorflow as tf
 from keras_mp import hooks, kernels, variables
 from keras_mp.hooks import Everywhere, Method, Replacement, When, faces, reach
 from keras_mp.hooks.once import once
-from keras_mp.op_autocast import signatures
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION, is_low, parse
-from keras_mp.tensorflow_api import operations
-from keras_mp.tensorflow_api.features import FACES
+from keras_mp.tensorflow_api import graphs, operations, saving
+from keras_mp.tensorflow_api.features import FACES, SIGNATURES
 
 # The errors that functions raise if dtypes do not fit.
 _REFUSALS = TypeError, ValueError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError
@@ -44,6 +47,12 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 # The methods of `tf.TensorArray` that take tensors of its dtype.
 _WRITING = ("write", "unstack", "scatter", "split")
 _ASSIGNING = {"assign", "assign_add", "assign_sub"}
+# Functions of Python that run outside of the graph, by the names under which modules have them.
+_OF_PYTHON = {
+    "py_function": tf.py_function,
+    "numpy_function": tf.numpy_function,
+    "py_func": tf.compat.v1.py_func,
+}
 
 
 def refused() -> contextlib.AbstractContextManager[None]:
@@ -73,7 +82,10 @@ def _replacements() -> Iterator[Replacement]:
     ):
         yield Replacement(Everywhere(original), make, feature=FACES)
     if kernels.have_faces():
-        yield from signatures.replacements(_is_active, _widened)
+        yield Replacement(graphs.call_flat, _calling_concrete, feature=SIGNATURES)
+        yield Replacement(saving.is_callable_with, _callable_in_16_bits, feature=SIGNATURES)
+        for name, original in _OF_PYTHON.items():
+            yield Replacement(Everywhere(original, (name,)), _calling_python)
     # The classes of variables, below one of them that is public.
     for cls in tf.experimental.dtensor.DVariable.__mro__:
         for name in vars(cls).keys() & _ASSIGNING if cls is not tf.Variable else ():
@@ -348,6 +360,59 @@ def _in_the_dtype_of_the_array(original: Callable[..., Any]) -> Callable[..., An
         return original(array, *args, **kwargs)
 
     return write
+
+
+def _calling_concrete(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method that calls a concrete function, in the dtypes that it takes."""
+
+    def cast(value: Any, dtype: tf.DType) -> Any:
+        if dtype in LOW_PRECISION:
+            # Layers that a SavedModel has in 16 bits may be the last ones of a model.
+            return _narrowed(value, dtype)
+        return _widened(value) if dtype is tf.float32 else value
+
+    def call_flat(self: Any, tensor_inputs: Any, captured_inputs: Any) -> Any:
+        if _is_active():
+            wanted = [each.dtype for each in self.graph.inputs]
+            tensor_inputs = [*map(cast, tensor_inputs, wanted[: len(tensor_inputs)])]
+        return original(self, tensor_inputs, captured_inputs)
+
+    return call_flat
+
+
+def _callable_in_16_bits(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Returns what tells whether a function of a SavedModel takes inputs, or casts."""
+
+    def is_callable_with(function: Any, inputs: Any, allow_conversion: bool) -> bool:
+        if original(function, inputs, allow_conversion):
+            return True
+        if not (allow_conversion and _is_active()):
+            return False
+        # It casts them when it is called.
+        narrow = functools.partial(_narrowed, dtype=reach.current())
+        return any(
+            original(function, tf.nest.map_structure(change, inputs), allow_conversion)
+            for change in (_widened, narrow)
+        )
+
+    return is_callable_with
+
+
+def _calling_python(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what calls a Python function, in float32 unless it asks for 16 bits."""
+
+    def call(func: Any = None, inp: Any = None, Tout: Any = None, **kwargs: Any) -> Any:
+        dtypes = [getattr(each, "dtype", each) for each in tf.nest.flatten(Tout)]
+        if inp is not None and _is_active() and not any(each in LOW_PRECISION for each in dtypes):
+            inp = tf.nest.map_structure(_widened, inp)
+        return original(func, inp, Tout, **kwargs)
+
+    return call
+
+
+def _narrowed(value: Any, dtype: tf.DType | None) -> Any:
+    is_wide = isinstance(value, tf.Tensor) and value.dtype == tf.float32
+    return value if dtype is None or not is_wide else tf.cast(value, dtype)
 
 
 def _is_active() -> bool:
