@@ -5,7 +5,6 @@ graph until the process ends. The functions that are registered here hold the gr
 reference, and its tensors by name. This module needs TensorFlow only.
 """
 
-import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,10 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.hooks import reach
-from keras_mp.support import features
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.tensorflow_api import gradients
-from keras_mp.tensorflow_api.features import SHARED_CASTS
 
 # The outputs, and the residuals: tensors that are kept for the gradient.
 Computed = tuple[list[tf.Tensor], list[tf.Tensor]]
@@ -31,7 +28,7 @@ def compute(
     gradient: Gradient,
     inputs: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """Computes a function that has a custom gradient.
+    """Computes a function that has a custom gradient; both have decided their dtypes.
 
     Args:
         name: str. The name of the gradient.
@@ -45,26 +42,27 @@ def compute(
     Returns:
         list of tensors, the outputs.
     """
-    # Where a private name is missing, `tf.custom_gradient` does it, and the graph is kept.
-    if tf.executing_eagerly() or not features.is_on(SHARED_CASTS):
-        is_decided = reach.is_decided()
+    dtype = reach.current()
 
-        @tf.custom_gradient
-        def in_eager(*inputs: tf.Tensor) -> Any:
-            outputs, residuals = function(*inputs)
+    def differentiate(*args: Any) -> list[tf.Tensor | None]:
+        with reach.entered(dtype), reach.decided():
+            return gradient(*args)
 
-            def of_outputs(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
-                with reach.decided() if is_decided else contextlib.nullcontext():
-                    return gradient(upstream, inputs, outputs, residuals)
-
-            return outputs, of_outputs
-
-        return in_eager(*inputs)
     outputs, residuals = function(*inputs)
+    if tf.executing_eagerly():
+        with gradients.stop_recording():
+            results = [tf.identity(each) for each in outputs]
+        gradients.record_operation(
+            name,
+            results,
+            list(inputs),
+            lambda *upstream: differentiate(upstream, inputs, outputs, residuals),
+        )
+        return results
     start, end = len(inputs), len(inputs) + len(outputs)
     graph = weakref.ref(tf.compat.v1.get_default_graph())
     registered, names = f"KerasMp{name}_{next(_numbers)}", []
-    _register(registered, gradient, graph, names, start, end)
+    _register(registered, differentiate, graph, names, start, end)
     op = identity(registered, [*inputs, *outputs, *residuals])
     # By now, eager tensors that were captured are tensors of the graph.
     names += [each.name for each in op.inputs]
@@ -101,8 +99,6 @@ def _register(
     start: int,
     end: int,
 ) -> None:
-    dtype, is_decided = reach.current(), reach.is_decided()
-
     @tf.RegisterGradient(registered)
     @do_not_convert
     def of_operation(op: tf.Operation, *upstream: Any) -> list[Any]:
@@ -114,7 +110,5 @@ def _register(
             tf.zeros_like(output) if each is None else each
             for each, output in zip(upstream[start:end], outputs, strict=True)
         ]
-        scope = reach.decided() if is_decided else contextlib.nullcontext()
-        with reach.entered(dtype), scope:
-            gradients = gradient(output_gradients, inputs, outputs, residuals)
-        return [*gradients, *[None] * (len(tensors) - start)]
+        of_inputs = gradient(output_gradients, inputs, outputs, residuals)
+        return [*of_inputs, *[None] * (len(tensors) - start)]

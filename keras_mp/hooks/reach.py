@@ -78,11 +78,6 @@ def state() -> tuple[Region | None, tf.DType | None]:
     return thread.region, thread.dtype
 
 
-def is_decided() -> bool:
-    """Whether keras_mp, not the program, has decided the dtype of operations here."""
-    return thread.is_decided
-
-
 class entered:
     """A context manager for code that is in reach in this thread.
 

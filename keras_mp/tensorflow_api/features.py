@@ -71,11 +71,6 @@ UNOBSERVED = Feature(
     "Numbers stay the same. `tf.debugging.enable_check_numerics` may find Inf in a skipped step.",
     (operations.context, operations.is_calling_back),
 )
-SHARED_CASTS = Feature(
-    "casts that several reads of a weight share",
-    "Numbers stay the same, but weights are cast for each read, and recurrent layers are slower.",
-    (gradients.record_gradient,),
-)
 REPLICA_THREADS = Feature(
     "regions and policy scopes in the threads of replicas",
     "Replicas do not inherit them: code in them runs in float32, and layers that it makes have "

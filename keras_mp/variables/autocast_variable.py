@@ -166,8 +166,7 @@ class AutoCastVariable(VariableWrapper):
                 f"Cannot convert a variable that appears as {appears_as.name} to a tensor of "
                 f"{dtype.name}; `tf.cast` does. Received: {self!r}"
             )
-        # Not all variables that are summed over replicas when they are read have `value`.
-        return casts.read(self._variable, appears_as, tf.convert_to_tensor)
+        return casts.read(self._variable, appears_as)
 
     def _cast(self, value: tf.Tensor) -> tf.Tensor:
         return casts.cast(value, self.dtype)

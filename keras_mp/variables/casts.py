@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras_mp.hooks import faces, own_gradient, reach
 from keras_mp.support import features, function_graphs, host, variable_ops
 from keras_mp.support.attributes import replaced
-from keras_mp.tensorflow_api.features import SHARED_CASTS
+from keras_mp.tensorflow_api.features import FACES
 
 
 class _SharedCast(NamedTuple):
@@ -56,17 +56,15 @@ class _HeldCasts(threading.local):
 _thread = _HeldCasts()
 
 
-def read(
-    variable: tf.Variable, dtype: tf.DType, by: Callable[[tf.Variable], tf.Tensor] | None = None
-) -> tf.Tensor:
+def read(variable: tf.Variable, dtype: tf.DType) -> tf.Tensor:
     """Returns the value of a variable in a dtype.
 
     Args:
         variable: a `tf.Variable`, not one that casts itself.
         dtype: DType.
-        by: reads the variable; by default its `value`.
     """
-    value = variable.value() if by is None else by(variable)
+    # Not all variables that are summed over replicas when they are read have `value`.
+    value = tf.convert_to_tensor(variable)
     held = _thread.held.get(id(variable))
     if held is not None and held.cast.dtype == dtype and _can_share(held.graph):
         return read_as(value, held.cast)
@@ -89,7 +87,7 @@ def cast(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     if value.dtype == dtype:
         return value
     graph = host.current_graph()
-    if not function_graphs.is_of_function(graph) or not features.is_on(SHARED_CASTS):
+    if not function_graphs.is_of_function(graph) or not features.is_on(FACES):
         return tf.cast(value, dtype)
     handle = _handle_that_was_read(value)
     if handle is None:
@@ -111,7 +109,7 @@ def _can_share(held_in: tf.Graph | None) -> bool:
     """Whether the code that runs now can read a cast that a graph, or eager, holds."""
     if _graphs_within(held_in) is None:
         return False
-    return tf.executing_eagerly() or features.is_on(SHARED_CASTS)
+    return tf.executing_eagerly() or features.is_on(FACES)
 
 
 def read_as(value: tf.Tensor, cast_before: tf.Tensor) -> tf.Tensor:
