@@ -147,7 +147,8 @@ class Float32Adapter(DelegatingAdapter):
             low_precision = tf.cast(initial, self._slot_dtype)
             kwargs.update(initial_value=low_precision, dtype=self._slot_dtype)
             slot = next_creator(**kwargs)
-            return self._view(slot, [], methods.StochasticRounding(), is_weight=False)
+            method = methods.method("stochastic_rounding", self._slot_dtype)
+            return self._view(slot, [], method, is_weight=False)
 
         def make(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             weight, *_ = inspect.signature(original).bind(*args, **kwargs).arguments.values()

@@ -148,7 +148,7 @@ class Float32View(VariableWrapper):
             return tf.ensure_shape(value, self.shape)
         with self._updates.after_others(self):
             return self._method.join(
-                self._variable.read_value(), [each.read_value() for each in self._beside]
+                *(each.read_value() for each in (self._variable, *self._beside))
             )
 
     read_value = read_value_no_copy = value
@@ -224,7 +224,7 @@ class Float32View(VariableWrapper):
             with tf.control_dependencies([value]):  # not of all variables at once
                 return self._updates.noise(self)
 
-        values = self._method.split(value, self._variable.dtype, noise)
+        values = self._method.split(value, noise)
         targets = (self._variable, *self._beside)
         # All of the values before any of the assignments: they are computed from reads.
         with tf.control_dependencies(values):

@@ -1,133 +1,106 @@
 """The methods by which digits are kept that weights in 16 bits leave out."""
 
-import abc
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from keras_mp.master_weights import rounding
 from keras_mp.support import kept_casts
+from keras_mp.support.dtypes import LOW_PRECISION
+
+_Noise = Callable[[], tf.Tensor]
 
 
-class Method(abc.ABC):
+class Method(NamedTuple):
     """A method of keeping float32 values in a variable in 16 bits.
 
     Further variables may be kept beside it.
+
+    Attributes:
+        beside: takes a weight; returns initial values for the variables kept beside it, by their
+            names in files and among the optimizer's variables.
+        join: takes the value of the variable in 16 bits, and those of the ones beside it; returns
+            the float32 value.
+        split: takes a float32 value, and a function that returns random bits of the same shape, a
+            uint32 tensor; returns the values of all of these variables, that in 16 bits first.
     """
 
-    def beside(self, weight: tf.Variable) -> dict[str, tf.Tensor]:
-        """Returns initial values for the variables kept beside a weight, by their names.
-
-        The names are those in files and among the optimizer's variables.
-        """
-        del weight
-        return {}
-
-    @abc.abstractmethod
-    def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Returns the float32 value.
-
-        Args:
-            low_precision: the value of the variable in 16 bits.
-            beside: the values of those beside it.
-        """
-
-    @abc.abstractmethod
-    def split(
-        self, value: tf.Tensor, dtype: tf.DType, noise: Callable[[], tf.Tensor]
-    ) -> list[tf.Tensor]:
-        """Returns the values of all of these variables, that in 16 bits first.
-
-        Args:
-            value: float32 tensor.
-            dtype: the dtype in 16 bits.
-            noise: returns random bits of the same shape, a uint32 tensor.
-        """
+    beside: Callable[[tf.Variable], dict[str, tf.Tensor]]
+    join: Callable[..., tf.Tensor]
+    split: Callable[[tf.Tensor, _Noise], list[tf.Tensor]]
 
 
-class SplitBFloat16(Method):
-    """Keeps the remainder beside a bfloat16 weight.
-
-    That is all of float32, in one bit more than the 16 of a remainder.
-    """
-
-    def beside(self, weight: tf.Variable) -> dict[str, tf.Tensor]:
-        remainder = tf.zeros(weight.shape, tf.int16)
-        return {"remainder": remainder, "carry": rounding.pack_bits(remainder < 0)}
-
-    def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
-        remainder, carry = beside
-        carry = rounding.unpack_bits(carry, low_precision.shape)
-        return rounding.join_bfloat16(low_precision, remainder, carry)
-
-    def split(
-        self, value: tf.Tensor, dtype: tf.DType, noise: Callable[[], tf.Tensor]
-    ) -> list[tf.Tensor]:
-        del dtype, noise
-        nearest, remainder, carry = rounding.split_bfloat16(value)
-        return [nearest, remainder, rounding.pack_bits(carry)]
+def _remainder(weight: tf.Variable) -> dict[str, tf.Tensor]:
+    return {"remainder": tf.zeros(weight.shape, tf.int16)}
 
 
-class SplitFloat16(Method):
-    """The remainder beside a float16 weight."""
-
-    def beside(self, weight: tf.Variable) -> dict[str, tf.Tensor]:
-        return {"remainder": tf.zeros(weight.shape, tf.int16)}
-
-    def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
-        return rounding.join_float16(low_precision, *beside)
-
-    def split(
-        self, value: tf.Tensor, dtype: tf.DType, noise: Callable[[], tf.Tensor]
-    ) -> list[tf.Tensor]:
-        del dtype, noise
-        return list(rounding.split_float16(value))
+def _remainder_and_carry(weight: tf.Variable) -> dict[str, tf.Tensor]:
+    """Together they are all of float32, in one bit more than the 16 of a remainder."""
+    remainder = tf.zeros(weight.shape, tf.int16)
+    return {"remainder": remainder, "carry": rounding.pack_bits(remainder < 0)}
 
 
-class Copy(Method):
-    """A float32 weight beside the one in 16 bits."""
-
-    def beside(self, weight: tf.Variable) -> dict[str, tf.Tensor]:
-        return {"copy": tf.cast(weight, tf.float32)}
-
-    def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
-        # Where the weight was set since, by loading a file for one, the copy is out of date.
-        [copy] = beside
-        rounded = kept_casts.to_16_bits(copy, low_precision.dtype)
-        is_current = tf.equal(rounded, low_precision)
-        return tf.where(is_current, copy, tf.cast(low_precision, tf.float32))
-
-    def split(
-        self, value: tf.Tensor, dtype: tf.DType, noise: Callable[[], tf.Tensor]
-    ) -> list[tf.Tensor]:
-        del noise
-        return [kept_casts.to_16_bits(value, dtype), value]
+def _join_bfloat16(nearest: tf.Tensor, remainder: tf.Tensor, carry: tf.Tensor) -> tf.Tensor:
+    return rounding.join_bfloat16(nearest, remainder, rounding.unpack_bits(carry, nearest.shape))
 
 
-class StochasticRounding(Method):
-    """Keeps nothing beside the weight, and rounds it at random.
-
-    So the mean of many updates is right.
-    """
-
-    def join(self, low_precision: tf.Tensor, beside: Sequence[tf.Tensor]) -> tf.Tensor:
-        del beside
-        return tf.cast(low_precision, tf.float32)
-
-    def split(
-        self, value: tf.Tensor, dtype: tf.DType, noise: Callable[[], tf.Tensor]
-    ) -> list[tf.Tensor]:
-        rounded = {
-            tf.bfloat16: rounding.stochastic_bfloat16,
-            tf.float16: rounding.stochastic_float16,
-        }
-        return [rounded[dtype](value, noise())]
+def _split_bfloat16(value: tf.Tensor, noise: _Noise) -> list[tf.Tensor]:
+    del noise
+    nearest, remainder, carry = rounding.split_bfloat16(value)
+    return [nearest, remainder, rounding.pack_bits(carry)]
 
 
-_METHODS: dict[str, dict[tf.DType, type[Method]]] = {
-    "split": {tf.bfloat16: SplitBFloat16, tf.float16: SplitFloat16},
-    "copy": {tf.bfloat16: Copy, tf.float16: Copy},
-    "stochastic_rounding": {tf.bfloat16: StochasticRounding, tf.float16: StochasticRounding},
+def _split_float16(value: tf.Tensor, noise: _Noise) -> list[tf.Tensor]:
+    del noise
+    return list(rounding.split_float16(value))
+
+
+def _copy(weight: tf.Variable) -> dict[str, tf.Tensor]:
+    return {"copy": tf.cast(weight, tf.float32)}
+
+
+def _join_copy(low_precision: tf.Tensor, copy: tf.Tensor) -> tf.Tensor:
+    # Where the weight was set since, by loading a file for one, the copy is out of date.
+    rounded = kept_casts.to_16_bits(copy, low_precision.dtype)
+    is_current = tf.equal(rounded, low_precision)
+    return tf.where(is_current, copy, tf.cast(low_precision, tf.float32))
+
+
+def _split_copy(dtype: tf.DType, value: tf.Tensor, noise: _Noise) -> list[tf.Tensor]:
+    del noise
+    return [kept_casts.to_16_bits(value, dtype), value]
+
+
+def _round_at_random(
+    to_neighbour: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], value: tf.Tensor, noise: _Noise
+) -> list[tf.Tensor]:
+    return [to_neighbour(value, noise())]
+
+
+def _at_random(to_neighbour: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Method:
+    """Keeps nothing beside the weight, so that the mean of many updates is right."""
+    return Method(
+        lambda weight: {},
+        lambda low_precision: tf.cast(low_precision, tf.float32),
+        functools.partial(_round_at_random, to_neighbour),
+    )
+
+
+_METHODS: dict[str, dict[tf.DType, Method]] = {
+    "split": {
+        tf.bfloat16: Method(_remainder_and_carry, _join_bfloat16, _split_bfloat16),
+        tf.float16: Method(_remainder, rounding.join_float16, _split_float16),
+    },
+    "copy": {
+        dtype: Method(_copy, _join_copy, functools.partial(_split_copy, dtype))
+        for dtype in LOW_PRECISION
+    },
+    "stochastic_rounding": {
+        tf.bfloat16: _at_random(rounding.stochastic_bfloat16),
+        tf.float16: _at_random(rounding.stochastic_float16),
+    },
 }
 
 NAMES = tuple(_METHODS)
@@ -140,4 +113,4 @@ def method(name: str, dtype: tf.DType) -> Method:
         name: one of `NAMES`.
         dtype: bfloat16 or float16.
     """
-    return _METHODS[name][dtype]()
+    return _METHODS[name][dtype]
