@@ -26,6 +26,7 @@ from keras_mp.keras_api.keras3_policies import (
     quantized_policy,
     register_policy,
     set_global_policy,
+    thread_with,
 )
 from keras_mp.keras_api.keras3_raw_inputs import (
     exact_functions,
@@ -123,20 +124,13 @@ def autocast_dtype() -> tf.DType | None:
     return None if scope is None or scope.dtype is None else tf.as_dtype(scope.dtype)
 
 
-@contextlib.contextmanager
-def autocast_scope(dtype: tf.DType | None) -> Iterator[None]:
+def autocast_scope(dtype: tf.DType | None) -> contextlib.AbstractContextManager[None]:
     """Returns a context manager that sets that dtype."""
     if not features.is_on(keras3_names.THREADS):
-        yield
-        return
+        return contextlib.nullcontext()
     # Not `AutocastScope(None)`, in which the dtype of a weight is floatx.
     scope = None if dtype is None else keras3_names.AutocastScope(dtype.name)
-    before = keras3_names.get_attribute("autocast_scope")
-    keras3_names.set_attribute("autocast_scope", scope)
-    try:
-        yield
-    finally:
-        keras3_names.set_attribute("autocast_scope", before)
+    return thread_with("autocast_scope", scope)
 
 
 class BaseLayer(keras.layers.Layer):
@@ -300,15 +294,12 @@ def own_seeds(seed: int) -> Iterator[None]:
         yield
         return
     seeds = random.Random(seed)
-    # The generator of `keras.random` is one for each thread.
-    name = "global_seed_generator"
-    before = keras3_names.get_attribute(name)
-    with wrapped.here(random, "randint", randint):  # by which Keras makes seeds
-        keras3_names.set_attribute(name, keras.random.SeedGenerator(seed))
-        try:
-            yield
-        finally:
-            keras3_names.set_attribute(name, before)
+    with (
+        wrapped.here(random, "randint", randint),  # by which Keras makes seeds
+        # The generator of `keras.random` is one for each thread.
+        thread_with("global_seed_generator", keras.random.SeedGenerator(seed)),
+    ):
+        yield
 
 
 def track_variables(variables: Iterable[tf.Variable]) -> None:

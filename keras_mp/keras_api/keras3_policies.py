@@ -132,6 +132,22 @@ _place = Everywhere(keras.mixed_precision.dtype_policy, ("global_policy",))
 hooks.install([Replacement(_place, _choosing, When.ALWAYS, keras3_names.THREADS)])
 
 
+@contextlib.contextmanager
+def thread_with(name: str, value: Any) -> Iterator[None]:
+    """Context manager in which Keras knows something else of this thread.
+
+    Args:
+        name: str. The attribute of Keras's state of a thread.
+        value: its value inside of the block.
+    """
+    before = keras3_names.get_attribute(name)
+    keras3_names.set_attribute(name, value)
+    try:
+        yield
+    finally:
+        keras3_names.set_attribute(name, before)
+
+
 def get_global_policy() -> keras.mixed_precision.Policy:
     """Returns `tf.keras`'s global policy."""
     if not features.is_on(keras3_names.THREADS):
@@ -171,13 +187,8 @@ def policy_scope(policy: keras.mixed_precision.Policy | None) -> Iterator[None]:
             set_global_policy(before)
         return
     _let_replicas_inherit_scope()
-    kept = keras3_names.get_attribute("dtype_policy")
-    _keep(None)
-    try:
-        with replaced(_thread, "scope", (policy,)):
-            yield
-    finally:
-        _keep(kept)
+    with thread_with("dtype_policy", None), replaced(_thread, "scope", (policy,)):
+        yield
 
 
 @once
