@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from keras_mp.hooks import Everywhere, Replacement, faces, own_gradient, reach
 from keras_mp.tensorflow_api import gradients
+from keras_mp.tensorflow_api.features import FACES
 from keras_mp.variables import scope
 
 # Of the tanh that approximates the error function.
@@ -21,7 +22,7 @@ _FACTOR, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 def replacements() -> tuple[Replacement, ...]:
     """Returns the row of `tf.nn.gelu`."""
-    return (Replacement(Everywhere(tf.nn.gelu), _as_one),)
+    return (Replacement(Everywhere(tf.nn.gelu), _as_one, feature=FACES),)
 
 
 def _as_one(original: Callable[..., Any]) -> Callable[..., Any]:
