@@ -225,53 +225,6 @@ def test_a_warning_that_is_an_error(name):
     program.whole_step()
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-@pytest.mark.parametrize("loss_scale", [SCALE, "dynamic"])
-@once
-def test_calls_of_a_scaler(name, loss_scale, unscales):
-    scaler, v, faults = keras_mp.GradScaler(loss_scale), tf.Variable(1.0), Faults()
-
-    def optimizer(pairs):
-        faults()
-        for gradient, variable in pairs:
-            variable.assign_sub(gradient)
-
-    def state():
-        return float(scaler.loss_scale()), int(scaler.steps_skipped), float(v)
-
-    def fails(*calls, error=(TypeError, ValueError)):
-        before = state()
-        for call in calls:
-            with pytest.raises(error):
-                call()
-            assert state() == before
-
-    wrong = [
-        lambda: scaler.scale(tf.constant(1)),
-        lambda: scaler.scale([None]),
-        lambda: scaler.unscale("abc", optimizer),
-        lambda: scaler.step(optimizer, []),
-        lambda: scaler.step(7, [(tf.constant(1.0), v)]),
-        lambda: scaler.step(optimizer, [(None, v)]),
-        lambda: scaler.update("a"),
-        lambda: scaler.update(0.5 / 2**30),
-    ]
-    fails(*wrong, scaler.update)  # There was no step.
-    with tf.GradientTape() as tape:
-        scaled = scaler.scale(v * 0.5)
-    fails(*wrong, scaler.update)
-    gradients = [tape.gradient(scaled, v)]
-    if unscales:
-        gradients = scaler.unscale(gradients, optimizer)
-        fails(*wrong)
-    faults.armed = True
-    fails(lambda: scaler.step(optimizer, zip(gradients, [v])), error=RuntimeError)
-    fails(*wrong)
-    scaler.step(optimizer, zip(gradients, [v]))
-    scaler.update()
-    assert float(v) == 0.5
-
-
 @once
 def test_a_tape_beside_scale_moves_nothing(name):
     scaler, v = keras_mp.GradScaler(keras_mp.DynamicLossScale(2.0**20)), tf.Variable(3.0)
@@ -281,24 +234,6 @@ def test_a_tape_beside_scale_moves_nothing(name):
     with pytest.raises(ValueError, match="makes it unclear what is scaled"):
         tape.gradient(loss, v)
     assert float(scaler.loss_scale()) == 2.0**20
-
-
-@once
-def test_of_tensorflow_1(name):
-    faults, v = Faults(), tf.Variable(1.0)
-
-    class Breaking(tf.compat.v1.train.GradientDescentOptimizer):
-        def apply_gradients(self, *args, **kwargs):
-            faults()
-            return super().apply_gradients(*args, **kwargs)
-
-    optimizer = keras_mp.compat.v1.LossScaleOptimizer(Breaking(1.0), SCALE)
-    pairs = optimizer.compute_gradients(lambda: v * 0.5, [v])
-    faults.armed = True
-    with pytest.raises(RuntimeError, match=BROKEN):
-        optimizer.apply_gradients(pairs)
-    optimizer.apply_gradients(pairs)
-    assert float(v) == 0.5
 
 
 @pytest.mark.parametrize("kind", ["all reduce", "master weights"])

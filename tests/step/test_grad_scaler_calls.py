@@ -56,6 +56,16 @@ def test_update_begins_anew_with_the_scale_that_it_has(calls):
     assert float(scaler.loss_scale()) == 2.0**15
 
 
+def test_an_update_without_a_step_is_an_error_that_leaves_the_step_as_it_was():
+    scaler, v = keras_mp.GradScaler(4), tf.Variable(8.0)
+    scaler.scale(v)
+    with pytest.raises(ValueError, match="without a step"):
+        scaler.update()
+    scaler.step(sgd, [(tf.constant(4.0), v)])
+    scaler.update()
+    assert float(v) == 7
+
+
 def test_the_scale_of_functions_that_are_not_traced_again_is_known_in_eager():
     scale = keras_mp.DynamicLossScale(4, increment_period=1)
     scaler, v = keras_mp.GradScaler(scale), tf.Variable(8.0)
@@ -94,19 +104,6 @@ def test_methods_are_told_apart_by_their_objects():
     assert float(v) == 6
     with pytest.raises(ValueError, match="Call update.. once"):
         scaler.step(a.update, [(tf.constant(1.0), v)])
-
-
-def test_as_many_optimizers_as_one_likes():
-    scaler, v = keras_mp.GradScaler(4), tf.Variable(100.0)
-    optimizers = [functools.partial(sgd) for _ in range(13)]
-    for _ in range(2):
-        scaler.scale(v)
-        for optimizer in optimizers[1:]:
-            scaler.step(optimizer, [(tf.constant(4.0), v)])
-        gradients = scaler.unscale([tf.constant(4.0)], optimizers[0])
-        scaler.step(optimizers[0], zip(gradients, [v]))
-        scaler.update()
-    assert float(v) == 100 - 2 * len(optimizers)
 
 
 def test_functions_that_are_made_anew_each_time():

@@ -25,14 +25,6 @@ def run(scale, verdicts):
     return scales, good, bad
 
 
-def test_defaults_are_the_rfcs():
-    scale = keras_mp.DynamicLossScale()
-    assert (scale.initial_loss_scale, scale.increment_period, scale.multiplier) == (2**15, 2000, 2)
-    assert float(scale) == 2**15
-    assert scale().dtype == tf.float32
-    assert scale().shape == ()
-
-
 PERIOD, EACH = {"increment_period": 3}, {"increment_period": 1}
 
 
@@ -194,15 +186,6 @@ def test_the_old_objects_are_made_and_taken_back(scale):
     assert loss_scale_lib.serialize(back) == loss_scale_lib.serialize(scale)
 
 
-def test_an_old_object_that_is_made_moves_as_ours_does():
-    ours = keras_mp.DynamicLossScale(8, increment_period=2)
-    old = ours.to_compat_v1()
-    for finite in (True, True, False, True, False, False, False, False):
-        ours.assign(ours.next_state(ours(), finite))
-        old.update([tf.constant(1.0 if finite else math.inf)])
-        assert float(old()) == float(ours)
-
-
 @pytest.mark.parametrize(
     "argument",
     [
@@ -223,25 +206,6 @@ def test_what_the_old_objects_cannot_have_is_an_error(argument):
     manager = keras_mp.compat.v1.FixedLossScaleManager(8)
     with pytest.raises(ValueError, match="have a counterpart"):
         keras_mp.compat.v1.ManagedLossScale(manager).to_compat_v1()
-
-
-@pytest.mark.parametrize(
-    "take",
-    [
-        lambda old: keras_mp.LossScaleOptimizer("sgd", old),
-        lambda old: keras_mp.Policy("mixed_float16", loss_scale=old),
-        lambda old: keras_mp.GradScaler(old),
-        lambda old: keras_mp.compat.v1.LossScaleOptimizer(
-            tf.compat.v1.train.GradientDescentOptimizer(0.1), old
-        ),
-    ],
-    ids=["LossScaleOptimizer", "Policy", "GradScaler", "compat.v1"],
-)
-def test_the_old_objects_are_taken_wherever_ours_are(take):
-    old = tf.compat.v1.mixed_precision.DynamicLossScale(64, increment_period=9)
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="was converted"):
-        scale = take(old).loss_scale
-    assert (scale.initial_loss_scale, scale.increment_period) == (64, 9)
 
 
 BAD = [

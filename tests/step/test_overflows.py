@@ -172,28 +172,6 @@ def test_what_only_the_sum_or_the_wire_makes_infinite():
 
 
 @once
-def test_a_sum_that_is_applied_appears_on_every_replica():
-    strategy = mirrored(2)
-    with strategy.scope():
-        variable = tf.Variable(1.0, name="v")
-        optimizer = keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0]))
-        optimizer.build([variable])
-
-    @tf.function
-    def apply(gradient):
-        optimizer.apply_gradients(
-            [(gradient, variable)], skip_gradients_aggregation=True, scaled=True
-        )
-
-    strategy.run(apply, args=(tf.constant(np.inf),))
-    overflow = optimizer.last_overflow
-    assert [(g.variable, g.place.replica, g.infs) for g in overflow.gradients] == [
-        ("v", 0, 1),
-        ("v", 1, 1),
-    ]
-
-
-@once
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("calls", ["rfc", "scaler"])
 def test_before_the_user_clips(mode, calls):
@@ -202,9 +180,16 @@ def test_before_the_user_clips(mode, calls):
     if calls == "rfc":
         optimizer = keras_mp.LossScaleOptimizer(inner)
         optimizer.build([a, b])
+        scale, unscale = optimizer.get_scaled_loss, optimizer.get_unscaled_gradients
+        apply = optimizer.apply_gradients
     else:
         optimizer = keras_mp.GradScaler()
         keras_mp.OptimizerWrapper(inner).build([a, b])
+        scale, unscale = optimizer.scale, optimizer.unscale
+
+        def apply(pairs):
+            optimizer.step(inner, pairs)
+            optimizer.update()
 
     def loss(factor):
         return tf.reduce_sum(a) + tf.reduce_sum(b * factor)
@@ -212,17 +197,7 @@ def test_before_the_user_clips(mode, calls):
     def clipped(gradients):
         return tf.clip_by_global_norm(unscale(gradients), 1.0)[0]
 
-    def apply(pairs):
-        optimizer.step(inner, pairs)
-        optimizer.update()
-
-    if calls == "rfc":
-        unscale = optimizer.get_unscaled_gradients
-        way = optimizer.apply_gradients, optimizer.get_scaled_loss, clipped
-    else:
-        unscale = optimizer.unscale
-        way = apply, optimizer.scale, clipped
-    step = placed(mode, steps.taped(loss, [a, b], *way))
+    step = placed(mode, steps.taped(loss, [a, b], apply, scale, clipped))
     step(tf.constant(1.0))
     assert optimizer.last_overflow is None
     step(tf.constant(np.nan))

@@ -145,25 +145,6 @@ def test_replicas_have_one_verdict(kind, mode):
     assert value(v) == -0.75
 
 
-@once
-def test_the_tapes_of_replicas_have_one_verdict():
-    with mirrored(2).scope():
-        scale, v = dynamic(), tf.Variable(1.0)
-
-    def gradient(factor):
-        return steps.scaling_tape(scale, lambda: loss_of(v) * factor, v, max_retries=1)
-
-    run = steps.on_replicas(gradient)
-    for factors, expected in [
-        ([1.0, NAN], 1),
-        ([0.0, 1.0], 0.5),
-        ([2.0**-4, 2.0**-5], 0.5),
-        ([0.0, 0.125], 0.25),
-    ]:
-        run(tf.constant(factors))
-        assert float(scale) == expected
-
-
 # Graphs of TensorFlow 1.
 
 

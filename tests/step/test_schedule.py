@@ -187,11 +187,3 @@ def test_tolerance_wherever_steps_are_made(kind, mode):
     assert int(scale.num_good_steps) == 9
     step(tf.constant(float("inf")))
     assert float(scale) == 32
-
-
-@once
-def test_a_loss_that_is_not_finite_is_no_evidence():
-    scale = keras_mp.DynamicLossScale(1.0)
-    for finite, loss_is_finite in [(True, True)] * 40 + [(False, False)] * 40 + [(False, True)]:
-        scale.move(finite, loss_is_finite)
-    assert float(scale) == 1

@@ -205,23 +205,6 @@ def test_fit_warns_after_the_last_epoch_of_compiled_steps(name, epochs):
         model.fit(x, x[:, :1], batch_size=2, epochs=epochs, verbose=0)
 
 
-def test_good_steps_run_nothing_of_it(name):
-    optimizer, v = keras_mp.LossScaleOptimizer(make_optimizer(name)), tf.Variable(1.0)
-    optimizer.build([v])
-
-    @tf.function
-    def step():
-        optimizer.minimize(lambda: v * 1.0, [v])
-
-    graph = step.get_concrete_function().graph
-    main = {op.type for op in graph.get_operations()}
-    branches = {n.op for f in graph.as_graph_def().library.function for n in f.node_def}
-    assert "EagerPyFunc" not in main
-    assert "EagerPyFunc" in branches
-    is_finite = [op for op in graph.get_operations() if op.type == "IsFinite"]
-    assert len(is_finite) == 1  # of the gradient; of the loss only in the branch
-
-
 @pytest.mark.parametrize("mode", ["eager", "function", "jit in function"])
 def test_half_of_the_last_hundred(name, mode):
     optimizer, step = skipping(name, mode, warn_after_skips=50)

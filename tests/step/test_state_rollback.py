@@ -397,23 +397,6 @@ def test_the_page_about_normalization(capsys):
     assert capsys.readouterr().out == re.search(r"^print.*  # (.*\n)", program, re.M)[1]
 
 
-def test_which_stock_layers_normalize_in_float32():
-    x = tf.constant(np.random.default_rng(0).normal(size=(8, 6, 6, 16)) * 300, "float16")
-    errors = {}
-    for cls, *args in (
-        (layers.BatchNormalization,),
-        (layers.LayerNormalization,),
-        (layers.GroupNormalization, 4),
-        (layers.UnitNormalization,),
-    ):
-        kwargs = {"training": True} if cls is layers.BatchNormalization else {}
-        ours = cls(*args, dtype="mixed_float16")(x, **kwargs)
-        exact = cls(*args, dtype=FLOAT32)(tf.cast(x, FLOAT32), **kwargs)
-        errors[cls.__name__] = float(tf.reduce_max(tf.abs(tf.cast(ours, FLOAT32) - exact)))
-    bad = {name for name, error in errors.items() if error > 0.01}
-    assert bad == {"UnitNormalization"} | (set() if IS_KERAS_3 else {"GroupNormalization"})
-
-
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_states_of_recurrent_layers_are_put_back(run_eagerly):
     rnn = layers.SimpleRNN(3, stateful=True)
