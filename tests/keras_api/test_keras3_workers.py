@@ -35,17 +35,6 @@ def test_what_keras_has_mended_is_left_alone(model, monkeypatch):
     assert "_make_function" not in vars(model)
 
 
-def test_it_is_seen_in_the_source():
-    def mended(v, strategy):
-        return strategy.reduce("MEAN", v, axis=None)
-
-    def broken(v, strategy):
-        return strategy.reduce("MEAN", v, axis=0)
-
-    assert not keras3_workers._source_has('reduce("MEAN", v, axis=0)', mended)
-    assert keras3_workers._source_has('reduce("MEAN", v, axis=0)', broken)
-
-
 @pytest.mark.parametrize("is_chief", [True, False])
 def test_callbacks_write_on_the_chief_and_after_fit(model, tmp_path, is_chief):
     strategy = types.SimpleNamespace(extended=types.SimpleNamespace(should_checkpoint=is_chief))

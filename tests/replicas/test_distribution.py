@@ -157,16 +157,17 @@ def test_large_gradients_are_sent_in_packs():
     sizes = [2**13, 2**21 + 1, 5, 7]
     with mirrored(2).scope():
         variables = [tf.Variable(tf.zeros([size])) for size in sizes]
+        variables += [tf.Variable(tf.zeros([size], tf.float16)) for size in (3, 2)]
         optimizer = keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0], 1.0, momentum=0.0))
 
     def loss():
-        return tf.add_n([tf.reduce_sum(v) for v in variables]) * 0.25
+        return tf.add_n([tf.reduce_sum(tf.cast(v, tf.float32)) for v in variables]) * 0.25
 
     step = steps.on_replicas(steps.minimize(optimizer, loss, variables))
     graph = step.get_concrete_function().graph
     sums = [op for op in graph.get_operations() if op.type == "CollectiveReduceV2"]
     elements = {op.inputs[0].shape.num_elements() for op in sums if op.inputs[0].shape.rank}
-    assert elements == {2**21 + 1, 2**13 + 12}
+    assert elements == {2**21 + 1, 2**13 + 12 + 5}
     step()
     for v in variables:
         assert_same_everywhere(v)
@@ -242,10 +243,16 @@ def test_not_summed_but_one_verdict_all_the_same(name):
         optimizer.scale_loss(tf.constant(1.0))
         optimizer.apply_gradients([(gradient, v)], skip_gradients_aggregation=True)
 
-    for gradients in ([[NAN], [0.5]], [[0.5], [NAN]]):
+    for gradients, bad in (
+        ([[NAN], [0.5]], [(0, 1)]),
+        ([[0.5], [NAN]], [(1, 1)]),
+        ([[NAN], [NAN]], [(0, 1), (1, 1)]),
+    ):
         step(tf.constant(gradients))
         assert by_replica(v) == [[1], [1]]
-    assert int(optimizer.steps_skipped) == 2
+        found = optimizer.last_overflow.gradients
+        assert [(each.place.replica, each.nans) for each in found] == bad
+    assert int(optimizer.steps_skipped) == 3
 
 
 def test_cross_replica_context_is_refused(name):

@@ -4,6 +4,7 @@ To start them takes longer than what they do, so they run what several tests loo
 """
 
 import contextlib
+import functools
 import os
 import pathlib
 import re
@@ -23,7 +24,6 @@ from tests.common import FAMILIES, IS_KERAS_3, assert_all_equal, digits, make_op
 from tests.replicas import workers
 from tests.step.test_overflows import Program, expected_of, said, spoil
 
-STEPS = 6
 # What each worker's loss is multiplied by, step by step: the first worker's, then the others'.
 FACTORS = [(1, 1), (1, np.inf), (np.nan, 1), (1, 1), (2, 1), (1, -np.inf)]
 
@@ -160,69 +160,6 @@ def test_workers_sum_in_bfloat16(together):
         assert sent == {"bfloat16"}
 
 
-def resumable_loop(strategy, index, name, folder, leave_after=None, die=False):
-    """An own loop with checkpoints that continues where the last one was written.
-
-    It may be left early, by all workers, or by one that dies.
-    """
-    folder = os.path.join(folder, name)
-    with strategy.scope():
-        v = tf.Variable([1.0, 2.0])
-        optimizer = keras_mp.LossScaleOptimizer(
-            make_optimizer(name, 0.125, momentum=0.5),
-            keras_mp.DynamicLossScale(64, increment_period=3),
-        )
-        optimizer.build([v])
-        step_count = tf.Variable(0, dtype=tf.int64)
-    # Only the first worker's checkpoint counts, but all have to write one.
-    folder = os.path.join(folder, "kept" if index == 0 else f"worker_{index}")
-    checkpoint = tf.train.Checkpoint(v=v, optimizer=optimizer, step=step_count)
-    manager = tf.train.CheckpointManager(checkpoint, folder, max_to_keep=1)
-    kept = tf.train.latest_checkpoint(os.path.join(os.path.dirname(folder), "kept"))
-    if kept:
-        checkpoint.restore(kept).assert_existing_objects_matched()
-
-    make = steps.minimize(optimizer, lambda factor: tf.reduce_sum(v) * factor, [v])
-    step = tf.function(lambda factor: strategy.run(make, (factor,)))
-
-    def state():
-        variables = [value(w) for w in [v, *optimizer.variables]]
-        scale = optimizer.loss_scale
-        return variables, [
-            float(scale),
-            int(value(scale.num_good_steps)),
-            int(optimizer.steps_skipped),
-            bool(optimizer.last_step_skipped),
-        ]
-
-    found = int(value(step_count)), state()
-    while int(value(step_count)) < 8:
-        i = int(value(step_count))
-        step(tf.constant(np.inf if i == 2 and index == 1 else 1.0, tf.float32))
-        step_count.assign_add(1)
-        if i == 4:
-            manager.save()
-            saved = state()
-        if leave_after == i:
-            if not die:
-                break
-            if index == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-    return found, saved if found[0] == 0 else None, state()
-
-
-@once
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_killed_worker_resumes_with_the_loss_scale_it_had(name, together, resumed):
-    _, saved, final = together[f"resumable, {name}"][0]
-    assert saved[1] == [32, 2, 1, False]
-    for found, _, end in resumed[f"resumable, {name}"]:
-        assert found[0] == 5
-        assert found[1][1] == saved[1]
-        assert end[1] == final[1] == [64, 2, 1, False]
-        assert_all_equal([*found[1][0], *end[0]], [*saved[0], *final[0]])
-
-
 class Left(Exception):
     """`fit` ends early, on all workers."""
 
@@ -275,77 +212,44 @@ def test_fit_and_backup_and_restore(name, together, resumed):
         assert (scale, skipped, iterations) == (2**11, 4, 12)
         assert np.isfinite(weights[0]).all()
         np.testing.assert_array_equal(weights[0], whole[0][1][0])
-    for again, before in zip(resumed[f"fit, {name}"], whole, strict=True):
+    for again, before in zip(resumed[name], whole, strict=True):
         assert again[0] == before[0][2:]
         assert again[2:4] == before[2:4]
         assert_all_equal(again[1], before[1])
 
 
-def fit_without_us(strategy, index):
-    """What Keras 3 says of `fit` of a model that keras_mp has nothing to do with."""
-    del index
-    with strategy.scope():
-        model = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    data = tf.data.Dataset.from_tensor_slices((tf.ones([8, 2]), tf.ones([8, 1]))).batch(4)
-    try:
-        model.fit(data, verbose=0)
-    except ValueError as error:
-        return str(error)
-
-
 def scaler_loop(strategy, index):
-    """Two optimizers under one scale, of which a worker spoils one; and a tape that tries again."""
+    """A scaler under which one worker overflows, and a tape that tries again."""
     with strategy.scope():
-        variables = [tf.Variable(8.0), tf.Variable(8.0)]
-        optimizers = [make_optimizer(FAMILIES[0], 0.25, momentum=0.0) for _ in variables]
+        v, optimizer = tf.Variable(8.0), make_optimizer(FAMILIES[0], 0.25, momentum=0.0)
         scaler = keras_mp.GradScaler(keras_mp.DynamicLossScale(2.0**18, increment_period=2))
-        for optimizer, v in zip(optimizers, variables):
-            keras_mp.OptimizerWrapper(optimizer).build([v])
-
-    @tf.function
-    def step(factors):
-        def replica_step():
-            with tf.GradientTape(persistent=True) as tape:
-                losses = [v * factor for v, factor in zip(variables, tf.unstack(factors))]
-                scaled = scaler.scale(losses)
-            for optimizer, loss, v in zip(optimizers, scaled, variables):
-                scaler.step(optimizer, [(tape.gradient(loss, v), v)])
-            scaler.update()
-
-        strategy.run(replica_step)
+        keras_mp.OptimizerWrapper(optimizer).build([v])
 
     def rounded(factor):
-        return tf.cast(tf.cast(variables[0], tf.float16) * factor, tf.float32)
+        return tf.cast(tf.cast(v, tf.float16) * factor, tf.float32)
 
     def apply(pairs):
-        scaler.step(optimizers[0], pairs)
+        scaler.step(optimizer, pairs)
         scaler.update()
 
-    tape = lambda: keras_mp.LossScaleGradientTape(scaler)  # noqa: E731
-    make = steps.taped(rounded, variables[:1], apply, tape=tape)
-    step_with_tape = tf.function(lambda factor: strategy.run(make, (factor,)))
+    def on_workers(make):
+        return tf.function(lambda factor: strategy.run(make, (factor,)))
 
-    def state():
-        return [*(float(value(v)) for v in variables), float(scaler.loss_scale())]
-
+    tape = functools.partial(keras_mp.LossScaleGradientTape, scaler)
+    with_tape = on_workers(steps.taped(rounded, [v], apply, tape=tape))
+    loss = lambda factor: v * tf.cast(factor, tf.float32)  # noqa: E731
+    plain = on_workers(steps.scaler(scaler, optimizer, loss, [v]))
     seen = []
-    for factors in ([0.0625, 0.0625], [0.0625, np.inf if index else 0.0625], [0.0625] * 2):
-        step(tf.constant(factors))
-        seen.append(state())
-    step_with_tape(tf.constant([0.5, 4.0][index], tf.float16))
-    return [*seen, state()], int(scaler.steps_skipped)
+    for step, *factors in ((plain, 0.0625, np.inf), (plain, 0.0625, 0.0625), (with_tape, 0.5, 4.0)):
+        step(tf.constant(factors[index], tf.float16))
+        seen.append((float(value(v)), float(scaler.loss_scale())))
+    return seen, int(scaler.steps_skipped)
 
 
 @once
 def test_workers_share_a_scaler(together):
     for seen, skipped in together["scaler"]:
-        assert seen == [
-            [7.96875, 7.96875, 2.0**18],
-            [7.9375, 7.96875, 2.0**17],
-            [7.90625, 7.9375, 2.0**17],
-            [6.78125, 7.9375, 2.0**13],
-        ]
+        assert seen == [(8.0, 2.0**17), (7.96875, 2.0**17), (6.84375, 2.0**13)]
         assert skipped == 1
 
 
@@ -572,43 +476,29 @@ def together(tmp_path_factory):
         loop = {"name": name, "in_float16": name == FAMILIES[0]}
         calls[f"own loop, {name}"] = (own_loop, loop)
         calls[f"fit, {name}"] = (fit, {"name": name, **folder})
-        if IS_KERAS_3:
-            calls[f"resumable, {name}"] = (resumable_loop, {"name": name, **folder})
     if IS_KERAS_3:
         calls |= {
             "bfloat16": (bfloat16_loop, {}),
             "scaler": (scaler_loop, {}),
             "overflowing": (overflowing_loop, {}),
-            "fit without us": (fit_without_us, {}),
         }
     return dict(zip(calls, workers.run(list(calls.values()), 2)))
 
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """What they return after they were left early, in the last family because one was killed."""
+    """What `fit` returns after it was left early, in the last family because one was killed."""
     folder = {"folder": str(tmp_path_factory.mktemp("resumed"))}
-    kinds = {"fit": (fit, {"leave_in_epoch": 2})}
-    if IS_KERAS_3:
-        kinds["resumable"] = (resumable_loop, {"leave_after": 5})
-    calls = {}
-    for kind, (function, leave) in kinds.items():
-        of_kind = []
-        for name in FAMILIES:
-            die = {"die": name == FAMILIES[-1]}
-            of_kind.append((function, {"name": name, **folder, **leave, **die}))
-            calls[f"{kind}, {name}"] = (function, {"name": name, **folder})
-        # One was killed, and the other cannot go on alone.
-        *left, killed = workers.run(of_kind, 2, may_die=True)
-        assert killed == [None, None]
-        assert all(None not in of_workers for of_workers in left)
-    return dict(zip(calls, workers.run(list(calls.values()), 2)))
-
-
-@pytest.mark.skipif(not IS_KERAS_3, reason="tf_keras can fit.")
-def test_keras_3_alone_cannot_fit(together):
-    # Defect 12. When Keras can, this fails, and keras_api/keras3_workers.py has to go.
-    assert all("PerReplica" in error for error in together["fit without us"])
+    early = [
+        (fit, {"name": name, **folder, "leave_in_epoch": 2, "die": name == FAMILIES[-1]})
+        for name in FAMILIES
+    ]
+    # One was killed, and the other cannot go on alone.
+    *left, killed = workers.run(early, 2, may_die=True)
+    assert killed == [None, None]
+    assert all(None not in of_workers for of_workers in left)
+    calls = [(fit, {"name": name, **folder}) for name in FAMILIES]
+    return dict(zip(FAMILIES, workers.run(calls, 2)))
 
 
 @once
