@@ -36,9 +36,9 @@ def model_of(dtype: str) -> Any:
         return K.Sequential([K.Input([12, 12, 2]), *layers])
 
 
-def train(model: Any, epochs: int = 1) -> None:
+def train(model: Any) -> None:
     model.compile(keras_mp.LossScaleOptimizer(K.optimizers.SGD(0.01)), "mse")
-    model.fit(noise(8, 12, 12, 2), noise(8, 2), epochs=epochs, verbose=0)
+    model.fit(noise(8, 12, 12, 2), noise(8, 2), verbose=0)
 
 
 def fit() -> None:

@@ -36,29 +36,6 @@ def _gradient(function: Callable[..., Any], *inputs: tf.Tensor) -> list[Any]:
     return [y, *tape.gradient(y, inputs)]
 
 
-def custom_gradient() -> Program:
-    @tf.custom_gradient
-    def add(x: tf.Tensor, b: tf.Tensor) -> Any:
-        y = tf.nn.bias_add(x, b)
-        return tf.nn.gelu(y), lambda up: (up * tf.nn.tanh(y), tf.cumsum(up, 0)[-1])
-
-    return lambda: _gradient(add, *_inputs())
-
-
-def loops() -> Program:
-    x, b = _inputs("float16")
-
-    def body(i: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return i + 1, y + tf.reduce_sum(tf.nn.bias_add(x, y), 0) / ROWS
-
-    def all_of_them(b: tf.Tensor) -> tf.Tensor:
-        y = tf.while_loop(lambda i, _: i < 2, body, (0, b))[1]
-        y = tf.scan(lambda _, row: tf.nn.bias_add(row[None], y)[0], x[:3], b)
-        return tf.map_fn(tf.nn.gelu, y)
-
-    return lambda: [*_gradient(all_of_them, b), *tf.function(_gradient)(all_of_them, b)]
-
-
 def forward_mode() -> Program:
     layer, x = _layer("float16")
 
@@ -110,23 +87,6 @@ def loaded() -> Program:
     def run() -> list[Any]:
         again = tf.saved_model.load(directory.name)  # It keeps its variables alive.
         return _gradient(again.call, *_inputs())
-
-    return run
-
-
-def imported() -> Program:
-    with tf.Graph().as_default() as graph:
-        x = tf.compat.v1.placeholder(tf.bfloat16, [ROWS, 2], "x")
-        b = tf.compat.v1.placeholder(tf.bfloat16, [2], "b")
-        tf.nn.gelu(tf.raw_ops.BiasAdd(value=x, bias=b), name="y")
-        tf.raw_ops.BiasAddGrad(out_backprop=x, name="of_bias")
-    definition, names = graph.as_graph_def(), ["y/mul_1:0", "of_bias:0"]
-
-    def run() -> list[Any]:
-        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-            x, b = _inputs()
-            y, total = tf.graph_util.import_graph_def(definition, {"x": x, "b": b}, names)
-            return session.run([y, total, *tf.gradients(y, b)])
 
     return run
 
@@ -191,7 +151,7 @@ def counting() -> Program:
 PROGRAMS: dict[str, Callable[[], Program]] = {
     each.__name__: each
     for each in (
-        *(custom_gradient, loops, forward_mode, vectorized, datasets, loaded),
-        *(imported, traced_before, trained, counting),
+        *(forward_mode, vectorized, datasets, loaded),
+        *(traced_before, trained, counting),
     )
 }

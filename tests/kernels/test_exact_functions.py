@@ -194,6 +194,17 @@ def _rounded(x: tf.Tensor, dtype: Any) -> tf.Tensor:
         return tf.cast(x, dtype)
 
 
+def _expect_rounded(found: Any, exact: list[Any], dtype: str) -> None:
+    """Expects results in float32, each rounded once to its dtype."""
+    for value, right in zip(tf.nest.flatten(found), exact, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(value, "f4"),
+            np.asarray(_rounded(right, value.dtype), "f4"),
+            rtol=2 ** (-10 if dtype == "float16" else -7),
+            atol=0.1 if value.dtype.is_integer else 1e-7,
+        )
+
+
 @once
 @pytest.mark.parametrize("jit_compile", [None, False, True])
 def test_a_product_of_a_tensor_with_itself_is_a_sum_of_squares(jit_compile: bool | None) -> None:
@@ -224,14 +235,7 @@ def test_they_compute_in_float32(name: str, dtype: str) -> None:
             results.append(tf.function(lambda: program(lambda x: _rounded(x, dtype)))())
     for found in map(tf.nest.flatten, results):
         assert not own or [each.dtype for each in found] == [each.dtype for each in own]
-        for value, right in zip(found, rounded, strict=True):
-            right = _rounded(right, value.dtype)
-            np.testing.assert_allclose(
-                np.asarray(value, "f4"),
-                np.asarray(right, "f4"),
-                rtol=2 ** (-10 if dtype == "float16" else -7),
-                atol=0.1 if value.dtype.is_integer else 1e-7,
-            )
+        _expect_rounded(found, rounded, dtype)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.8, 0.99, 0.999])
@@ -341,16 +345,9 @@ def test_those_of_keras(name: str, dtype: str) -> None:
     # One dtype in each.
     function = tf.function(layer, jit_compile=compiles and dtype == "bfloat16")
     for run in (layer, *([function] if in_functions else ())):
-        for value, exact in zip(tf.nest.flatten(run(ROWS)), right, strict=True):
-            assert value.dtype == dtype
-            with inside.in_reach(None):  # In reach, what float16 cannot hold stays float32.
-                rounded = tf.cast(exact, dtype)
-            np.testing.assert_allclose(
-                np.asarray(value, "f4"),
-                np.asarray(rounded, "f4"),
-                rtol=2 ** (-10 if dtype == "float16" else -7),
-                atol=1e-7,
-            )
+        found = tf.nest.flatten(run(ROWS))
+        assert {value.dtype for value in found} == {tf.as_dtype(dtype)}
+        _expect_rounded(found, right, dtype)
 
 
 @once
