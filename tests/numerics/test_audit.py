@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import once, unscaled
+from tests.common import once
 from tests.numerics.tools import audit, dense, of_keras, operations, sequential
 
 # A number that is made in float16 by way of NumPy is infinite there: a Python number is not.
@@ -78,12 +78,6 @@ class Counter(tf.keras.metrics.Metric):
 
 def test_a_metric_that_returns_its_variable():
     assert not found(classifier(dense(16), metrics=[Counter()]), (X, CLASSES))
-
-
-class Mask(L.Layer):
-    def call(self, x):
-        mask = tf.cast(x[:, :1] > -100.0, x.dtype)
-        return x + (1.0 - mask) * x.dtype.as_numpy_dtype(-1e9)
 
 
 @once
@@ -353,19 +347,6 @@ def test_clipping_before_unscaling():
     assert not found(with_own_step(ClipsLater), (X, CLASSES))
 
 
-def test_float16_without_loss_scaling():
-    keras_mp.set_global_policy(unscaled("float16"))
-    model = sequential(L.Dense(16), L.Dense(1), shape=[16])
-    model.set_weights([np.eye(16), np.zeros(16), np.full([16, 1], 1e-3), np.zeros(1)])
-    finding = found(model, (1e-2 * X, X[:, :1] / 100))["float16 without loss scaling"]
-    assert "of the numbers in gradients" in finding.why
-    # Its gradients may be computed in float32 and rounded.
-    head = L.Dense(1, kernel_initializer=K.initializers.Constant(1e-6), dtype="float32")
-    model = sequential(L.Conv2D(4, 3), L.Conv2D(4, 3), L.Flatten(), head, shape=[8, 8, 3])
-    assert "float16 without loss scaling" in found(model, (np.ones([4, 8, 8, 3]), X[:4, :1]))
-    assert not found(classifier(dense(16)), (1e-2 * X, CLASSES))
-
-
 def test_an_optimizer_with_an_epsilon_below_the_dtype():
     layers = [L.Dense(16, "relu", dtype="float16"), L.Dense(4, dtype="float16")]
     model = K.Sequential([K.Input([16], dtype="float16"), *layers])
@@ -409,20 +390,6 @@ def test_an_epsilon_and_the_division_that_it_was_for_are_one_finding():
     assert not found(classifier(divides), (X, CLASSES))
 
 
-class DividesByAProduct(L.Layer):
-    def call(self, x):
-        return x / tf.einsum("bi,bi->b", x * 1e-4, x * 1e-5)[:, None]
-
-
-@once
-def test_a_product_that_is_lost_before_a_division_in_float32_is_an_underflow():
-    hazards = found(classifier(DividesByAProduct), (X, CLASSES))
-    assert list(hazards) == ["an underflow in the forward pass"]
-    [finding] = hazards.values()
-    assert "results of Einsum are 0 in float16" in finding.why
-    assert finding.line == (__file__, line_of("DividesByAProduct", "einsum"))
-
-
 class DividesByARelu(L.Layer):
     def call(self, x):
         above = tf.maximum(x, tf.zeros([], x.dtype))
@@ -433,17 +400,6 @@ class DividesByARelu(L.Layer):
 def test_a_maximum_with_a_true_zero_is_no_epsilon():
     hazards = found(classifier(DividesByARelu), (X, CLASSES))
     assert "an epsilon that is 0 in 16 bits" not in hazards
-
-
-def test_a_loss_function_that_multiplies_by_a_number():
-    def scaled(y, predictions):
-        losses = K.losses.sparse_categorical_crossentropy(y, predictions, from_logits=True)
-        return losses * 1024.0
-
-    model = classifier(dense(16))
-    model.compile("sgd", scaled)
-    finding = found(model, (X, CLASSES))["a loss multiplied by a number"]
-    assert "is multiplied by 1024" in finding.why
 
 
 @once
@@ -488,38 +444,6 @@ def test_a_custom_gradient_without_dtypes():
     assert finding.line == (__file__, line_of("Rounds", "straight_through"))
     assert "float16" in finding.why
     assert "user code" not in finding.why
-
-
-class Mixes(L.Layer):
-    def __init__(self):
-        super().__init__()
-        self.bias = tf.Variable(tf.ones([16], tf.float64))
-
-    def call(self, x):
-        return x + self.bias
-
-
-def test_dtypes_that_do_not_fit():
-    with keras_mp.policy_scope("mixed_float16"):
-        layer = Mixes()
-    assert found(K.Sequential([layer, L.Dense(1)]), X).keys() == {"dtypes that do not fit"}
-
-
-def test_a_model_that_is_not_compiled():
-    model = sequential(dense(16), Mask, dense(4), shape=[16], policy="mixed_float16", loss=None)
-    [(hazard, finding)] = found(model, X).items()
-    assert hazard == "a constant that is infinite in 16 bits"
-    assert finding.line.number == line_of("Mask", "-1e9")
-    assert "-inf in float16" in finding.why
-    assert "-65504" in finding.cure
-
-
-def test_a_batch_that_is_not_finite():
-    x = X.copy()
-    x[3, 4] = np.nan
-    finding = found(classifier(dense(16)), (x, CLASSES))["a batch that is not finite"]
-    assert finding.where == "the batch's x"
-    assert finding.why.startswith("1 of its numbers")
 
 
 def test_a_batch_that_does_not_suit_the_model():

@@ -1,7 +1,6 @@
 """What is counted is what is in the graph."""
 
 import json
-import re
 from collections import Counter
 
 import numpy as np
@@ -10,7 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests.common import IS_KERAS_3, needs_bfloat16_rewrite, needs_cuda, once
-from tests.numerics.tools import Cast, Census, Graph, Operation, census, dense, sequential
+from tests.numerics.tools import Graph, census, dense, sequential
 
 K = tf.keras
 L = K.layers
@@ -121,24 +120,16 @@ def test_a_loop_of_which_nothing_tells_how_often_it_turns():
     def loop(x, count):
         for _ in tf.range(count):
             x = x @ x
+        for _ in tf.range(1, 10, 2):  # Of this one the graph does.
+            x = x @ x
         return tf.while_loop(lambda x: tf.reduce_sum(x) < 9, lambda x: [x @ x], [x])[0]
 
     found = census(tf.function(loop), tf.TensorSpec([4, 4]), tf.TensorSpec([], tf.int32))
-    assert [each.is_least for each in found.traced.operations if each.work] == [True, True]
-    assert found.traced.work() == {"float32": 2 * 2 * 4**3}
+    is_least = [each.is_least for each in found.traced.operations if each.work]
+    assert sorted(is_least) == [False, True, True]
+    assert found.traced.work() == {"float32": (2 + 5) * 2 * 4**3}
     assert "of some loops is unknown. They are counted once: outside of layers." in str(found)
     assert "the program (a loop, counted once)" in str(found)
-
-
-@once
-def test_a_loop_over_a_range():
-    @tf.function
-    def loop(x):
-        for _ in tf.range(1, 10, 2):
-            x = x @ x
-        return x
-
-    assert census(loop, tf.TensorSpec([4, 4])).traced.work() == {"float32": 5 * 2 * 4**3}
 
 
 @once
@@ -331,23 +322,6 @@ def test_the_work_of_a_recurrent_layer():
     assert layers == {"lstm", "head"}
 
 
-def test_work_belongs_to_its_layer_whatever_keras_calls_them():
-    inner = K.Sequential([K.Input([8]), L.Dense(16, name="dense"), L.Dense(8, name="dense_1")])
-    layers = [inner, L.Dense(32, name="dense"), L.Dense(4, name="dense_1")]
-    model = K.Sequential([K.Input([8]), *layers, L.Dense(2, name="dense_2")])
-    by_layer, found = Counter(), census(model, tf.ones([2, 8]))
-    assert found.name.startswith("the forward pass of")
-    for each in found.traced.operations:
-        by_layer[each.layer] += each.work
-    assert {path: work for path, work in by_layer.items() if work} == {
-        f"{inner.name}/dense": 2 * 2 * 8 * 16,
-        f"{inner.name}/dense_1": 2 * 2 * 16 * 8,
-        "dense": 2 * 2 * 8 * 32,
-        "dense_1": 2 * 2 * 32 * 4,
-        "dense_2": 2 * 2 * 4 * 2,
-    }
-
-
 @once
 def test_what_cannot_be_counted_is_refused():
     with pytest.raises(TypeError, match="Expected a batch after the model"):
@@ -365,27 +339,6 @@ def test_shapes_that_are_not_known_count_nothing():
     assert str(found).splitlines()[1] == (
         "The shapes of 1 product are not known, so they are not counted: outside of layers."
     )
-
-
-@once
-def test_equal_layers_of_blocks_are_one_row():
-    operations, casts = [], []
-    for i in range(12):
-        layer = f"block_{i}/dense"
-        operations.append(
-            Operation(layer, "MatMul", "float16", layer, None, "", 1, True, 100, False)
-        )
-        casts.append(
-            Cast(layer, "float32", "float16", f"block_{i}/norm", layer, None, "a policy", 1000)
-        )
-    graph = Graph(tuple(operations), tuple(casts))
-    found = Census("a step", graph)
-    text = str(found)
-    assert "12 casts move 12 kB a call, 12 of them between block_[0-11]/norm and block_" in text
-    assert re.search(r"100\.0%  float16  block_\[0-11\]/dense", text)
-    assert re.search(r"12 kB     12  float32  float16  block_\[0-11\]/norm > block_", text)
-    every = found.to_text(rows=None)
-    assert (every.count("  block_"), every.count("8.3%  float16")) == (24, 12)
 
 
 class Subclassed(tf.keras.Model):
@@ -406,14 +359,6 @@ def _with_a_model_inside():
 
 def _sequential():
     return sequential(dense(8, name="one"), dense(8, name="two"), loss=None)
-
-
-@pytest.mark.parametrize("make", [_sequential, Subclassed])
-def test_a_model_in_float32_has_its_policy_as_the_reason(make):
-    with keras_mp.policy_scope("float32"):
-        model = make()
-        found = census(model, tf.ones([4, 8])).traced.operations
-    assert {each.why for each in found if each.work} == {"policy float32"}
 
 
 @pytest.mark.parametrize("make", [_sequential, Subclassed, _with_a_model_inside])

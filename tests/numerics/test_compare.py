@@ -1,6 +1,5 @@
 """Two dtypes side by side: planted defects are named, and honest models have none."""
 
-import json
 import math
 from typing import ClassVar
 
@@ -47,10 +46,6 @@ def log_of_zero(x):
     return tf.math.log(tf.nn.relu(x) + constant(1e-9, x))
 
 
-def norm_of_zero(x):
-    return x / (tf.norm(x, axis=-1, keepdims=True) + constant(1e-10, x))
-
-
 def long_sum(x):
     rows = tf.repeat(tf.reduce_max(tf.abs(x[:, :1]), 0, keepdims=True) + 1, 100_000, 0)
     return x + tf.reduce_sum(rows, 0, keepdims=True) * 1e-5
@@ -88,14 +83,6 @@ def far_positions(x):
     return x + tf.sin(tf.cast(tf.range(5000, 5000 + x.shape[-1]), x.dtype))
 
 
-def log_sum_exp(x):
-    return x + tf.math.log(tf.reduce_sum(tf.exp(20 * x), -1, keepdims=True))
-
-
-def two_thousand_and_one(x):
-    return (2048 + tf.nn.sigmoid(x)) / 4 - 512
-
-
 @tf.custom_gradient
 def gradient_that_overflows(x):
     return tf.identity(x), lambda d: d * 60_000 * 60_000 / 3.6e9
@@ -109,7 +96,6 @@ def gradient_that_underflows(x):
 DEFECTS = {
     epsilon_of_zero: ("forward", "a constant of 1e-08, which is 0 in float16"),
     log_of_zero: ("forward", "a constant of 1e-09, which is 0 in float16"),
-    norm_of_zero: ("forward", "a constant of 1e-10, which is 0 in float16"),
     long_sum: ("forward", "Overflow: Sum, a sum over 100,000 values"),
     square: ("forward", "Overflow: Square reaches"),
     shifted: ("forward", "Cancellation: Sub of numbers of about 3e+03"),
@@ -118,8 +104,6 @@ DEFECTS = {
     mask_of_minus_1e9: ("forward", "a constant of 1e+09, which is infinite in float16"),
     small_steps: ("forward", "of the results of Square are 0 in float16"),
     far_positions: ("forward", "Sin of numbers of about 5.01e+03, which are multiples of 4"),
-    log_sum_exp: ("forward", "Overflow: Exp reaches"),
-    two_thousand_and_one: ("forward", "Cancellation: Sub of numbers of about 512"),
     gradient_that_overflows: ("backward", "Overflow: Mul reaches"),
     gradient_that_underflows: ("backward", "a constant of 1e-09, which is 0 in float16"),
 }
@@ -287,13 +271,6 @@ def test_metrics_are_as_they_were():
     assert [variable.numpy() for variable in variables] == pytest.approx(before)
 
 
-def test_metrics_that_a_loss_makes_are_empty():
-    model = small_model()
-    compare(model, *batch(), policy="mixed_float16")
-    variables = [variable for metric in model.metrics for variable in metric.variables]
-    assert not any(variable.numpy() for variable in variables)
-
-
 @common.once
 def test_units_are_those_of_rounding():
     def off(x):
@@ -412,15 +389,6 @@ def test_what_a_model_does_between_its_layers_is_its_own():
     comparison = compare(narrow, x, reference=wide)
     assert comparison.findings[0].path == "mine"
     assert comparison.findings[0].why.startswith("Overflow: MatMul")
-
-
-@common.once
-def test_json(tmp_path):
-    comparison = compare(model_with(square), *batch())
-    comparison.to_json(tmp_path / "comparison.json")
-    read = json.loads((tmp_path / "comparison.json").read_text())
-    assert read["findings"][0]["where"].startswith("planted (Planted)")
-    assert read["layers"][1]["own_output"]["units"] == "inf"
 
 
 def test_a_loss_takes_weights_of_samples_and_computes_in_float32():

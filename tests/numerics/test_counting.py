@@ -1,7 +1,5 @@
 """Histograms that are gathered while a model trains: of what, when, and nothing else changes."""
 
-import contextlib
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -247,26 +245,6 @@ def test_a_fit_after_one_that_failed_does_not_count():
     assert getattr(model.train_function, "__self__", None) is not monitor
     model.fit(x, y, 2, callbacks=[monitor], verbose=0)
     assert [report.counted for report in monitor.history] == [4]
-
-
-def test_a_step_without_histograms_has_no_operation_more():
-    model, optimizer, (x, y) = small_model(), scaling(), data()
-
-    def step(histograms):
-        training_step(model, optimizer, histograms, x, y)
-
-    def operations(histograms):
-        graph = tf.function(step).get_concrete_function(histograms).graph
-        return len(graph.get_operations())
-
-    class Nothing:
-        step = contextlib.nullcontext
-
-    optimizer.build(model.trainable_variables)
-    before = operations(Nothing())
-    histograms = ExponentHistograms(model, optimizer=optimizer)
-    assert operations(histograms) > before
-    assert operations(Nothing()) == before
 
 
 def test_a_model_that_runs_eagerly_and_has_another_optimizer():

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, once
+from tests.common import once
 from tests.numerics.tools import comparing, dense, main, of_keras, saved, sequential
 
 K, L = tf.keras, tf.keras.layers
@@ -270,27 +270,6 @@ def test_a_command_has_the_arguments_of_its_tool(capsys):
             main([command, "--help"])
         text = capsys.readouterr().out
         assert [flag for flag in flags if flag not in text] == []
-
-
-if not IS_KERAS_3:
-
-    def test_a_model_of_keras_2_that_its_first_call_builds_has_no_layers_for_casts():
-        with keras_mp.policy_scope("mixed_float16"):
-            model = K.Sequential([L.Lambda(lambda x: x * 2), L.Dense(8), L.Softmax()])
-            model(X)
-        assert [type(layer).__name__ for layer in model.layers] == ["Lambda", "Dense", "Softmax"]
-
-
-class TrueZero(L.Layer):
-    """A maximum with 0, before a division, of numbers that are all above 0."""
-
-    def call(self, x):
-        return x / tf.sqrt(tf.maximum(1.0 + tf.abs(tf.tanh(x)), 0.0))
-
-
-@once
-def test_a_constant_with_which_no_value_is_lost_is_no_finding():
-    assert check(made(relu("in"), lambda: TrueZero(name="root")), (X, Y)).findings == ()
 
 
 class OverflowsWhereItIsCast(L.Layer):

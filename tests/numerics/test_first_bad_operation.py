@@ -11,8 +11,8 @@ from tensorflow.python.eager import record  # to see what is left behind
 from tensorflow.python.framework import op_callbacks
 
 import keras_mp
-from tests import common
-from tests.numerics.tools import ExponentHistograms, FirstBadOperation
+from tests import common, steps
+from tests.numerics.tools import FirstBadOperation, sequential
 
 L = tf.keras.layers
 NotFiniteError = keras_mp.numerics.NotFiniteError
@@ -191,25 +191,17 @@ def test_what_eager_code_gives_to_a_function_is_seen_there():
             assert step(tf.constant([1.0, 2.0]), mask).numpy().tolist() == [0, 1]
 
 
-def scaled_step(optimizer, weight, **kwargs):
-    @tf.function(**kwargs)
-    def step(factor):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.cast(weight, tf.float16) * tf.cast(factor, tf.float16))
-            scaled = optimizer.get_scaled_loss(loss)
-        gradients = optimizer.get_unscaled_gradients(tape.gradient(scaled, [weight]))
-        optimizer.apply_gradients(zip(gradients, [weight]))
-
-    return step
-
-
 @common.once
 @pytest.mark.filterwarnings("ignore:The loss scale has come down to its floor")
 def test_it_goes_on_while_the_loss_scale_falls():
     weight = tf.Variable([1.0, 2.0])
     scale = keras_mp.DynamicLossScale(2.0**14, min_loss_scale=2.0**12)
     optimizer = keras_mp.LossScaleOptimizer("sgd", scale)
-    step = scaled_step(optimizer, weight)
+
+    def loss(factor):
+        return tf.reduce_sum(tf.cast(weight, tf.float16) * tf.cast(factor, tf.float16))
+
+    step = tf.function(steps.rfc(optimizer, loss, [weight]))
     with FirstBadOperation(optimizer) as watch:
         step(tf.constant(8.0))  # 2**17 is too much, and so is 2**16.
         step(tf.constant(8.0))
@@ -227,12 +219,10 @@ def test_it_goes_on_while_the_loss_scale_falls():
 
 @common.once
 def test_it_goes_on_with_several_steps_per_execution():
-    dense = L.Dense(1, kernel_initializer="ones", dtype="mixed_float16")
-    to_float32 = L.Activation("linear", dtype="float32")
-    model = tf.keras.Sequential([tf.keras.Input([1]), dense, to_float32])
     scale = keras_mp.DynamicLossScale(2.0**14, min_loss_scale=2.0**10)
-    optimizer = keras_mp.LossScaleOptimizer("sgd", scale)
-    model.compile(optimizer, "mse", steps_per_execution=2, jit_compile=False)
+    layers = L.Dense(1, kernel_initializer="ones", dtype="mixed_float16"), L.Activation("linear")
+    how = {"optimizer": keras_mp.LossScaleOptimizer("sgd", scale), "jit_compile": False}
+    model = sequential(*layers, shape=[1], steps_per_execution=2, **how)
     # The gradient of the first step is too large with this scale, and the second's is not.
     x = np.array([[4], [0]], "float32")
     with FirstBadOperation(model) as watch:
@@ -243,30 +233,6 @@ def test_it_goes_on_with_several_steps_per_execution():
         with pytest.raises(NotFiniteError) as raised:
             model.fit(x, np.zeros([2, 1]), batch_size=1, shuffle=False, verbose=0)
     assert not raised.value.operation.is_gradient
-
-
-@common.once
-@pytest.mark.parametrize("in_graph", [False, True])
-def test_what_histograms_count_with_is_not_looked_at(in_graph):
-    model = tf.keras.Sequential([tf.keras.Input([1]), L.Dense(1)])
-    optimizer = keras_mp.LossScaleOptimizer("sgd")
-    histograms = ExponentHistograms(model, every=1, optimizer=optimizer)
-
-    def step(x):
-        with histograms.step():
-            optimizer.minimize(lambda: tf.reduce_sum(model(x)), model.trainable_variables)
-
-    step = tf.function(step) if in_graph else step
-
-    def checked_step(x):
-        step(x)
-        watch.check()
-
-    with FirstBadOperation(optimizer) as watch:
-        checked_step(tf.ones([1, 1]))
-        # What they look at is looked at.
-        with pytest.raises(NotFiniteError):
-            checked_step(tf.constant([[math.inf]]))
 
 
 @common.once

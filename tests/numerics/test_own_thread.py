@@ -107,22 +107,6 @@ def replaced():
     return [*found, vars(polymorphic_function.Function)["_run_functions_eagerly"]]
 
 
-def test_two_tools_in_two_threads_leave_tensorflow_as_it_was():
-    before = replaced()
-    models = made(), made(1)
-    tools = [
-        lambda: compare(models[0], X, Y, policy="mixed_float16"),
-        lambda: compare(models[1], X, Y, policy="mixed_float16"),
-    ]
-    alone = [tool() for tool in tools]
-    together = run_together(*tools)
-    for one, other in zip(alone, together, strict=True):
-        assert (one.losses, one.layers) == (other.losses, other.layers)
-    assert not tf.config.functions_run_eagerly()
-    assert replaced() == before
-    assert all("call" not in vars(layer) for model in models for layer in model.layers)
-
-
 def test_a_thread_that_trains_beside_gets_the_same_bits():
     tf.keras.utils.set_random_seed(0)
     observed, was_eager = made(1), []
@@ -156,12 +140,15 @@ def test_a_thread_that_trains_beside_gets_the_same_bits():
             count += 1
         return count
 
-    is_trained = threading.Event()
+    is_trained, before = threading.Event(), replaced()
     expected = train()
     is_trained.clear()
     trained, _ = run_together(train, observe)
     assert trained == expected
     assert not any(was_eager)
+    assert replaced() == before
+    assert not tf.config.functions_run_eagerly()
+    assert all("call" not in vars(layer) for layer in observed.layers)
 
 
 def test_a_layer_may_call_its_arguments_as_the_tools_call_theirs():

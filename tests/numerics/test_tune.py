@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests.common import Times, once
-from tests.numerics.tools import Errors, Norm, commands, dtypes, main, saved, sequential
+from tests.numerics.tools import Norm, commands, dtypes, main, saved, sequential
 
 K = tf.keras
 L = tf.keras.layers
@@ -237,13 +237,6 @@ def test_the_example_of_the_page():
     names = {"keras_mp": keras_mp, "model": model_with_norm(), "batches": batches()}
     exec(program, names)
     assert dtypes(names["mixed"]) == dtypes(names["tuned"].model)
-
-
-@once
-def test_errors_in_words():
-    assert str(Errors(0.5, 0.1, 0.2, "dense")) == "outputs 5.0e-01 off"
-    assert str(Errors(0.1, 0.5, 0.2, "dense")) == "loss 5.0e-01 off"
-    assert str(Errors(0.1, 0.1, np.inf, "dense")) == "gradients of dense not finite"
 
 
 @once

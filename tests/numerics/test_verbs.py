@@ -211,28 +211,6 @@ def test_the_public_names():
 
 
 @common.once
-def test_steps_of_a_function_are_watched():
-    strategy = common.mirrored(2)
-    with strategy.scope():
-        model = small_model(dense(8, name="dense"))
-        optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD())
-        watching = watch(model, optimizer, every=1)
-
-    def replica_step():
-        with watching.step():
-            loss = lambda: tf.reduce_mean(tf.square(model(X) - Y))  # noqa: E731
-            optimizer.minimize(loss, model.trainable_variables)
-
-    step = tf.function(lambda: strategy.run(replica_step))
-    for _ in range(2):
-        step()
-    assert watching.report().counted == watching.report().counted == 2
-    step()
-    assert watching.report().counted == 3
-    assert watching.report()["output", "dense"].histogram.total == 3 * 2 * 16 * 8
-
-
-@common.once
 def test_several_optimizers_and_a_scaler_are_known_to_a_block():
     model, scaler = small_model(dense(8)), keras_mp.GradScaler()
     weights = model.trainable_variables
