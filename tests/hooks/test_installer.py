@@ -83,14 +83,6 @@ def test_rows_of_one_function_lie_around_one_another_in_one_function(first):
         assert ours("x") == "reach, later(reach(always(x)))"
 
 
-def test_a_row_is_installed_once(first):
-    row = Replacement(Method(first, "spell"), adding("a"), When.ALWAYS)
-    hooks.install([row, row])
-    hooks.install([row])
-    assert first.spell("x") == "a(x)"
-    assert hooks.installed().count(row) == 1
-
-
 def in_threads(function, count=8):
     barrier = threading.Barrier(count)
     with futures.ThreadPoolExecutor(count) as pool:

@@ -1,8 +1,5 @@
 """Where code runs: what XLA compiles, and operations that callers share."""
 
-import gc
-import weakref
-
 import pytest
 import tensorflow as tf
 
@@ -12,22 +9,6 @@ from keras_mp.support import host
 from tests.common import once
 
 pytestmark = once
-
-
-def test_tensorflow_tells_what_xla_compiles():
-    # Not public API of TensorFlow's; this fails when it moves.
-    seen = []
-
-    def function(x):
-        seen.append(tf.__internal__.get_enclosing_xla_context() is not None)
-        return x
-
-    for jit_compile in (True, False):
-        tf.function(function, jit_compile=jit_compile)(1.0)
-    assert seen == [True, False]
-    assert issubclass(
-        type(tf.function(function).get_concrete_function(1.0).graph), tf.__internal__.FuncGraph
-    )
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
@@ -50,22 +31,6 @@ def test_a_shared_operation_is_traced_once_for_each_shape(jit_compile):
             assert vector.numpy().tolist() == [6, 8]
     kinds = {False, jit_compile}
     assert sorted(traced) == sorted((rank, kind) for rank in (0, 1) for kind in kinds)
-
-
-def test_a_shared_operation_keeps_nobody_alive():
-    @host.shared_operation
-    def double(value):
-        return 2 * value
-
-    def run():
-        variable = tf.Variable(3.0)
-        function = tf.function(lambda: double(variable + 1))
-        assert function().numpy() == 8
-        return weakref.ref(variable), weakref.ref(function.get_concrete_function().graph)
-
-    references = run()
-    gc.collect()
-    assert [reference() for reference in references] == [None, None]
 
 
 @pytest.mark.parametrize("observer", ["ours", "TensorFlow's"])

@@ -118,29 +118,3 @@ def test_a_function_with_a_wrapper_is_traced_once(mode):
         step()
     assert len(traces) == replicas
     np.testing.assert_allclose(variable.numpy(), [0.8, 2.2], atol=1e-4)
-
-
-def test_a_later_trace_may_make_more():
-    @tf.function
-    def call(number: int) -> tf.Tensor:
-        with tf.init_scope(), new_variables.made_at_once():
-            made.append(tf.Variable(float(number)))
-        return made[-1].read_value()
-
-    made: list[tf.Variable] = []
-    assert [call(number).numpy() for number in (1, 2)] == [1.0, 2.0]
-    assert len(made) == 2
-
-
-def test_outside_of_the_context_a_function_is_traced_again():
-    made: list[tf.Variable] = []
-
-    @tf.function
-    def call() -> tf.Tensor:
-        if not made:
-            with tf.init_scope():
-                made.append(tf.Variable(1.0))
-        return made[0].read_value()
-
-    assert call().numpy() == 1.0
-    assert call.experimental_get_tracing_count() == 2

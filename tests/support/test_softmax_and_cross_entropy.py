@@ -73,7 +73,6 @@ BETWEEN = {
     "ensure shape": lambda p: tf.ensure_shape(p, [None, 2]),
     "stack": lambda p: tf.squeeze(tf.stack([p]), 0),
     "identity of many": lambda p: tf.identity_n([p * 0, p])[1],
-    "the TensorFlow function": None,
 }
 
 
@@ -81,22 +80,6 @@ def in_graphs(cases):
     """Cases in both kinds of graphs and both dtypes. XLA leaves checks out."""
     found = pairs(cases, GRAPHS, ["float16", "bfloat16"])
     return [case for case in found if case[:2] != ("check", "jit")]
-
-
-@once
-@pytest.mark.parametrize(("between", "mode", "dtype"), in_graphs(BETWEEN))
-def test_what_may_lie_between_in_a_graph(between, mode, dtype):
-    name = "BinaryCrossentropy" if dtype == "bfloat16" else "CategoricalCrossentropy"
-    activation, y_true, expected, _ = CASES[name]
-
-    def predict(logits):
-        if BETWEEN[between] is None:
-            return getattr(tf.nn, activation)(logits)
-        return BETWEEN[between](K.activations.get(activation)(logits))
-
-    loss = getattr(losses, name)()
-    value, _ = loss_and_gradient(loss, tf.constant(y_true), wrong(name, dtype), predict, mode)
-    assert value == expected
 
 
 def layers_after(activation):
@@ -197,6 +180,13 @@ class Twice(losses.SparseCategoricalCrossentropy):
 
 # A loss, labels, logits, what predicts, and the loss that it costs; where only a graph tells.
 IN_GRAPHS = {
+    **{
+        name: (
+            *(losses.CategoricalCrossentropy(), SECOND, FIRST),
+            *(lambda x, lies=lies: lies(K.activations.softmax(x)), 50),
+        )
+        for name, lies in BETWEEN.items()
+    },
     "along 1": (*ALONG_1, lambda x: tf.nn.softmax(x, axis=1), 50),
     "Keras along 1": (*ALONG_1, lambda x: K.activations.softmax(x, axis=1), 50),
     "permuted": (*ALONG_1, lambda x: swapped(tf.nn.softmax(swapped(x))), 50),
@@ -289,31 +279,25 @@ def test_what_losses_and_labels_may_be(name, mode):
     assert value == expected
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.filterwarnings("ignore:.*computed in float16.*")
-def test_a_softmax_along_another_axis_is_not_fused(mode):
-    logits = tf.random.normal([3, 4, 4])
-    labels = tf.one_hot([[0, 1, 2, 3]] * 3, 4)
-    loss = losses.CategoricalCrossentropy(axis=1)
-    value, _ = loss_and_gradient(loss, labels, logits, K.activations.softmax, mode)
-    probabilities = K.activations.softmax(logits).numpy()
-    expected = K.losses.CategoricalCrossentropy(axis=1)(labels, probabilities)
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
+# A loss with its arguments, labels, logits, and what predicts.
+OTHERS = {
+    "a softmax along another axis": (
+        *("CategoricalCrossentropy", {"axis": 1}, np.tile(np.eye(4, dtype="float32"), [3, 1, 1])),
+        *(np.random.default_rng(0).normal(size=[3, 4, 4]), K.activations.softmax),
+    ),
+    "a sigmoid": ("CategoricalCrossentropy", {}, ONE_HOT, [[1, -2]], K.activations.sigmoid),
+    "a softmax": ("BinaryCrossentropy", {}, ONE_HOT, [[1, -2]], K.activations.softmax),
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("name", "activation"),
-    [("CategoricalCrossentropy", "sigmoid"), ("BinaryCrossentropy", "softmax")],
-)
-def test_another_activation_is_not_fused(name, activation, mode):
-    logits = tf.constant([[1.0, -2.0]])
-    loss, stock = (getattr(each, name)() for each in (losses, K.losses))
-    value, _ = loss_and_gradient(
-        loss, tf.constant(ONE_HOT), logits, K.activations.get(activation), mode
-    )
-    probabilities = K.activations.get(activation)(logits).numpy()
-    np.testing.assert_allclose(value, stock(tf.constant(ONE_HOT), probabilities), rtol=1e-6)
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_activation_or_axis_is_not_fused(name, mode):
+    loss, options, labels, logits, predict = OTHERS[name]
+    labels, logits = tf.constant(labels), tf.constant(logits, "float32")
+    ours, stock = (getattr(each, loss)(**options) for each in (losses, K.losses))
+    value, _ = loss_and_gradient(ours, labels, logits, predict, mode)
+    np.testing.assert_allclose(value, stock(labels, predict(logits).numpy()), rtol=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -525,16 +509,6 @@ def test_a_class_that_a_mask_excludes(name, dtype, mode):
         assert np.isfinite(gradient.astype("float32")).all()
 
 
-def test_a_mask_through_fit():
-    keras_mp.set_global_policy("mixed_float16")
-    keep = tf.constant([True, True, False])
-    mask = K.layers.Lambda(lambda x: tf.where(keep, x, tf.cast(-1e9, x.dtype)))
-    model = K.Sequential([K.Input([3]), mask, K.layers.Activation("softmax")])
-    model.compile("sgd", "categorical_crossentropy")
-    value = model.evaluate(np.array([[1.0, 2.0, 3.0]]), np.array([[0.0, 1.0, 0.0]]), verbose=0)
-    assert value == pytest.approx(np.log(1 + np.exp(-1)), rel=1e-6)
-
-
 def test_nan_logits_stay_nan_and_say_nothing_of_float16():
     for mode in MODES:
         value, _ = loss_and_gradient(
@@ -570,15 +544,6 @@ def test_ragged_predictions(name, are_labels_ragged):
     flat = value.flat_values if are_labels_ragged else tf.reshape(value, [-1])
     # Keras fills up the others.
     assert np.all(flat == expected) == are_labels_ragged
-
-
-def test_time_distributed():
-    keras_mp.set_global_policy("mixed_float16")
-    dense = K.layers.Dense(2, activation="softmax", kernel_initializer="identity")
-    model = K.Sequential([K.Input([3, 2]), K.layers.TimeDistributed(dense)])
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    x, y = np.tile([50.0, 0.0], [1, 3, 1]), np.ones([1, 3], "int32")
-    assert model.evaluate(x, y, verbose=0) == 50
 
 
 def test_a_float16_gate_over_float32_softmaxes_is_not_warned_about():
