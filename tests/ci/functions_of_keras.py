@@ -11,50 +11,36 @@ import keras_mp
 L, A = tf.keras.layers, tf.keras.activations
 VECTOR, SEQUENCE, IMAGE, VOLUME = [4, 16], [4, 8, 16], [2, 12, 12, 3], [1, 6, 6, 6, 4]
 _OF_RANK = {"1D": SEQUENCE, "2D": IMAGE, "3D": VOLUME}
-# By what names of layers begin with, of which the longest is taken: their arguments, and what they
-# are called on if it is not what their rank says.
+# Arguments, what a layer is called on if it is not what its rank says, and what names of layers
+# begin with: the longest is taken.
 _ARGUMENTS = {
-    "ConvLSTM": ((4, 3), None),
-    "Conv": ((4, 3), None),
-    "SeparableConv": ((4, 3), None),
-    "DepthwiseConv": ((3,), None),
-    "LocallyConnected": ((4, 3), None),
-    "Adaptive": ((2,), None),
-    "AveragePooling": ((2,), None),
-    "SpatialDropout": ((0.5,), None),
-    "BatchNormalization": ((), IMAGE),
-    "GroupNormalization": ((3,), IMAGE),
-    "Dense": ((8,), VECTOR),
-    "EinsumDense": (("abc,cd->abd", (None, 8)), SEQUENCE),
-    "Embedding": ((10, 4), VECTOR),
-    "ReversibleEmbedding": ((10, 4), VECTOR),
-    "Permute": (((2, 1),), SEQUENCE),
-    "RepeatVector": ((3,), VECTOR),
-    "Reshape": (((4, 4),), VECTOR),
-    "Rescaling": ((0.5,), IMAGE),
-    "Resizing": ((6, 6), IMAGE),
-    "CenterCrop": ((6, 6), IMAGE),
-    "Activation": (("relu",), VECTOR),
-    "ActivityRegularization": ((), VECTOR),
-    "Dropout": ((0.5,), VECTOR),
-    "AlphaDropout": ((0.5,), VECTOR),
-    "Gaussian": ((0.5,), VECTOR),
-    "GRU": ((8,), SEQUENCE),
-    "LSTM": ((8,), SEQUENCE),
-    "SimpleRNN": ((8,), SEQUENCE),
-    "MelSpectrogram": ((), [2, 4096]),
-    "STFTSpectrogram": ((), [2, 4096, 1]),
-    "Random": ((0.2,), IMAGE),
-    "RandomColorJitter": ((), IMAGE),
-    "RandomErasing": ((), IMAGE),
-    "RandomFlip": ((), IMAGE),
-    "RandomGaussianBlur": ((), IMAGE),
-    "RandomCrop": ((6, 6), IMAGE),
-    "RandomPosterization": ((4,), IMAGE),
-    "AutoContrast": ((), IMAGE),
-    "Contrast": ((), IMAGE),
-    "Equalization": ((), IMAGE),
-    "Solarization": ((), IMAGE),
+    name: (arguments, shape)
+    for arguments, shape, names in (
+        ((4, 3), None, "ConvLSTM Conv SeparableConv LocallyConnected"),
+        ((3,), None, "DepthwiseConv"),
+        ((2,), None, "Adaptive AveragePooling"),
+        ((0.5,), None, "SpatialDropout"),
+        ((0.5,), VECTOR, "Dropout AlphaDropout Gaussian"),
+        ((), VECTOR, "ActivityRegularization"),
+        (("relu",), VECTOR, "Activation"),
+        ((8,), VECTOR, "Dense"),
+        ((10, 4), VECTOR, "Embedding ReversibleEmbedding"),
+        ((3,), VECTOR, "RepeatVector"),
+        (((4, 4),), VECTOR, "Reshape"),
+        ((8,), SEQUENCE, "GRU LSTM SimpleRNN"),
+        (("abc,cd->abd", (None, 8)), SEQUENCE, "EinsumDense"),
+        (((2, 1),), SEQUENCE, "Permute"),
+        ((), IMAGE, "BatchNormalization RandomColorJitter RandomErasing RandomFlip"),
+        ((), IMAGE, "RandomGaussianBlur AutoContrast Contrast Equalization Solarization"),
+        ((3,), IMAGE, "GroupNormalization"),
+        ((4,), IMAGE, "RandomPosterization"),
+        ((0.2,), IMAGE, "Random"),
+        ((0.5,), IMAGE, "Rescaling"),
+        ((6, 6), IMAGE, "Resizing CenterCrop RandomCrop"),
+        ((), [2, 4096], "MelSpectrogram"),
+        ((), [2, 4096, 1], "STFTSpectrogram"),
+    )
+    for name in names.split()
 }
 _MERGED = ("Add", "Average", "Concatenate", "Maximum", "Minimum", "Multiply", "Subtract")
 _NOT_TRIED = {

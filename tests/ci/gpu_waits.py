@@ -45,19 +45,15 @@ class Step(NamedTuple):
     """What one step would do on a machine with a GPU, or one for each replica.
 
     Attributes:
-        operations: Counter of the types of operations that it runs, with their dtypes.
-        without_gpu_kernel: Counter of those that have to run on the CPU; in what XLA compiles, of
-            those that it cannot compile.
+        without_gpu_kernel: Counter of the types of operations, with their dtypes, that have to run
+            on the CPU; in what XLA compiles, of those that it cannot compile.
         to_host: set of str. The tensors that are copied to the host, which waits for them.
-        to_gpu: set of str. The tensors that are copied to the GPU.
-        between_gpus: set of str. The tensors that are copied from one GPU to another.
+        to_gpu: set of str. The tensors that are copied from it to a GPU.
     """
 
-    operations: collections.Counter[str]
     without_gpu_kernel: collections.Counter[str]
     to_host: set[str]
     to_gpu: set[str]
-    between_gpus: set[str]
 
 
 def step(function: Any, *arguments: Any, skipped: bool = False, replicas: int = 1) -> Step:
@@ -79,7 +75,7 @@ def step(function: Any, *arguments: Any, skipped: bool = False, replicas: int = 
     concrete = function.get_concrete_function(*arguments)
     graph = concrete.graph.as_graph_def()
     library = {each.signature.name: each for each in graph.library.function}
-    found = Step(collections.Counter(), collections.Counter(), set(), set(), set())
+    found = Step(collections.Counter(), set(), set())
     walk = _Walk(library, skipped, replicas, found)
     captured = {
         inside.op.name: Tensor(inside.op.name, _gpu_of(outside))
@@ -182,10 +178,8 @@ class _Walk:
         if node.op == "Placeholder":
             return [Tensor(path, _memory_of_argument(node.attr["dtype"].type, device))]
         ins, outs = _memory(node, device, is_compiled)
-        name = _with_dtypes(node)
-        self.found.operations[name] += 1
         if node.op not in _EVERYWHERE and _gpu_kernel(node, is_compiled) is None:
-            self.found.without_gpu_kernel[name] += 1
+            self.found.without_gpu_kernel[_with_dtypes(node)] += 1
         self._move(inputs, ins)
         is_constant = node.op == "Const" or self._is_folded(node, inputs)
         return [Tensor(f"{path}:{i}", where, is_constant) for i, where in enumerate(outs)]
@@ -213,8 +207,6 @@ class _Walk:
                 self.found.to_host.add(each.name)
             elif each.device == HOST:
                 self.found.to_gpu.add(each.name)
-            else:
-                self.found.between_gpus.add(each.name)
 
     def _taken(self, node: Any) -> str:
         if node.op in _CASES:

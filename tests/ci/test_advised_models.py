@@ -51,11 +51,6 @@ def lost_outputs(checked):
     return {row.path for row in rows if row.output is not None and row.output.relative > 0.05}
 
 
-def scale_of(case, checked):
-    advised = checked.advice().loss_scale
-    return advised or (INITIAL_LOSS_SCALE if case.dtype == "float16" else 1.0)
-
-
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
 @pytest.mark.parametrize("name", SUFFERING)
 def test_a_model_that_follows_advice_to_its_end_loses_nothing(name):
@@ -156,14 +151,3 @@ def test_a_report_of_gradients_of_which_some_are_infinite_names_a_scale_that_is_
     for each in (low, best, high):
         assert not lost_gradients(case, model, each, noise)
     assert str(advise(report_of(case, model, sgd(1e-9, best)))) == "Nothing is lost."
-
-
-def test_a_report_that_does_not_know_has_check_asked_which_does():
-    case = SUFFERING["gradients that are too small for the loss scale"]
-    model = case.model()
-    advice = advise(report_of(case, model, sgd(1.0, 1.0)))
-    assert str(advice).endswith(
-        "Whether it is zero in float32, too, is unknown: `keras_mp.numerics.check` tells."
-    )
-    path = re.search("of `(.+?)`", str(advice))[1]
-    assert path in lost_gradients(case, model, 1.0, set())
