@@ -3,6 +3,9 @@
 import functools
 import itertools
 import os
+import pathlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -73,6 +76,38 @@ def unscaled(dtype: str) -> keras_mp.Policy:
     return keras_mp.Policy(f"mixed_{dtype}", loss_scale=None)
 
 
+def made(make: Callable[[], Any], policy: Any = "float32") -> Any:
+    """What a function makes under a policy, each time with the same weights."""
+    tf.keras.utils.set_random_seed(0)
+    with keras_mp.policy_scope(policy):
+        return make()
+
+
+def differentiated(
+    function: Callable[[], Any], sources: Any, loss: Callable[[Any], Any] = lambda value: value
+) -> tuple[Any, Any]:
+    """What a function returns, and the gradients of a loss of it; tensors are watched."""
+    with tf.GradientTape() as tape:
+        tape.watch([each for each in tf.nest.flatten(sources) if isinstance(each, tf.Tensor)])
+        value = function()
+        total = loss(value)
+    return value, tape.gradient(total, sources)
+
+
+def run_program(*arguments: str, **environment: str) -> str:
+    """What a process of Python's prints, which has to end well."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=pathlib.Path(__file__).parent.parent,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 def distances(found: Iterable[Any], exact: Iterable[Any]) -> list[float]:
     """How far arrays are from others, relative to these, each by its norm."""
     return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, exact, strict=True)]
@@ -99,6 +134,12 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     return (data.data / 16).astype("float32"), data.target.astype("int32")
 
 
+def classifier(units: int = 16) -> Any:
+    """A small model of the digits."""
+    layers = [tf.keras.Input((64,)), tf.keras.layers.Dense(units, activation="relu")]
+    return tf.keras.Sequential([*layers, tf.keras.layers.Dense(10)])
+
+
 def state(optimizer: Any) -> list[np.ndarray]:
     """The values of an optimizer's variables."""
     variables = optimizer.variables
@@ -114,6 +155,19 @@ class Mixes(tf.keras.layers.Layer):
 
     def call(self, x):
         return self.function(x)
+
+
+class Subclassed(tf.keras.Model):
+    """A subclassed model that calls layers, one after the other."""
+
+    def __init__(self, *layers, **kwargs):
+        super().__init__(**kwargs)
+        self.inside = list(layers)
+
+    def call(self, x, training=None):
+        for layer in self.inside:
+            x = layer(x)
+        return x
 
 
 def ours(caught):
@@ -142,11 +196,18 @@ def slots(model: Any) -> list[np.ndarray]:
     return [value(v) for v in (variables() if callable(variables) else variables)]
 
 
+def chain(optimizer: Any) -> list[Any]:
+    """An optimizer and those inside of it."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [optimizer, *([] if inner is None else chain(inner))]
+
+
 def training_state(model: Any) -> list[np.ndarray]:
     """Everything that a run has: weights, the optimizer's variables, the loss scale's state."""
     optimizer = model.optimizer
-    scale = optimizer.loss_scale
-    own = [scale.loss_scale, scale.num_good_steps, scale.num_bad_steps, optimizer.steps_skipped]
+    scaling = next(o for o in chain(optimizer) if isinstance(o, keras_mp.LossScaleOptimizer))
+    scale = scaling.loss_scale
+    own = [scale.loss_scale, scale.num_good_steps, scale.num_bad_steps, scaling.steps_skipped]
     return [value(v) for v in (*model.weights, optimizer.iterations, *optimizer.variables, *own)]
 
 

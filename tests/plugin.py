@@ -4,6 +4,7 @@ import gc
 import pathlib
 from collections.abc import Iterator
 
+import absl.logging
 import pytest
 import tensorflow as tf
 
@@ -59,6 +60,16 @@ def sums_of_tensorflow() -> Iterator[None]:
     keras_mp.enable_float32_sums(False)
     yield
     keras_mp.enable_float32_sums()
+
+
+@pytest.fixture
+def infos(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What absl's logger, which TensorFlow has, is told, information included."""
+    verbosity = absl.logging.get_verbosity()
+    absl.logging.set_verbosity(absl.logging.INFO)
+    with caplog.at_level("INFO", "absl"):
+        yield caplog
+    absl.logging.set_verbosity(verbosity)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

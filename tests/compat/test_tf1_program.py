@@ -1,16 +1,12 @@
 """TensorFlow 1's own kind of program, in a process that has no eager code."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.common import TAKES_BFLOAT16_REWRITE, needs_bfloat16_rewrite, once
+from tests.common import TAKES_BFLOAT16_REWRITE, needs_bfloat16_rewrite, once, run_program
 
 pytestmark = once
 
@@ -21,16 +17,8 @@ if TAKES_BFLOAT16_REWRITE:
 
 def run(program, *args, **environment):
     """What a program of this folder prints, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.compat.{program}", *args],
-        cwd=pathlib.Path(__file__).parent.parent.parent,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    printed = run_program("-m", f"tests.compat.{program}", *args, **environment)
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,13 @@
 """Files written with keras_mp, read by a process that does not have it."""
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3
+from tests.common import IS_KERAS_3, run_program
 
 READER = """
 import json, sys
@@ -68,14 +65,7 @@ def test_inference_needs_no_keras_mp(tmp_path):
     model.save(str(tmp_path / "model.h5"))
     model.export(str(tmp_path / "export"))
     tf.saved_model.save(Module(), str(tmp_path / "module"))
-    done = subprocess.run(
-        [sys.executable, "-c", READER, str(tmp_path)],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    said = json.loads(done.stdout.splitlines()[-1])
+    said = json.loads(run_program("-c", READER, str(tmp_path)).splitlines()[-1])
     for form in ("export", "model.keras", "model.h5"):
         np.testing.assert_allclose(said[form], model.predict(x, verbose=0), rtol=1e-6)
     assert said["module"] == [[7.0, 12.0], "float32", [2.0, 4.0]]
