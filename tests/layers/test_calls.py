@@ -1,4 +1,3 @@
-import gc
 import types
 
 import numpy as np
@@ -7,14 +6,8 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import layers
-from tests.common import IS_KERAS_3
+from tests.common import IS_KERAS_3, differentiated, placed
 from tests.layers.common import SimpleDense
-
-
-def test_call_itself_casts_too():
-    layer = SimpleDense(dtype="mixed_float16")
-    layer.build([None, 10])
-    assert layer.call(tf.ones([1, 10])).dtype == tf.float16
 
 
 def test_call_of_a_mixin_and_of_a_parent():
@@ -48,7 +41,7 @@ def test_a_call_that_is_put_in_later_casts_too():
 
     x = tf.ones([2])
     layer = Scale(dtype="mixed_float16")
-    layer(x)
+    assert layer(x).dtype == layer.call(x).dtype == tf.float16
     layer.call = types.MethodType(thrice, layer)
     np.testing.assert_array_equal(layer(x), [3, 3])
     assert layer(x).dtype == layer.call(x).dtype == tf.float16
@@ -74,27 +67,25 @@ def test_training_and_mask_arguments_still_come_from_keras():
     np.testing.assert_array_equal(mask, [[True, False]])
 
 
-@pytest.mark.parametrize("in_function", [False, True])
-def test_recomputed_layers_read_in_the_compute_dtype(in_function):
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_recomputed_layers_read_in_the_compute_dtype(mode):
     dense = SimpleDense(dtype="mixed_float16")
     x = tf.Variable(tf.ones([1, 10]))
     dense(x)
 
-    def gradient():
-        with tf.GradientTape() as tape:
-            one = tf.reduce_sum(tf.recompute_grad(dense)(tf.convert_to_tensor(x)))
-            other = tf.reduce_sum(tf.recompute_grad(dense.call)(tf.convert_to_tensor(x)))
-            total = one + other
-        return tape.gradient(total, x)
+    def both():
+        calls = tf.recompute_grad(dense), tf.recompute_grad(dense.call)
+        return [call(tf.convert_to_tensor(x)) for call in calls]
 
-    found = (tf.function(gradient) if in_function else gradient)()
-    assert found.dtype == tf.float32
-    assert np.isfinite(found).all()
+    outputs, gradient = placed(mode, lambda: differentiated(both, x))()
+    assert [each.dtype for each in outputs] == [tf.float16] * 2
+    assert gradient.dtype == tf.float32
+    assert np.isfinite(gradient).all()
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has no RematScope.")
-@pytest.mark.parametrize("in_function", [False, True])
-def test_remat_scope_of_keras_3(in_function):
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_remat_scope_of_keras_3(mode):
     import keras
 
     with keras.RematScope(mode="full"):
@@ -105,13 +96,8 @@ def test_remat_scope_of_keras_3(in_function):
     for each in (layer, plain):
         each(x)
         each.set_weights(layer.get_weights())
-
-        def gradient(each=each):
-            with tf.GradientTape() as tape:
-                y = tf.reduce_sum(tf.tanh(each(x)))
-            return tape.gradient(y, each.trainable_weights)[0]
-
-        gradients.append((tf.function(gradient) if in_function else gradient)())
+        call = lambda: differentiated(lambda: each(x), each.trainable_weights, tf.tanh)  # noqa: E731
+        gradients.append(placed(mode, call)()[1][0])
     assert gradients[0].dtype == tf.float32
     np.testing.assert_array_equal(*gradients)
 
@@ -171,16 +157,6 @@ def test_containers_of_bare_variables_are_warned_about():
         kind = type("Lists", (Lists,), {})
         with pytest.warns(keras_mp.MixedPrecisionWarning, match="attribute `many`"):
             kind(many, dtype="mixed_float16")
-
-
-def test_classes_are_not_kept():
-    make = bare_layer()
-    with pytest.warns(keras_mp.MixedPrecisionWarning):
-        make(dtype="mixed_float16")
-    assert make in layers._warned_of
-    del make
-    tf.keras.backend.clear_session()
-    gc.collect()
 
 
 def is_traced(call):

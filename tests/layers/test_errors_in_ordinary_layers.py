@@ -101,19 +101,6 @@ def test_a_step_is_named(name, is_eager, dtype, step):
     check(message, REFUSED[name], dtype, name)
 
 
-def test_a_branch_of_autograph():
-    def branches(x):
-        if tf.reduce_sum(x) > 0:
-            x = WIDE
-        return x
-
-    layer = Mixes(branches, dtype=unscaled("bfloat16"), name="mine")
-    if IS_KERAS_3:
-        layer.function = tf.autograph.to_graph(branches)
-    with pytest.raises(TypeError, match="Layer 'mine'.* computes in bfloat16"):
-        tf.function(layer)(tf.cast(X, "bfloat16"))
-
-
 def test_layers_in_other_policies_and_steps_of_other_models_say_nothing():
     layer = Mixes(float64, dtype="mixed_bfloat16" if not IS_KERAS_3 else "float32")
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:

@@ -9,26 +9,26 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, pairs, unscaled
+from tests.common import IS_KERAS_3, differentiated, made, pairs, unscaled
 
 layers = tf.keras.layers
 IMAGES = tf.random.stateless_uniform([2, 6, 6, 3], [1, 2])
 
 
 def _gradients(policy: Any, interpolation: str, how: str, region: str | None = None) -> list[Any]:
-    tf.keras.utils.set_random_seed(1)
-    with keras_mp.policy_scope(policy):
+    def make() -> Any:
         stack = [
             layers.Conv2D(4, 3, activation="relu", padding="same"),
             layers.UpSampling2D(2, interpolation=interpolation),
             layers.Conv2D(1, 3, padding="same"),
         ]
-        model = tf.keras.Sequential([layers.Input([6, 6, 3]), *stack])
+        return tf.keras.Sequential([layers.Input([6, 6, 3]), *stack])
+
+    model = made(make, policy)
 
     def step(x: tf.Tensor) -> list[Any]:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.cast(model(x), tf.float32) ** 2)
-        return tape.gradient(loss, model.trainable_variables)
+        loss = lambda: tf.reduce_mean(tf.cast(model(x), tf.float32) ** 2)  # noqa: E731
+        return differentiated(loss, model.trainable_variables)[1]
 
     if how != "eager":
         step = tf.function(step, jit_compile=how == "xla")

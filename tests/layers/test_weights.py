@@ -1,4 +1,3 @@
-import contextlib
 import functools
 
 import numpy as np
@@ -7,7 +6,7 @@ import tensorflow as tf
 
 from keras_mp import layers
 from tests.common import MODES, placed
-from tests.layers.common import POLICIES
+from tests.layers.common import POLICIES, run
 
 
 class Weights(layers.Layer):
@@ -117,25 +116,18 @@ def test_regularizers_see_the_variable_dtype(policy):
     assert (float(layer.inside), float(outside)) == (100_000, 100_000)
 
 
-def test_weights_cast_once_reaches_into_loops():
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_that_are_cast_once_are_those_of_cast_once(mode):
     class Recurrent(layers.Layer):
         def build(self, _):
             self.kernel = self.add_weight(shape=[2, 2], initializer="identity")
 
-        def call(self, x, once):
-            with self.weights_cast_once() if once else contextlib.nullcontext():
-                body = lambda i, h: (i + 1, tf.tanh(h @ self.kernel))  # noqa: E731
+        def call(self, x):
+            with self.weights_cast_once():
+                with pytest.raises(RuntimeError, match="inside of `keras_mp.cast_once`"):
+                    self.kernel.assign(x)
+                body = lambda i, h: (i + 1, h @ self.kernel)  # noqa: E731
                 return tf.while_loop(lambda i, h: i < 4, body, (0, x), maximum_iterations=4)[1]
 
-    layer = Recurrent(dtype="mixed_float16")
-    x = tf.constant([[0.5, -0.5]], tf.float16)
-    bodies, results = [], [layer(x, once=once) for once in (True, False)]
-    for once in (False, True):
-        function = tf.function(functools.partial(layer, once=once), autograph=False)
-        library = function.get_concrete_function(x).graph.as_graph_def().library.function
-        (body,) = [f for f in library if "while_body" in f.signature.name]
-        bodies.append([node.op for node in body.node_def].count("Cast"))
-        results.append(function(x))
-    assert bodies[0] == bodies[1] + 1  # A product may be computed in float32 inside.
-    for each in results[1:]:
-        np.testing.assert_array_equal(each, results[0])
+    x = tf.constant([[0.5, -0.5], [1.0, 2.0]], tf.float16)
+    np.testing.assert_array_equal(run(Recurrent(dtype="mixed_float16"), mode, x), x)

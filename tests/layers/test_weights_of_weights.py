@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import unscaled
+from tests.common import Subclassed, pairs, unscaled
 
 L = tf.keras.layers
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
@@ -47,18 +47,7 @@ class Wrapped(L.Wrapper):
 MAKERS = [lambda: Copied(4), lambda: Wrapped(L.Dense(4)), lambda: Copied(4, dtype="float32")]
 
 
-class Outer(tf.keras.Model):
-    """A model that builds its layer in its call."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def call(self, x):
-        return self.layer(x)
-
-
-class Built(Outer):
+class Built(Subclassed):
     """A model that Keras does not call to build it."""
 
     def build(self, shape):
@@ -81,10 +70,15 @@ def in_function(model):
     return lambda x: tf.function(model)(x)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("run", [lambda model: model, in_function])
-@pytest.mark.parametrize("outer", [Outer, Built, functional, sequential])
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(
+    ("make", "outer", "run", "policy"),
+    pairs(
+        MAKERS,
+        [Subclassed, Built, functional, sequential],
+        [lambda model: model, in_function],
+        POLICIES,
+    ),
+)
 def test_what_is_made_of_a_weight_is_float32(make, outer, run, policy):
     keras_mp.set_global_policy(policy)
     layer = make()
@@ -108,10 +102,10 @@ def test_a_weight_of_a_weight_moves(policy):
             return super().call(x) * tf.cast(self.g, x.dtype)
 
     keras_mp.set_global_policy(unscaled(policy.removeprefix("mixed_")))
-    model = Outer(Scaled(4))
+    model = Subclassed(Scaled(4))
     model.compile(tf.keras.optimizers.Adam(1e-3), "mse")
     model.fit(X, X, epochs=10, verbose=0)
-    assert abs(model.layer.g.numpy() - 5.0).max() == pytest.approx(0.01, rel=0.2)
+    assert abs(model.inside[0].g.numpy() - 5.0).max() == pytest.approx(0.01, rel=0.2)
 
 
 def test_a_dtype_that_a_layer_says_itself_stays():
@@ -125,5 +119,5 @@ def test_a_dtype_that_a_layer_says_itself_stays():
 
     keras_mp.set_global_policy("mixed_float16")
     layer = Cache()
-    Outer(layer)(tf.constant(X))
+    Subclassed(layer)(tf.constant(X))
     assert layer.cache.dtype == layer.kept.dtype == tf.float16
