@@ -15,6 +15,11 @@ def region(dtype, **kwargs):
     return keras_mp.autocast(dtype or "bfloat16", enabled=dtype is not None, **kwargs)
 
 
+def is_rounded(tensor, dtype="bfloat16"):
+    """Do 16 bits hold all digits of a float32 tensor?"""
+    return bool(tf.reduce_all(tf.cast(tf.cast(tensor, dtype), tf.float32) == tensor))
+
+
 def normal(*shape, seed=0):
     generator = np.random.default_rng([seed, *shape])
     return tf.constant(generator.normal(size=shape).astype("float32") / 2)

@@ -10,7 +10,7 @@ import tensorflow as tf
 import keras_mp
 from tests import inside
 from tests.common import once
-from tests.op_autocast.common import normal
+from tests.op_autocast.common import is_rounded, normal
 
 pytestmark = once
 
@@ -19,7 +19,7 @@ def is_autocast(dtype="bfloat16"):
     """Is a product that is made now rounded to the dtype?"""
     product = tf.matmul(normal(4, 4), normal(4, 4, seed=1))
     assert product.dtype == tf.float32
-    return bool(tf.reduce_all(tf.cast(tf.cast(product, dtype), tf.float32) == product))
+    return is_rounded(product, dtype)
 
 
 def test_regions_nest_and_end_with_an_exception():

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests.common import mirrored, once
-from tests.op_autocast.common import casts, error, normal, operations, region
+from tests.op_autocast.common import casts, error, is_rounded, normal, operations, region
 
 pytestmark = once
 
@@ -17,11 +17,6 @@ def product(x):
 
 X = normal(4, 4)
 EXACT = product(X)
-
-
-def is_autocast(result, dtype="bfloat16"):
-    rounded = tf.cast(tf.cast(result, dtype), tf.float32)
-    return bool(tf.reduce_all(rounded == result))
 
 
 def test_a_trace_for_each_region():
@@ -36,7 +31,7 @@ def test_a_trace_for_each_region():
         for i, each in enumerate(regions):
             with each:
                 result = function(X)
-            assert is_autocast(result, "float16" if i == 2 else "bfloat16") == (i in (1, 2))
+            assert is_rounded(result, "float16" if i == 2 else "bfloat16") == (i in (1, 2))
     assert function.experimental_get_tracing_count() == 4
     # Equal regions share a trace, and so do a disabled region and none.
     with keras_mp.autocast("bfloat16", deny=("MatMul",)):
@@ -56,12 +51,12 @@ def test_a_function_in_a_function():
         return first, inner(x)
 
     first, second = outer(X)
-    assert is_autocast(first)
+    assert is_rounded(first)
     np.testing.assert_array_equal(second, EXACT)
     with keras_mp.autocast("float16"):
         first, second = outer(X)
-    assert is_autocast(first)
-    assert is_autocast(second, "float16")
+    assert is_rounded(first)
+    assert is_rounded(second, "float16")
 
 
 def test_a_concrete_function_is_what_it_was_traced_as():
@@ -70,7 +65,7 @@ def test_a_concrete_function_is_what_it_was_traced_as():
     with keras_mp.autocast("bfloat16"):
         inside = function.get_concrete_function(X)
         np.testing.assert_array_equal(outside(X), EXACT)
-    assert is_autocast(inside(X))
+    assert is_rounded(inside(X))
 
 
 def test_pairs_of_casts_are_left_out():
@@ -121,7 +116,7 @@ def test_order_that_the_user_asks_for_is_kept():
 
     with keras_mp.autocast("bfloat16"):
         z, count = function(X)
-    assert (is_autocast(z), float(count)) == (True, 1.0)
+    assert (is_rounded(z), float(count)) == (True, 1.0)
 
 
 class Module(tf.Module):
@@ -152,7 +147,7 @@ def test_data_sets_are_as_the_region_in_which_they_are_made():
     with keras_mp.autocast("bfloat16"):
         inside = data.map(product)
         np.testing.assert_array_equal(next(iter(outside)), EXACT)
-    assert is_autocast(next(iter(inside)))
+    assert is_rounded(next(iter(inside)))
 
 
 def test_python_functions_in_graphs_are_outside():
@@ -186,7 +181,7 @@ def test_graphs_of_tensorflow_1():
     np.testing.assert_array_equal(gradients[1], tf.ones([4, 4]))
 
 
-def test_each_replica_is_autocast():
+def test_each_replica_is_rounded():
     strategy = mirrored(2)
     for wrap in (lambda f: f, tf.function):
 
@@ -198,7 +193,7 @@ def test_each_replica_is_autocast():
             inside = strategy.experimental_local_results(step(X))
         outside = strategy.experimental_local_results(step(X))
         assert len(inside) == 2
-        assert all(map(is_autocast, inside))
+        assert all(map(is_rounded, inside))
         for each in outside:
             np.testing.assert_array_equal(each, EXACT)
 
@@ -207,7 +202,7 @@ def test_numbers_are_checked_as_ever():
     with keras_mp.autocast("bfloat16"):
         tf.debugging.enable_check_numerics()
         try:
-            assert is_autocast(product(X))
+            assert is_rounded(product(X))
             with pytest.raises(tf.errors.InvalidArgumentError, match="NaN|Inf"):
                 product(X * np.nan)
         finally:

@@ -7,7 +7,16 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, MODES, Mixes, eager_and_graph, once, placed
+from tests.common import (
+    IS_KERAS_3,
+    MODES,
+    Mixes,
+    Subclassed,
+    differentiated,
+    eager_and_graph,
+    once,
+    placed,
+)
 
 X = np.array([[1.0, 3.0, 2.5], [0.5, 4.0, 0.25]], "float32")
 NUMBERS = {"float16": [-1e9, -1e36, tf.float32.min], "bfloat16": [float(tf.float32.min)]}
@@ -69,23 +78,13 @@ if IS_KERAS_3:
     }
 
 
-class Around(tf.keras.Model):
-    """A model that returns what a layer returns."""
-
-    def __init__(self, layer):
-        super().__init__(dtype=layer.dtype_policy)
-        self.layer = layer
-
-    def call(self, x):
-        return self.layer(x)
-
-
 @pytest.mark.parametrize(("name", "mode", "dtype"), eager_and_graph(OPERATIONS))
 def test_the_result_is_that_of_float32(name, mode, dtype):
     for number in NUMBERS[dtype]:
         function = functools.partial(OPERATIONS[name], number=number)
         layer = Mixes(function, dtype=keras_mp.Policy(f"mixed_{dtype}"))
-        found = placed(mode, Around(layer))(tf.constant(X))
+        model = Subclassed(layer, dtype=layer.dtype_policy)
+        found = placed(mode, model)(tf.constant(X))
         expected = function(tf.constant(X))
         assert found.dtype == tf.float32
         np.testing.assert_allclose(found, expected, rtol=2**-7)
@@ -96,10 +95,7 @@ def test_gradients(mode):
     layer = Mixes(lambda x: x + mask(x) * -1e36, dtype=keras_mp.Policy("mixed_float16"))
 
     def differentiate(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = tf.nn.softmax(layer(x))[:, 0]
-        return tape.gradient(y, x)
+        return differentiated(lambda: tf.nn.softmax(layer(x))[:, 0], x)[1]
 
     p = 1 / (1 + np.exp(-0.5))
     found = placed(mode, differentiate)(tf.constant([[1.0, 0.5, 4.0]]))

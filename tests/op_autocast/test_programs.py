@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.common import assert_all_equal, once
+from tests.common import assert_all_equal, differentiated, once
 from tests.op_autocast.common import ROUNDING, casts, error, normal, operations, region
 
 pytestmark = once
@@ -111,13 +111,9 @@ def programs():
 
 def run(programs, function, dtype):
     """Results, and gradients of their squares, computed outside of the region."""
-    with tf.GradientTape() as tape:
-        tape.watch(programs.x)
-        with region(dtype):
-            y = function(programs.x)
-        assert y.dtype == tf.float32
-        loss = tf.reduce_sum(y**2)
-    gradients = tape.gradient(loss, [*programs.variables, programs.x])
+    inside = lambda: run_inside(programs, function, dtype)  # noqa: E731
+    y, gradients = differentiated(inside, [*programs.variables, programs.x], tf.square)
+    assert y.dtype == tf.float32
     return y, [None if g is None else tf.convert_to_tensor(g) for g in gradients]
 
 
@@ -159,11 +155,7 @@ def test_compiled(programs, name):
     def wrap(function):
         @tf.function(jit_compile=True)
         def step(x):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                y = function(x)
-                loss = tf.reduce_sum(y**2)
-            return y, tape.gradient(loss, [*programs.variables, x])
+            return differentiated(lambda: function(x), [*programs.variables, x], tf.square)
 
         return step
 
@@ -190,11 +182,9 @@ def test_bitwise_as_cast_by_hand(programs, wrap):
     manual = wrap(lambda x: by_hand(x, *variables))
     results = []
     for function, dtype in ((automatic, "bfloat16"), (manual, None)):
-        with tf.GradientTape() as tape:
-            with region(dtype):
-                y = function(p.x)
-            loss = tf.reduce_sum(y)
-        results.append([y, *tape.gradient(loss, variables)])
+        inside = lambda: run_inside(p, function, dtype)  # noqa: E731
+        y, gradients = differentiated(inside, variables)
+        results.append([y, *gradients])
     assert_all_equal(*results)
 
 
@@ -212,16 +202,6 @@ def test_what_comes_from_outside_of_a_loop_is_cast_once():
     dtypes = [each[1] for each in operations(graph, "MatMul")]
     assert dtypes == ["bfloat16"]
     assert casts(body) == 2  # of the state, to 16 bits and back
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = function(x)
-    assert error(tape.gradient(y, x), gradient_of_loop(x)) < 10 * ROUNDING["bfloat16"]
-
-
-def gradient_of_loop(x):
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = x
-        for _ in range(3):
-            y = y @ tf.exp(x)
-    return tape.gradient(y, x)
+    exact = differentiated(lambda: x @ tf.exp(x) @ tf.exp(x) @ tf.exp(x), x)
+    for found, right in zip(differentiated(lambda: function(x), x), exact):
+        assert error(found, right) < 10 * ROUNDING["bfloat16"]

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests import inside
-from tests.common import MODES, Mixes, eager_and_graph, once
+from tests.common import MODES, Mixes, differentiated, eager_and_graph, once
 from tests.op_autocast import operations
 
 L = tf.keras.layers
@@ -125,14 +125,14 @@ def in_float32(function):
     return result, gradient
 
 
-@pytest.mark.parametrize(("name", "mode", "dtype"), eager_and_graph(MIXTURES))
+@pytest.mark.parametrize(("name", "mode", "dtype"), eager_and_graph(MIXTURES | CONTROL_FLOW))
 def test_the_result_is_that_of_float32(name, mode, dtype):
-    expected, of_x = in_float32(MIXTURES[name])
-    found, (gradient, of_low) = run(
-        Mixes(MIXTURES[name], dtype=keras_mp.Policy(f"mixed_{dtype}")), mode
-    )
+    function = {**MIXTURES, **CONTROL_FLOW}[name]
+    expected, of_x = in_float32(function)
+    layer = Mixes(function, dtype=keras_mp.Policy(f"mixed_{dtype}"))
+    found, (gradient, of_low) = run(layer, mode)
     # TensorFlow itself multiplies matrices of bfloat16 and float32, and returns bfloat16.
-    assert found.dtype == tf.float32 or name in ("@", "tensordot")
+    assert found.dtype == tf.float32 or name in ("@", "tensordot", *CONTROL_FLOW)
     np.testing.assert_allclose(tf.cast(found, tf.float32), expected, rtol=2**-7)
     assert (gradient.dtype, of_low.dtype) == (tf.float32, dtype)
     np.testing.assert_allclose(gradient, of_x, rtol=2**-6)
@@ -148,38 +148,40 @@ def test_a_number_has_the_dtype_of_the_tensor_beside_it(name, mode, dtype):
     np.testing.assert_allclose(gradient, of_x, rtol=2**-5)
 
 
+# What float32 gives is computed once, in eager.
+@functools.cache
+def results_of(names, policy, mode="eager"):
+    """What functions of a matrix return, each a list, and the gradient of their sum."""
+    functions = [function for group in operations.GROUPS.values() for function in group.items()]
+    functions = [function for name, function in functions if name in names]
+    layer = Mixes(lambda x: [function(x) for function in functions], dtype=policy)
+    x = tf.constant(np.random.default_rng(0).uniform(0.1, 0.9, [4, 4]), tf.float32)
+
+    def call(x):
+        results = tf.nest.map_structure(lambda y: tf.abs(y) if y.dtype.is_complex else y, layer(x))
+        return [tf.nest.flatten(each) for each in results]
+
+    def loss(results):
+        floats = [y for each in results for y in each if y.dtype.is_floating]
+        return tf.add_n([tf.reduce_sum(tf.cast(y, tf.float32)) for y in floats])
+
+    return MODES[mode](lambda x: differentiated(lambda: call(x), x, loss))(x)
+
+
 @once
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("group", operations.GROUPS)
 def test_what_float32_computes_runs_in_16_bits(group, mode):
-    functions = dict(operations.GROUPS[group])
+    names = tuple(operations.GROUPS[group])
     if mode == "jit":
-        functions = {n: f for n, f in functions.items() if n not in operations.NOT_IN_XLA}
-    x = np.random.default_rng(0).uniform(0.1, 0.9, [4, 4]).astype("float32")
-
-    def run(policy):
-        layer = Mixes(lambda x: [function(x) for function in functions.values()], dtype=policy)
-
-        def differentiate(x):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                results = tf.nest.map_structure(
-                    lambda y: tf.abs(y) if y.dtype.is_complex else y, layer(x)
-                )
-                results = [tf.nest.flatten(each) for each in results]
-                floats = [y for each in results for y in each if y.dtype.is_floating]
-                loss = tf.add_n([tf.reduce_sum(tf.cast(y, tf.float32)) for y in floats])
-            return results, tape.gradient(loss, x)
-
-        return MODES[mode](differentiate)(tf.constant(x))
-
-    expected, of_float32 = run("float32")
+        names = tuple(name for name in names if name not in operations.NOT_IN_XLA)
+    expected, of_float32 = results_of(names, "float32")
     for dtype in ("float16", "bfloat16"):
-        found, gradient = run(keras_mp.Policy(f"mixed_{dtype}"))
+        found, gradient = results_of(names, keras_mp.Policy(f"mixed_{dtype}"), mode)
         assert gradient.dtype == tf.float32
         atol = 0.01 * np.abs(of_float32).max()
         np.testing.assert_allclose(gradient, of_float32, rtol=0.05, atol=atol)
-        for name, results, right in zip(functions, found, expected, strict=True):
+        for name, results, right in zip(names, found, expected, strict=True):
             for each, exact in zip(results, right, strict=True):
                 each, exact = (tf.cast(value, tf.float32) for value in (each, exact))
                 np.testing.assert_allclose(each, exact, rtol=0.05, atol=0.02, err_msg=name)
@@ -214,16 +216,6 @@ def test_a_kernel_is_missing_in_float16_only(mode, size):
     )
     found = MODES[mode](lambda: layer(images))()
     np.testing.assert_array_equal(tf.cast(found, tf.float32), images[:, 1:])
-
-
-@pytest.mark.parametrize(("name", "mode", "dtype"), eager_and_graph(CONTROL_FLOW))
-def test_branches_loops_and_arrays(name, mode, dtype):
-    expected, of_x = in_float32(CONTROL_FLOW[name])
-    policy = keras_mp.Policy(f"mixed_{dtype}")
-    found, (gradient, of_low) = run(Mixes(CONTROL_FLOW[name], dtype=policy), mode)
-    np.testing.assert_allclose(tf.cast(found, tf.float32), expected, rtol=2**-7)
-    assert (gradient.dtype, of_low.dtype) == (tf.float32, dtype)
-    np.testing.assert_allclose(gradient, of_x, rtol=2**-6)
 
 
 def test_branches_that_float32_refuses_raise_the_error_of_tensorflow():
@@ -337,22 +329,23 @@ def of_square(x):
     return tape.gradient(y, x)
 
 
+@functools.cache
+def out_of_reach(name, method, policy, mode):
+    layer = network(policy)
+
+    @MODES[mode]
+    def differentiate(x):
+        call = lambda: OUT_OF_REACH[name](getattr(layer, method)(x))  # noqa: E731
+        return differentiated(call, x, lambda y: tf.cast(y, tf.float32) ** 2)
+
+    return differentiate(tf.constant(X))
+
+
 @pytest.mark.parametrize("method", ["__call__", "step"])
 @pytest.mark.parametrize(("name", "mode", "dtype"), eager_and_graph(OUT_OF_REACH))
 def test_out_of_reach_a_tensor_of_ours_meets_float32(name, mode, dtype, method):
-    def run(layer, mode):
-        @MODES[mode]
-        def differentiate(x):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                y = OUT_OF_REACH[name](getattr(layer, method)(x))
-                loss = tf.reduce_sum(tf.cast(y, tf.float32) ** 2)
-            return y, tape.gradient(loss, x)
-
-        return differentiate(tf.constant(X))
-
-    expected, of_x = run(network("float32"), "eager")
-    found, gradient = run(network(f"mixed_{dtype}"), mode)
+    expected, of_x = out_of_reach(name, method, "float32", "eager")
+    found, gradient = out_of_reach(name, method, f"mixed_{dtype}", mode)
     np.testing.assert_allclose(tf.cast(found, tf.float32), expected, rtol=2**-6)
     np.testing.assert_allclose(gradient, of_x, rtol=2**-5)
 

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import MODES, Mixes, eager_and_graph, once, placed
+from tests.common import MODES, Mixes, differentiated, eager_and_graph, once, placed
 
 X = np.array([[1.0, 3.0], [0.5, 0.1]], "float32")
 SPEC = tf.TensorSpec([None, 2], tf.float32, name="x")
@@ -66,10 +66,7 @@ def check(function, mode, dtype, gradient=True):
     layer = Mixes(function, dtype=keras_mp.Policy(f"mixed_{dtype}"))
 
     def differentiate(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = layer(x)
-        return y, tape.gradient(y, x) if gradient else None
+        return differentiated(lambda: layer(x), x) if gradient else (layer(x), None)
 
     found, of_x = placed(mode, differentiate)(tf.constant(X))
     np.testing.assert_allclose(tf.cast(found, tf.float32), expected, rtol=2**-7)
