@@ -439,28 +439,6 @@ def test_a_config_needs_the_rewrite():
         graph_rewrite.session_config({})
 
 
-# Lists.
-
-
-@needs_bfloat16_rewrite
-def test_lists_are_changed_before_and_not_while_it_is_on():
-    graph_rewrite.change_op_lists(deny=["Tanh"], none=["_FusedMatMul"])
-    try:
-        assert "Tanh" in graph_rewrite.op_lists("bfloat16")["deny"]
-        enable(K.optimizers.SGD(), dtype="bfloat16")
-        report = graph_rewrite.report(
-            tf.function(lambda x: tf.matmul(tf.tanh(tf.matmul(x, x)), x)), tf.ones([4, 4])
-        )
-        assert {each.op: each.why for each in report.operations}["Tanh"] == "on the deny list"
-        with pytest.raises(RuntimeError, match="cannot be changed while the graph rewrite is on"):
-            graph_rewrite.change_op_lists(deny=["Relu"])
-        assert "Sum" in graph_rewrite.op_lists()["infer"]  # those for bfloat16
-        disable()
-    finally:
-        graph_rewrite.change_op_lists()
-    assert "Sum" in graph_rewrite.op_lists()["deny"]  # those for float16
-
-
 # Sums.
 
 

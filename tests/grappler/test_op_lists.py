@@ -75,6 +75,16 @@ def test_what_is_kept_out_is_on_no_list_but_where_it_was_put(monkeypatch):
     assert "Tanh" in graph_rewrite.op_lists()["infer"]
 
 
+@needs_bfloat16_rewrite
+def test_while_the_rewrite_is_on_lists_are_those_of_its_dtype_and_stay():
+    assert "Sum" in graph_rewrite.op_lists()["deny"]
+    keras_mp.enable_mixed_precision_graph_rewrite(tf.keras.optimizers.SGD(), dtype="bfloat16")
+    assert "Sum" in graph_rewrite.op_lists()["infer"]
+    with pytest.raises(RuntimeError, match="cannot be changed while the graph rewrite is on"):
+        graph_rewrite.change_op_lists(deny=["Relu"])
+    keras_mp.disable_mixed_precision_graph_rewrite()
+
+
 def test_an_operation_on_two_lists_is_an_error(monkeypatch):
     monkeypatch.setenv(f"{PREFIX}DENYLIST_ADD", "MatMul")
     with pytest.raises(RuntimeError, match="put an operation on two of them"):

@@ -119,17 +119,6 @@ def test_what_xla_compiles_is_not_rewritten(rewriting):
     assert found.casts == {"bfloat16": 0, "float32": 0}
 
 
-def test_fetches_of_a_session(rewriting):
-    with tf.Graph().as_default():
-        x = tf.compat.v1.placeholder(tf.float32, [8, 8])
-        w = tf.compat.v1.get_variable("w", [8, 8])
-        loss = tf.reduce_mean(tf.matmul(tf.nn.relu(tf.matmul(x, w)), w))
-        train = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss)
-        found = graph_rewrite.report([train, loss])
-    assert found.by_dtype()["bfloat16"]["MatMul"] == 5
-    assert "ResourceApplyGradientDescent" in whys(found)
-
-
 def test_the_table(rewriting):
     def f(x):
         return tf.exp(tf.tanh(tf.matmul(x, x))) + tf.sqrt(x)
