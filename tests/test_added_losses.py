@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, MODES, ours, pairs
+from tests.common import IS_KERAS_3, MODES, made, ours, pairs
 
 X = np.full([4, 8], 100.0, "float32")
 HOW = [{"run_eagerly": True}, {"jit_compile": False}, {"jit_compile": True}]
@@ -95,9 +95,7 @@ class AddsLosses(tf.keras.layers.Layer):
 def test_a_loss_is_computed_in_float32_from_16_bit_activations(name, mode, dtype):
     results = []
     for is_wide in (False, True):
-        tf.keras.utils.set_random_seed(0)
-        with keras_mp.policy_scope(f"mixed_{dtype}"):
-            layer = AddsLosses(LOSSES[name], is_wide)
+        layer = made(lambda: AddsLosses(LOSSES[name], is_wide), f"mixed_{dtype}")
         layer(X)
 
         @MODES[mode]

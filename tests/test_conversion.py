@@ -8,7 +8,8 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import keras_api
-from tests.common import IS_KERAS_3, assert_all_equal
+from tests import common
+from tests.common import IS_KERAS_3, assert_all_equal, made
 from tests.numerics.tools import dtypes
 
 K = tf.keras
@@ -102,10 +103,8 @@ X = np.random.default_rng(0).normal(size=[3, 4, 5]).astype("float32")
     ],
 )
 def test_same_weights_and_nearly_the_same_outputs(model, before, after):
-    keras_mp.set_global_policy(before)
-    original = MODELS[model]()
+    original = made(MODELS[model], before)
     outputs = tf.cast(original(X), "float32")
-    keras_mp.set_global_policy(None)
     converted = keras_mp.convert(original, after)
     assert type(converted) is type(original)
     if model != "subclassed":  # of which Keras 2 does not keep it
@@ -152,14 +151,7 @@ def test_the_state_of_the_optimizer_moves_in_a_checkpoint(tmp_path):
     assert int(wide.optimizer.iterations) == int(model.optimizer.iterations) == 3
 
 
-class WithoutConfig(K.Model):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def call(self, x):
-        return self.layer(x)
-
+class WithoutConfig(common.Subclassed):
     def get_config(self):
         raise NotImplementedError("It has none.")
 

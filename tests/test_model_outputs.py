@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import MODES, eager_and_graph, mirrored
+from tests.common import MODES, Mixes, Subclassed, differentiated, eager_and_graph, made, mirrored
 
 L = tf.keras.layers
 DTYPES = ["bfloat16", "float16"]
@@ -102,17 +102,15 @@ def test_outputs_are_those_of_a_float32_last_layer(name, mode, dtype):
     x = IMAGES if "Conv" in name else X
     results = []
     for head in ("same", "float32"):
-        tf.keras.utils.set_random_seed(0)
-        with keras_mp.policy_scope(f"mixed_{dtype}"):
-            model = MODELS[name](head)
+        model = made(lambda: MODELS[name](head), f"mixed_{dtype}")
         model(x)
+
+        def loss(y):
+            return sum(tf.reduce_sum(tf.sin(each * 3)) for each in tf.nest.flatten(y))
 
         @MODES[mode]
         def run(x):
-            with tf.GradientTape() as tape:
-                y = model(x)
-                loss = sum(tf.reduce_sum(tf.sin(each * 3)) for each in tf.nest.flatten(y))
-            return y, tape.gradient(loss, model.trainable_variables)
+            return differentiated(lambda: model(x), model.trainable_variables, loss)
 
         results.append(run(tf.constant(x)))
     (found, gradients), (expected, of_expected) = results
@@ -167,9 +165,7 @@ def test_gradients_with_respect_to_outputs_are_those_of_float32(name, mode, dtyp
     x = tf.constant([[1, 2, 3, 4, 5]]) if name == "embedding" else tf.constant(IMAGES)
     results = []
     for policy in (f"mixed_{dtype}", "float32"):
-        tf.keras.utils.set_random_seed(0)
-        with keras_mp.policy_scope(policy):
-            model = FEATURES[name]()
+        model = made(FEATURES[name], policy)
         model(x)
 
         @MODES[mode]
@@ -219,9 +215,7 @@ def test_gradients_of_outputs_that_nothing_else_was_made_of(mode):
 def test_jacobians_and_tf_gradients_with_respect_to_outputs(name):
     results = []
     for policy in ("mixed_bfloat16", "float32"):
-        tf.keras.utils.set_random_seed(0)
-        with keras_mp.policy_scope(policy):
-            model = FEATURES[name]()
+        model = made(FEATURES[name], policy)
 
         @tf.function
         def run(x):
@@ -241,17 +235,10 @@ def test_jacobians_and_tf_gradients_with_respect_to_outputs(name):
 
 @pytest.mark.parametrize("run_eagerly", [True, False])
 def test_a_train_step_with_the_gradient_of_an_embedding(run_eagerly):
-    class Adversary(tf.keras.Model):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def call(self, x):
-            return self.inner(x)
-
+    class Adversary(Subclassed):
         def train_step(self, data):
             with tf.GradientTape() as tape:
-                embedding, logits, _ = self.inner(data[0])
+                embedding, logits, _ = self.inside[0](data[0])
                 loss = tf.reduce_sum(logits)
             gradient, *gradients = tape.gradient(loss, [embedding, *self.trainable_variables])
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
@@ -259,17 +246,14 @@ def test_a_train_step_with_the_gradient_of_an_embedding(run_eagerly):
 
     norms = {}
     for policy in ("mixed_float16", "float32"):
-        tf.keras.utils.set_random_seed(0)
-        with keras_mp.policy_scope(policy):
-            model = Adversary(with_embedding())
+        model = made(lambda: Adversary(with_embedding()), policy)
         model.compile("sgd", "mse", run_eagerly=run_eagerly)
         norms[policy] = model.fit(np.array([[1, 2, 3, 4, 5]]), np.zeros([1, 2]), verbose=0).history
     np.testing.assert_allclose(*(norms[policy]["norm"] for policy in norms), rtol=0.01)
 
 
-def model_and_parts(dtype="bfloat16", **policy):
-    with keras_mp.policy_scope(keras_mp.Policy(f"mixed_{dtype}", **policy)):
-        return sequential("same")
+def in_bfloat16(**policy):
+    return made(lambda: sequential("same"), keras_mp.Policy("mixed_bfloat16", **policy))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -314,14 +298,9 @@ def rounds(x, dtype="bfloat16"):
     return np.array_equal(x, tf.cast(tf.cast(x, dtype), "float32"))
 
 
-class Cube(L.Layer):
-    def call(self, x):
-        return x * x * x
-
-
 ENDS = {
     "Dense, tanh": lambda: [L.Dense(4, "tanh")],
-    "layer of the program": lambda: [Cube()],
+    "layer of the program": lambda: [Mixes(lambda x: x * x * x)],
     "Reshape": lambda: [L.Dense(4), L.Reshape([2, 2]), L.Flatten(), L.Softmax()],
     "Lambda": lambda: [L.Dense(4), L.Lambda(lambda x: tf.nn.softmax(x) - 1)],
     "Rescaling": lambda: [L.Dense(4, "tanh"), L.Rescaling(127.5, 127.5)],
@@ -343,16 +322,16 @@ def test_the_last_layers_compute_in_float32_from_16_bits(name, mode, dtype):
     expected.set_weights(model.get_weights()[2:])
     last = model.trainable_variables[2:]
 
+    def loss(y):
+        return tf.reduce_sum(tf.sin(y))
+
     @MODES[mode]
     def run(x):
-        with tf.GradientTape(persistent=True) as tape:
-            found = model(x)
-            right = expected(tf.cast(hidden.layers[-1](x), "float32"))
-            losses = [tf.reduce_sum(tf.sin(each)) for each in (found, right)]
-        of_right = tape.gradient(losses[1], expected.trainable_variables)
-        return found, right, tape.gradient(losses[0], last), of_right
+        rounded = tf.cast(hidden.layers[-1](x), "float32")
+        right = differentiated(lambda: expected(rounded), expected.trainable_variables, loss)
+        return *differentiated(lambda: model(x), last, loss), *right
 
-    found, right, gradients, of_right = run(tf.constant(X))
+    found, gradients, right, of_right = run(tf.constant(X))
     assert found.dtype == tf.float32
     np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
     for gradient, of_float32 in zip(gradients, of_right, strict=True):
@@ -384,9 +363,7 @@ SHARED = [shared_head, with_later_layers, nested_in_the_middle]
 def test_outputs_that_later_layers_take_are_in_float32_and_have_both_gradients(make, mode):
     results = []
     for policy in ("mixed_bfloat16", "float32"):
-        tf.keras.utils.set_random_seed(0)
-        with keras_mp.policy_scope(policy):
-            model = make(tf.keras.Input([8]))
+        model = made(lambda: make(tf.keras.Input([8])), policy)
 
         @MODES[mode]
         def run(x):
@@ -463,8 +440,8 @@ def test_a_policy_or_the_last_layer_can_say_otherwise(tmp_path):
     assert repr(policy) == '<Policy "mixed_bfloat16", model_outputs=None>'
     assert policy != keras_mp.Policy("mixed_bfloat16")
     models = {
-        "policy": model_and_parts(model_outputs=None),
-        "plain": model_and_parts(),
+        "policy": in_bfloat16(model_outputs=None),
+        "plain": in_bfloat16(),
     }
     with keras_mp.policy_scope("mixed_bfloat16"):
         for name, dtype in (("layer", "mixed_float16"), ("its policy", policy)):
@@ -511,11 +488,11 @@ def test_structures_masks_ragged_tensors_and_others():
 def test_on_replicas_and_exported(tmp_path):
     strategy = mirrored(2)
     with strategy.scope():
-        model = model_and_parts()
+        model = in_bfloat16()
     on_replicas = strategy.run(tf.function(lambda: model(X)))
     for each in strategy.experimental_local_results(on_replicas):
         np.testing.assert_allclose(each, model(X), rtol=1e-5)
-    model = model_and_parts()
+    model = in_bfloat16()
     model.export(str(tmp_path / "exported"))
     exported = tf.saved_model.load(str(tmp_path / "exported"))
     served = exported.serve(X)
@@ -525,7 +502,7 @@ def test_on_replicas_and_exported(tmp_path):
 
 
 def test_several_threads_share_a_model():
-    model = model_and_parts()
+    model = in_bfloat16()
     expected = model(X)
     with futures.ThreadPoolExecutor(4) as pool:
         for found in pool.map(model, [X] * 20):
@@ -662,17 +639,9 @@ def test_a_model_whose_class_defines_call(mode, dtype):
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_static_sizes_stay(policy):
-    class Tagger(tf.keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.head = L.Dense(5)
-
-        def call(self, x):
-            return self.head(x)
-
     with keras_mp.policy_scope(policy):
         inputs = L.Input((3, 4))
-        models = [Tagger(), tf.keras.Model(inputs, L.Dense(5)(inputs))]
+        models = [Subclassed(L.Dense(5)), tf.keras.Model(inputs, L.Dense(5)(inputs))]
     for model in models:
         model(tf.ones([2, 3, 4]))
         traced = tf.function(model).get_concrete_function(tf.TensorSpec([None, 3, 4]))

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import hardware
+from tests.common import Subclassed
 
 K = tf.keras
 L = K.layers
@@ -210,22 +211,10 @@ class Block(L.Layer):
         return self.inner(x)
 
 
-class Subclassed(K.Model):
-    def __init__(self):
-        super().__init__(name="mine")
-        self.block = Block(name="block")
-        self.rest = [L.Dense(8, name="first"), L.Dense(8, "softmax", name="second")]
-
-    def call(self, x):
-        x = self.block(x)
-        for layer in self.rest:
-            x = layer(x)
-        return x
-
-
 def test_a_subclassed_model_before_and_after_it_is_built():
     keras_mp.set_global_policy(UNCHANGED)
-    model = Subclassed()
+    layers = Block(name="block"), L.Dense(8, name="first"), L.Dense(8, "softmax", name="second")
+    model = Subclassed(*layers, name="mine")
     rows, notes, others = table(model)
     unknown = ["float16", "float32", "-", "-"]
     assert {layer: cells[:4] for layer, cells in rows.items()} == {
@@ -241,7 +230,7 @@ def test_a_subclassed_model_before_and_after_it_is_built():
         "Parameters: -, trainable: -",
     ]
     model(tf.ones([1, 8]))
-    model.rest[0].trainable = False
+    layers[1].trainable = False
     rows, _, others = table(model)
     assert [cells[3] for cells in rows.values()] == ["72"] * 4
     assert others[1] == "Parameters: 216, trainable: 144"

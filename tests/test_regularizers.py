@@ -6,6 +6,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import regularizers
+from tests.common import Mixes, differentiated
 
 K = tf.keras
 X = np.full([4, 8], 200.0, "float32")  # the sum of the squares is 1,280,000
@@ -147,24 +148,14 @@ C, R = K.constraints, K.regularizers
     ids=lambda value: type(value).__name__,
 )
 def test_a_layer_calls_them_on_its_outputs(function, x, dtype):
-    class Penalized(K.layers.Layer):
-        def call(self, x):
-            return function(x)
+    def first(y):  # Of what is of one length the sum has no gradient to speak of.
+        return tf.cast(y[..., 0] if y.shape.rank else y, tf.float32)
 
-    def value_and_gradient(run, x):
-        x = tf.constant(x)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = run(x)
-            # Of what is of one length the sum has no gradient to speak of.
-            first = tf.cast(y[..., 0] if y.shape.rank else y, tf.float32)
-        return y, tape.gradient(first, x)
-
-    layer = Penalized(dtype=keras_mp.Policy(f"mixed_{dtype}", model_outputs=None))
+    layer = Mixes(function, dtype=keras_mp.Policy(f"mixed_{dtype}", model_outputs=None))
     rounded = tf.cast(tf.cast(x, dtype), tf.float32)
-    right = value_and_gradient(function, rounded)
+    right = differentiated(lambda: function(rounded), rounded, first)
     for run in (layer, tf.function(layer), tf.function(layer, jit_compile=True)):
-        for found, exact in zip(value_and_gradient(run, rounded), right):
+        for found, exact in zip(differentiated(lambda: run(rounded), rounded, first), right):
             rtol = 2.0 ** (-10 if dtype == "float16" else -7)
             exact = tf.cast(tf.cast(exact, found.dtype), tf.float32)
             np.testing.assert_allclose(tf.cast(found, tf.float32), exact, rtol=rtol, atol=1e-6)

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import distances, mirrored, ours, placed, unscaled, value
+from tests.common import Subclassed, distances, made, mirrored, ours, placed, unscaled, value
 
 L = tf.keras.layers
 
@@ -22,21 +22,16 @@ TINY = 1e-7
 MODES = [{"run_eagerly": True}, {}, {"jit_compile": True}]
 
 
-class Trained(tf.keras.Model):
+class Trained(Subclassed):
     """A model with an optimizer of its own and a `train_step` that is given."""
 
     def __init__(self, step, layers):
-        super().__init__()
-        self.step, self.inside = step, layers
+        super().__init__(*layers)
+        self.step = step
 
     def compile(self, my_optimizer, **kwargs):
         super().compile(**kwargs)
         self.my_optimizer = my_optimizer
-
-    def call(self, x):
-        for layer in self.inside:
-            x = layer(x)
-        return x
 
     def loss_of(self, x, y):
         return tf.reduce_mean(tf.square(self(x, training=True) - y)) * TINY
@@ -115,14 +110,16 @@ def inside(model, x, y):
 
 def trained(step, policy, mode, layers=dense, optimizer=None, cls=Trained, **fit):
     """The weights after a few steps, those before them, and the model."""
-    with keras_mp.policy_scope(policy):
-        tf.keras.utils.set_random_seed(0)
+
+    def make():
         model = cls(step, layers())
         model(X[:8])
         before = model.get_weights()
         model.compile(optimizer or tf.keras.optimizers.SGD(1e5), **mode)
         model.fit(X, Y, **{"batch_size": 8, "shuffle": False, "verbose": 0, **fit})
-    return model.get_weights(), before, model
+        return model.get_weights(), before, model
+
+    return made(make, policy)
 
 
 def moved(result):
