@@ -377,7 +377,6 @@ def test_clipping_before_the_sum_over_replicas_is_said(argument, name):
     keras_mp.set_global_policy("mixed_bfloat16")
 
     def moved(wrap):
-        tf.keras.utils.set_random_seed(0)
         with mirrored(2).scope():
             ones = tf.keras.initializers.Ones()
             dense = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer=ones)

@@ -1,5 +1,6 @@
 """What inner optimizers do beside taking steps: each against the same one without loss scaling."""
 
+import functools
 import warnings
 
 import numpy as np
@@ -13,7 +14,10 @@ from tests.common import (
     IS_KERAS_3,
     MODES,
     assert_all_equal,
+    classifier,
+    differentiated,
     digits,
+    made,
     make_optimizer,
     mirrored,
     pairs,
@@ -109,22 +113,14 @@ def test_what_comes_as_a_gradient_but_is_a_new_value_is_not_unscaled(mode, calls
     def loss():
         return tf.reduce_sum(quantized(weight.value, quantization.value))
 
-    def compute():
-        scale = {
-            "rfc": optimizer.get_scaled_loss,
-            "keras_3": optimizer.scale_loss,
-            "by hand": lambda loss: loss * optimizer.loss_scale(),
-        }
-        with tf.GradientTape() as tape:
-            scaled = scale.get(calls, lambda loss: loss)(loss())
-        gradients = tape.gradient(scaled, [v.value for v in variables])
-        return optimizer.get_unscaled_gradients(gradients) if calls == "rfc" else gradients
-
-    def apply(gradients):
-        optimizer.apply_gradients(zip(gradients, variables), scaled=calls == "by hand")
-
+    dialect = steps.RFC if calls == "rfc" else steps.KERAS_3
+    compute, apply = steps.halves(optimizer, loss, variables, dialect)
+    if calls in ("nobody", "by hand"):
+        scale = optimizer.loss_scale if calls == "by hand" else lambda: 1.0
+        compute = lambda: differentiated(lambda: loss() * scale(), variables)[1]  # noqa: E731
+        apply = functools.partial(apply, scaled=calls == "by hand")
     if calls == "minimize":
-        step = placed(mode, lambda: optimizer.minimize(loss, variables))
+        step = placed(mode, steps.minimize(optimizer, loss, variables))
     elif split:
         computes, applies = placed(mode, compute), placed(mode, apply)
         step = lambda: applies(computes())  # noqa: E731
@@ -139,24 +135,12 @@ def test_what_comes_as_a_gradient_but_is_a_new_value_is_not_unscaled(mode, calls
         np.testing.assert_array_equal(value(quantization.value), [3, 4])
 
 
-def make_model():
-    tf.keras.utils.set_random_seed(1)
-    return tf.keras.Sequential(
-        [
-            tf.keras.Input((64,)),
-            tf.keras.layers.Dense(16, activation="relu"),
-            tf.keras.layers.Dense(10),
-        ]
-    )
-
-
 def fit_with_and_without_us(optimizer, callbacks=lambda: [], epochs=4):
     """Fits the same model without and with loss scaling; returns both, with their `history`."""
     images, labels = (each[:256] for each in digits())
     targets, models = tf.one_hot(labels, 10), []
     for policy in (None, keras_mp.Policy("float32", loss_scale="dynamic")):
-        keras_mp.set_global_policy(policy)
-        model = make_model()
+        model = made(classifier, policy)
         model.compile(optimizer(), "mse", jit_compile=False)
         fit = {"validation_data": (images, targets), "callbacks": callbacks(), "verbose": 0}
         model.fit(images, targets, 32, epochs, shuffle=False, **fit)
@@ -217,8 +201,7 @@ def test_swapping_averages_for_the_evaluation():
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_tensorboard_writes_the_rate_of_a_schedule(policy, tmp_path):
-    keras_mp.set_global_policy(policy)
-    model = make_model()
+    model = made(classifier, policy)
     schedule = tf.keras.optimizers.schedules.ExponentialDecay(0.01, 4, 0.9)
     model.compile(tf.keras.optimizers.SGD(schedule), "mse")
     board = tf.keras.callbacks.TensorBoard(str(tmp_path), write_graph=False)
@@ -234,7 +217,7 @@ def test_tensorboard_writes_the_rate_of_a_schedule(policy, tmp_path):
 @keras_3_only
 @pytest.mark.parametrize("wrap", [keras_mp.LossScaleOptimizer, lambda optimizer: optimizer])
 def test_averages_of_an_optimizer_in_two_wrappers_are_swapped(wrap):
-    optimizer, model = averaging(), make_model()
+    optimizer, model = averaging(), classifier()
     model.compile(wrap(keras_mp.MasterWeightOptimizer(optimizer)), "mse")
     images, labels = digits()
     model.fit(images[:64], tf.one_hot(labels[:64], 10), verbose=0)
@@ -404,24 +387,6 @@ def test_gradients_of_examples_are_clipped_as_without_loss_scaling(kind, calls, 
         moved.append(v.numpy())
     np.testing.assert_array_equal(moved[0], moved[1])
     np.testing.assert_allclose(moved[1], [1 - (1 + 0.6) / 3, 2 - (0.25 + 0.8) / 3], rtol=1e-6)
-
-
-@pytest.mark.skipif(IS_KERAS_3, reason="Optimizers of Keras 3 compute no gradients.")
-@pytest.mark.parametrize("family", ["new", "legacy"])
-def test_fit_clips_the_gradients_of_examples_as_in_float32(family):
-    images, labels = digits()
-    weights = []
-    for policy in ("float32", keras_mp.Policy("mixed_float16", loss_scale=2**11)):
-        tf.keras.utils.set_random_seed(0)
-        with keras_mp.policy_scope(policy):
-            model = tf.keras.Sequential([tf.keras.Input([64]), tf.keras.layers.Dense(10)])
-            loss = tf.keras.losses.SparseCategoricalCrossentropy(True, reduction="none")
-            model.compile(clipping_optimizers()[family](), loss)
-        model.fit(images[:256], labels[:256], 32, shuffle=False, verbose=0)
-        weights.append(model.get_weights()[0])
-    assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
-    np.testing.assert_allclose(weights[0], weights[1], rtol=0, atol=2e-3)
-    assert np.abs(weights[0]).max() > 0.1
 
 
 def overriding_minimize(base):

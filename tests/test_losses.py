@@ -453,11 +453,6 @@ def echo(loss, **arguments):
     return model
 
 
-def test_defect_6_an_error_of_300_is_no_infinity():
-    model = echo("mse")
-    assert model.evaluate(np.full([4, 1], 300.0), np.zeros([4, 1]), verbose=0) == 90_000
-
-
 def test_labels_that_float16_cannot_hold_reach_the_loss():
     model = echo("mae", metrics=["mae"])
     loss, metric = model.evaluate(np.zeros([4, 1]), np.full([4, 1], 100_001.0), verbose=0)
@@ -478,7 +473,6 @@ def test_a_float64_loss_gets_float64_labels():
 
 def metrics_of(policy, metric, y, activation, weighted, **kwargs):
     keras_mp.set_global_policy(policy)
-    tf.keras.utils.set_random_seed(0)
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Activation(activation)])
     name = "weighted_metrics" if weighted else "metrics"
     model.compile(tf.keras.optimizers.SGD(0.0), "mse", **{name: [metric()]}, **kwargs)

@@ -104,17 +104,6 @@ def test_repr():
     )
 
 
-def test_stock_layers_take_it():
-    policy = keras_mp.Policy("mixed_float16", loss_scale=128)
-    layer = tf.keras.layers.Dense(2, dtype=policy)
-    assert layer.dtype_policy is policy
-    output = layer(tf.ones((1, 3)))
-    assert output.dtype == tf.float16
-    assert layer.variables[0].dtype == "float32"
-    again = tf.keras.layers.Dense.from_config(layer.get_config())
-    assert again.dtype_policy.name == "mixed_float16"
-
-
 def test_global_policy_follows_floatx_until_set():
     # The RFC's own example, in order.
     assert keras_mp.global_policy().name == "float32"
