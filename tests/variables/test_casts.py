@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import MODES, mirrored, once, placed
+from tests.common import MODES, differentiated, mirrored, once, placed
 
 # No casts but those of variables, on CPUs without units for 16 bits, too.
 pytestmark = [once, pytest.mark.usefixtures("kernels_of_tensorflow")]
@@ -176,53 +176,34 @@ def test_a_loop_that_trains_reads_the_new_value_each_time():
 
 
 def test_a_read_before_the_tape_does_not_hide_later_ones_from_it():
-    v = autocast()
+    v, table = autocast(), autocast(np.ones([5, 3], np.float32))
 
     def function():
-        before = v * 1
-        with tf.GradientTape() as tape:
-            y = v * v
-        with tf.GradientTape() as outer:
-            with tf.GradientTape() as inner:
-                z = v * v * v
-            first = inner.gradient(z, v)
+        before = v * 1, table * 1
+        _, gradient = differentiated(lambda: v * v, v)
+        (_, first), second = differentiated(
+            lambda: differentiated(lambda: v * v * v, v), v, lambda both: both[1]
+        )
+        _, sparse = differentiated(lambda: tf.nn.embedding_lookup(table, [1, 1, 3]), table)
         symbolic = tf.gradients(v * v + v, v._variable)[0]
-        return before, tape.gradient(y, v), first, outer.gradient(first, v), symbolic
+        return before, gradient, first, second, symbolic, sparse
 
-    _, (_, gradient, first, second, symbolic) = count(function)
+    _, (_, gradient, first, second, symbolic, sparse) = count(function)
     np.testing.assert_array_equal(gradient, [2.0, 4.0])
     np.testing.assert_array_equal(first, [3.0, 12.0])
     np.testing.assert_array_equal(second, [6.0, 12.0])
     np.testing.assert_array_equal(symbolic, [3.0, 5.0])
     assert symbolic.dtype == tf.float32
-
-
-def test_sparse_gradients_stay_sparse():
-    table = autocast(np.ones([5, 3], np.float32))
-
-    def function():
-        before = table * 1
-        with tf.GradientTape() as tape:
-            y = tf.reduce_sum(tf.nn.embedding_lookup(table, [1, 1, 3]))
-        return before, tape.gradient(y, table)
-
-    _, (_, gradient) = count(function)
-    assert isinstance(gradient, tf.IndexedSlices)
-    assert gradient.values.dtype == tf.float32
-    np.testing.assert_array_equal(tf.convert_to_tensor(gradient)[:, 0], [0, 2, 0, 1, 0])
+    assert isinstance(sparse, tf.IndexedSlices)
+    assert sparse.values.dtype == tf.float32
+    np.testing.assert_array_equal(tf.convert_to_tensor(sparse)[:, 0], [0, 2, 0, 1, 0])
 
 
 @pytest.mark.usefixtures("sums_of_tensorflow")
 def test_a_shape_that_may_change():
     v = keras_mp.autocast_variable(tf.Variable([1.0], shape=tf.TensorShape(None)))
-
-    def function():
-        with tf.GradientTape() as tape:
-            y = v * v
-        return tape.gradient(y, v)
-
     v.assign([[3.0, 4.0]])
-    casts, gradient = count(function)
+    casts, gradient = count(lambda: differentiated(lambda: v * v, v)[1])
     assert casts == 1
     np.testing.assert_array_equal(gradient, [[6.0, 8.0]])
 
@@ -299,13 +280,10 @@ def test_cast_once_reaches_into_loops(mode):
         with keras_mp.autocast_scope("float16"), keras_mp.cast_once(variables):
             return recurrent(lambda h: tf.tanh(h @ kernel) + h @ kernel, x)
 
-    def gradients(variables):
-        with tf.GradientTape() as tape:
-            y = forward(variables)
-        return tape.gradient(y, kernel), y
-
-    plain, held = (placed(mode, functools.partial(gradients, each)) for each in ([], [kernel]))
-    (expected, y), (gradient, same) = plain(), held()
+    (y, expected), (same, gradient) = (
+        placed(mode, lambda: differentiated(lambda: forward(held), kernel))()
+        for held in ([], [kernel])
+    )
     assert gradient.dtype == tf.float32
     # The same additions; XLA may keep more bits between two operations in float16.
     np.testing.assert_allclose(same, y, rtol=2e-3 if mode == "jit" else 0)
@@ -328,21 +306,18 @@ def test_assignments_inside_of_cast_once_are_refused():
         np.testing.assert_array_equal(v * 1, [3.0, 4.0])
 
 
-@pytest.mark.parametrize("in_function", [False, True])
-def test_tapes_and_recomputation_inside_of_cast_once(in_function):
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_tapes_and_recomputation_inside_of_cast_once(mode):
     v = autocast()
     x = tf.constant([3.0, 3.0], tf.float16)
 
     def gradients():
         with keras_mp.autocast_scope("float16"), keras_mp.cast_once([v]):
-            with tf.GradientTape() as tape:
-                y = v * 3 + v * x
-            inside = tape.gradient(y, v)
-            with tf.GradientTape() as tape:
-                y = keras_mp.recompute_grad(lambda x: x * v)(x)
-            return inside, tape.gradient(y, v)
+            _, inside = differentiated(lambda: v * 3 + v * x, v)
+            _, recomputed = differentiated(lambda: keras_mp.recompute_grad(lambda x: x * v)(x), v)
+            return inside, recomputed
 
-    for gradient, expected in zip((tf.function(gradients) if in_function else gradients)(), (6, 3)):
+    for gradient, expected in zip(placed(mode, gradients)(), (6, 3)):
         np.testing.assert_array_equal(gradient, [expected] * 2)
 
 

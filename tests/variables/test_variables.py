@@ -10,7 +10,17 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import OPTIMIZERS, assert_all_equal, make_optimizer, mirrored, once, placed, state
+from tests import steps
+from tests.common import (
+    OPTIMIZERS,
+    assert_all_equal,
+    differentiated,
+    make_optimizer,
+    mirrored,
+    once,
+    placed,
+    state,
+)
 
 HALF = [tf.float16, tf.bfloat16]
 
@@ -146,54 +156,48 @@ def outcome(question, variable):
         return type(error)
 
 
-@pytest.mark.parametrize("name", sorted(set(INTERFACE)))
-def test_outside_of_the_scope_it_is_its_variable_in_eager(name):
-    question = SAME_IN_PLAIN[name]
-    one, other = plain(name="v"), autocast(name="v")
-    expected = outcome(question, one)
-    if name == "graph":
-        assert expected is outcome(question, other) is AttributeError
-    assert outcome(question, other) == expected
-    np.testing.assert_array_equal(other.numpy(), one.numpy())
-
-
-def asked_in_a_function(question, variable):
-    """What is answered while a function is traced, and the variable's value after it has run."""
-    answers = []
-
-    @tf.function(autograph=False)
-    def function():
-        answers.append(outcome(question, variable))
-        return tf.convert_to_tensor(variable)
-
-    return function().numpy().tolist(), *answers
-
-
-@pytest.mark.parametrize("name", sorted(set(INTERFACE) - {"op", "graph", "initializer"}))
-def test_outside_of_the_scope_it_is_its_variable_in_a_function(name):
-    question = SAME_IN_PLAIN[name]
-    expected = asked_in_a_function(question, plain(name="v"))
-    assert asked_in_a_function(question, autocast(name="v")) == expected
-
-
-@pytest.mark.parametrize("name", sorted(set(INTERFACE)))
-def test_outside_of_the_scope_it_is_its_variable_in_a_graph(name):
-    question = SAME_IN_PLAIN[name]
-    outcomes = []
-    for make in (plain, autocast):
+def asked(question, make, mode):
+    """What is answered, in a function while it is traced, and the variable's value afterwards."""
+    if mode == "graph":
         with tf.Graph().as_default() as graph, tf.compat.v1.Session().as_default() as session:
             variable = make(name="v")
             session.run(tf.compat.v1.global_variables_initializer())
             answer = outcome(question, variable)
-            outcomes.append("its graph" if answer is graph else answer)
-            outcomes.append(session.run(variable).tolist())
-    if name == "__hash__":
-        assert type(outcomes[0]) is type(outcomes[2])
-    else:
-        assert outcomes[2:] == outcomes[:2]
+            return "its graph" if answer is graph else answer, session.run(variable).tolist()
+    variable, answers = make(name="v"), []
+
+    def function():
+        answers.append(outcome(question, variable))
+        return tf.convert_to_tensor(variable)
+
+    function = tf.function(function, autograph=False) if mode == "function" else function
+    value = function().numpy().tolist()
+    return *answers, value
 
 
-@pytest.mark.parametrize("name", ["op", "graph", "initializer"])
+# In a function these are the wrapped variable's.
+OF_A_GRAPH = ("op", "graph", "initializer")
+
+
+@once
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        (name, mode)
+        for mode in ("eager", "function", "graph")
+        for name in sorted(set(INTERFACE))
+        if mode != "function" or name not in OF_A_GRAPH
+    ],
+)
+def test_outside_of_the_scope_it_is_its_variable(name, mode):
+    expected, found = (asked(SAME_IN_PLAIN[name], make, mode) for make in (plain, autocast))
+    if mode == "graph" and name == "__hash__":
+        expected, found = ((type(answer), value) for answer, value in (expected, found))
+    assert found == expected
+
+
+@once
+@pytest.mark.parametrize("name", OF_A_GRAPH)
 def test_in_a_function_these_are_the_wrapped_variables(name):
     v = autocast()
     answers = []
@@ -466,14 +470,15 @@ def test_functions_do_not_keep_their_arguments_alive():
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-@pytest.mark.parametrize("in_function", [False, True])
-def test_recompute_grad_counts_a_gradient_once_and_reads_in_the_same_dtype(policy, in_function):
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_recompute_grad_counts_a_gradient_once_and_reads_in_the_same_dtype(policy, mode):
     seen = []
 
     class Scale(tf.keras.layers.Layer):
         def build(self, shape):
             self.w = self.add_weight(name="w", shape=(3,), initializer="ones")
             self.v = self.add_weight(name="v", shape=(3,), initializer="ones")
+            self.built = True
 
         def call(self, x):
             return x * keras_mp.recompute_grad(self.computed)(self.w)
@@ -487,12 +492,9 @@ def test_recompute_grad_counts_a_gradient_once_and_reads_in_the_same_dtype(polic
     layer.build([1, 3])
 
     def gradients():
-        with tf.GradientTape() as tape:
-            y = layer(tf.ones([1, 3]))
-        return tape.gradient(y, layer.trainable_variables)
+        return differentiated(lambda: layer(tf.ones([1, 3])), layer.trainable_variables)[1]
 
-    found = (tf.function(gradients) if in_function else gradients)()
-    np.testing.assert_array_equal(found, np.full([2, 3], 2.0))
+    np.testing.assert_array_equal(placed(mode, gradients)(), np.full([2, 3], 2.0))
     assert set(seen) == {layer.compute_dtype}
     assert len(seen) > 1
 
@@ -500,9 +502,9 @@ def test_recompute_grad_counts_a_gradient_once_and_reads_in_the_same_dtype(polic
 # Gradients.
 
 
-@pytest.mark.parametrize("in_function", [False, True])
+@pytest.mark.parametrize("mode", ["eager", "function"])
 @pytest.mark.parametrize("dtype", HALF)
-def test_gradients_have_the_true_dtype(dtype, in_function):
+def test_gradients_have_the_true_dtype(dtype, mode):
     v, table, unused = autocast(), autocast(np.ones([5, 2])), autocast()
 
     def gradients():
@@ -520,7 +522,7 @@ def test_gradients_have_the_true_dtype(dtype, in_function):
             tape.gradient(y, unused, unconnected_gradients="zero"),
         )
 
-    dv, d_table, watched, jacobian, zero = (tf.function(gradients) if in_function else gradients)()
+    dv, d_table, watched, jacobian, zero = placed(mode, gradients)()
     assert dv.dtype == d_table.dtype == watched.dtype == zero.dtype == tf.float32
     assert isinstance(d_table, tf.IndexedSlices)
     np.testing.assert_array_equal(dv, [2.0, 4.0, 6.0, 8.0])
@@ -558,10 +560,9 @@ def make_distributed(kind):
     return tf.Variable([1.0, 2.0], **kwargs)
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("kind", ["mirrored", "on read"])
-def test_a_distributed_variable_keeps_its_class(kind, replicas):
-    strategy = mirrored(replicas)
+def test_a_distributed_variable_keeps_its_class(kind):
+    strategy = mirrored(2)
     with strategy.scope():
         inner = make_distributed(kind)
     v = keras_mp.autocast_variable(inner)
@@ -579,9 +580,9 @@ def test_a_distributed_variable_keeps_its_class(kind, replicas):
             return read
 
     reads = strategy.experimental_local_results(strategy.run(tf.function(step)))
-    assert [(r.dtype, r.numpy().tolist()) for r in reads] == [(tf.float16, [2, 4])] * replicas
+    assert [(r.dtype, r.numpy().tolist()) for r in reads] == [(tf.float16, [2, 4])] * 2
     components = strategy.experimental_local_results(v)
-    assert len(components) == replicas
+    assert len(components) == 2
     for component in components:
         assert component.dtype == tf.float32
         np.testing.assert_array_equal(component, [2.0, 3.0])
@@ -790,16 +791,16 @@ def test_deepcopy_of_a_mirrored_variable():
 def test_optimizers_train_it_as_a_plain_variable(name, wrapped):
     final = []
     for make in (plain, autocast):
-        v = make()
-        optimizer = make_optimizer(name)
+        v, optimizer, way = make(), make_optimizer(name), steps.unscaled
         if wrapped:
-            optimizer = keras_mp.LossScaleOptimizer(optimizer)
+            optimizer, way = keras_mp.LossScaleOptimizer(optimizer), steps.rfc
+
+        def loss():
+            with keras_mp.autocast_scope("float16"):
+                return tf.reduce_sum(tf.cast(v, tf.float16) ** 2)
+
+        step = way(optimizer, loss, [v])
         for _ in range(3):
-            with tf.GradientTape() as tape, keras_mp.autocast_scope("float16"):
-                loss = tf.reduce_sum(tf.cast(v, tf.float16) ** 2)
-                loss = optimizer.get_scaled_loss(loss) if wrapped else loss
-            grads = tape.gradient(loss, [v])
-            grads = optimizer.get_unscaled_gradients(grads) if wrapped else grads
-            optimizer.apply_gradients(zip(grads, [v]))
-        final.append((v.numpy(), *(s for s in state(optimizer))))
+            step()
+        final.append([v.numpy(), *state(optimizer)])
     assert_all_equal(*final)
