@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from tests import steps
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,
@@ -365,13 +366,12 @@ def test_a_checkpoint_holds_the_state(tmp_path):
     ]
 
     def make():
-        scaler = keras_mp.GradScaler(GROWING())
-        return scaler, sgd(), tf.Variable(1.0)
+        scaler, v = keras_mp.GradScaler(GROWING()), tf.Variable(1.0)
+        return scaler, v, steps.scaler(scaler, sgd(), lambda factor: v * factor, [v])
 
-    scaler, optimizer, v = make()
-    for factor in (np.inf, 0.5):
-        scaler.step(optimizer, [(tape_gradient(scaler, v, factor), v)])
-        scaler.update()
+    scaler, v, step = make()
+    step(np.inf)
+    step(0.5)
     path = tf.train.Checkpoint(scaler=scaler, v=v).save(str(tmp_path / "checkpoint"))
     names = {name for name, _ in tf.train.list_variables(path) if name.startswith("scaler")}
     assert {name.split("/.ATT")[0].split("/", 1)[1] for name in names} == {
@@ -380,36 +380,13 @@ def test_a_checkpoint_holds_the_state(tmp_path):
         "loss_scale/bad_steps",
         "steps_skipped",
     }
-    scaler, optimizer, v = make()
+    scaler, v, step = make()
     tf.train.Checkpoint(scaler=scaler, v=v).restore(path).assert_consumed()
     assert float(scaler.loss_scale()) == 2.0**9
     assert int(scaler.steps_skipped) == 1
-    scaler.step(optimizer, [(tape_gradient(scaler, v, 0.5), v)])
-    scaler.update()
+    step(0.5)
     assert float(scaler.loss_scale()) == 2.0**10  # it is the second good step
     assert float(v) == 0
-
-
-@once
-def test_a_saved_model_of_a_train_step_runs(tmp_path):
-    module = tf.Module()
-    module.v, module.scaler = tf.Variable(8.0), keras_mp.GradScaler(GROWING())
-
-    @tf.function(input_signature=[tf.TensorSpec([])])
-    def step(factor):
-        gradient = tape_gradient(module.scaler, module.v, factor)
-        applied = module.scaler.step(by_hand(1.0), [(gradient, module.v)])
-        module.scaler.update()
-        return applied
-
-    module.step = step
-    step(tf.constant(1.0))
-    tf.saved_model.save(module, str(tmp_path))
-    loaded = tf.saved_model.load(str(tmp_path))
-    assert bool(loaded.step(tf.constant(2.0)))
-    assert not bool(loaded.step(tf.constant(np.nan)))
-    assert float(loaded.v) == 5
-    assert float(module.v) == 7
 
 
 @once
@@ -553,11 +530,7 @@ def test_an_optimizer_that_accumulates_by_itself(mode):
     optimizer, v = tf.keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), tf.Variable(8.0)
     optimizer.build([v])
 
-    def step(factor):
-        scaler.step(optimizer, [(tape_gradient(scaler, v, factor), v)])
-        scaler.update()
-
-    step = placed(mode, step)
+    step = placed(mode, steps.scaler(scaler, optimizer, lambda factor: v * factor, [v]))
     scales = []
     for factor in (1.0, 1.0, np.nan, 1.0, 1.0, 3.0):
         step(tf.constant(factor))

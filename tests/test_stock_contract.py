@@ -1,12 +1,10 @@
 """What users of Keras's own class do with it, done with ours in its place."""
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests import steps
-from tests.common import FAMILIES, IS_KERAS_3, assert_all_equal, make_optimizer, sgd, value
+from tests.common import FAMILIES, IS_KERAS_3, assert_all_equal, make_optimizer, sgd
 
 pytestmark = pytest.mark.parametrize("name", FAMILIES)
 
@@ -63,21 +61,6 @@ def test_minimize_calls_what_a_subclass_overrides(name, cls, form):
         optimizer.minimize(loss, [v], tape=tape)
     assert float(v) == 0.5
     assert optimizer.seen == [0.25]
-
-
-def test_fit_calls_what_a_subclass_overrides(name):
-    class Counting(keras_mp.LossScaleOptimizer):
-        traces = 0
-
-        def apply_gradients(self, *args, **kwargs):
-            Counting.traces += 1
-            return super().apply_gradients(*args, **kwargs)
-
-    model = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)])
-    model.compile(Counting(sgd(name)), "mse")
-    model.fit(tf.ones([4, 2]), tf.ones([4, 1]), verbose=0)
-    assert Counting.traces > 0
-    assert int(value(model.optimizer.iterations)) == 1
 
 
 def test_a_subclass_may_build_more(name):
@@ -224,33 +207,3 @@ def test_a_second_scale_that_comes_later_is_refused(name):
     with pytest.raises(ValueError, match="scales the loss itself"):
         optimizer.minimize(lambda: v * 1.0, [v])
     assert float(v) == 1
-
-
-@pytest.mark.parametrize("calls", ["minimize", "rfc", "keras_3"])
-def test_a_module_with_a_train_step_is_saved(name, calls, tmp_path):
-    class Trainer(tf.Module):
-        def __init__(self):
-            super().__init__()
-            self.v = tf.Variable([1.0, 2.0])
-            inner = make_optimizer(name, 0.5)
-            if calls == "rfc":
-                inner = keras_mp.OptimizerWrapper(inner)
-            self.optimizer = keras_mp.LossScaleOptimizer(inner)
-            self.optimizer.build([self.v])
-
-        @tf.function(input_signature=[])
-        def step(self):
-            steps.WAYS[calls](self.optimizer, lambda: tf.reduce_sum(self.v), [self.v])()
-            return self.v.read_value()
-
-    trainer = Trainer()
-    trainer.step()
-    tf.saved_model.save(trainer, tmp_path / "trainer")
-    loaded = tf.saved_model.load(tmp_path / "trainer")
-    np.testing.assert_array_equal(loaded.step(), trainer.step())
-    assert ("legacy" in type(loaded.optimizer).__module__) == name.startswith("legacy")
-    # What only functions use is no part of a checkpoint.
-    checkpoint = tf.train.Checkpoint(optimizer=trainer.optimizer).save(tmp_path / "checkpoint")
-    keys = " ".join(key for key, _ in tf.train.list_variables(checkpoint))
-    assert "loss_scale" in keys
-    assert not any(word in keys for word in ("made", "report", "losses"))

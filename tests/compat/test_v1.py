@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import mirrored, once, value
+from tests.common import MODES, mirrored, once, placed, value
+from tests.steps import by_replica, on_replicas
 
 V1, v1 = tf.compat.v1, keras_mp.compat.v1
 INF = float("inf")
@@ -108,51 +109,50 @@ def test_an_optimizer_is_wrapped_once():
 # Steps.
 
 
-@pytest.mark.parametrize("where", ["eager", "function", "compiled"])
-def test_steps_are_made_and_skipped(where):
-    optimizer = wrapped(adam(), growing())
-    v, steps = tf.Variable(1.0), tf.Variable(0, dtype=tf.int64)
+def after_steps(where, make, factors, loss=tf.square):
+    """A weight after each step of a loss that is multiplied, and what is known of all steps."""
+
+    def known(optimizer, v, count):
+        slots = [optimizer.get_slot(v, name) for name in optimizer.get_slot_names()]
+        if isinstance(optimizer, v1.LossScaleOptimizer):
+            of_steps = optimizer.steps_skipped, optimizer.last_step_skipped
+            return [count, *slots, *of_steps, optimizer.loss_scale()]
+        return [count, *slots]
+
+    values = []
+    if where == "graph":
+        with tf.Graph().as_default():
+            v, count = V1.get_variable("v", initializer=1.0), V1.train.create_global_step()
+            factor, optimizer = V1.placeholder(tf.float32, []), make()
+            train = optimizer.minimize(factor * loss(v), count, name="train")
+            assert train.name == "train"
+            assert V1.get_collection(V1.GraphKeys.TRAIN_OP) == [train]
+            with session() as run:
+                for each in factors:
+                    run.run(train, {factor: each})
+                    values.append(run.run(v))
+                return values, run.run(known(optimizer, v, count))
+    v, count, optimizer = tf.Variable(1.0), tf.Variable(0, dtype=tf.int64), make()
 
     def step(factor):
-        optimizer.minimize(lambda: factor * v**2, steps, [v])
+        optimizer.minimize(lambda: factor * loss(v), count, [v])
 
-    if where != "eager":
-        step = tf.function(step, jit_compile=where == "compiled")
-    control, other = adam(), tf.Variable(1.0)
-    for factor in (1.0, INF, 2.0, 3.0, INF):
-        step(tf.constant(factor))
-        if factor != INF:
-            control.minimize(lambda: factor * other**2, var_list=[other])
-        assert float(v) == pytest.approx(float(other), rel=1e-6)
-    assert (int(steps), int(optimizer.steps_skipped)) == (3, 2)
-    assert bool(optimizer.last_step_skipped)
-    # 8, skipped: 4, two good ones: 8, skipped: 4
-    assert float(optimizer.loss_scale()) == 4
-    for name in optimizer.get_slot_names():
-        slot = optimizer.get_slot(v, name)
-        assert float(slot) == pytest.approx(float(control.get_slot(other, name)), rel=1e-6)
+    step = placed(where, step)
+    for each in factors:
+        step(tf.constant(each))
+        values.append(float(v))
+    return values, [float(each) for each in known(optimizer, v, count)]
 
 
-def test_steps_in_a_graph():
-    with tf.Graph().as_default():
-        v = V1.get_variable("v", initializer=1.0)
-        step = V1.train.get_or_create_global_step()
-        factor = V1.placeholder(tf.float32, [])
-        optimizer = wrapped(adam(), growing())
-        train = optimizer.minimize(factor * v**2, step, name="train")
-        assert train.name == "train"
-        assert V1.get_collection(V1.GraphKeys.TRAIN_OP) == [train]
-        w = V1.get_variable("w", initializer=1.0)
-        control = adam().minimize(factor * w**2, var_list=[w])
-        with session() as run:
-            for value_of in (1.0, INF, 2.0, 3.0, INF):
-                run.run(train, {factor: value_of})
-                if value_of != INF:
-                    run.run(control, {factor: value_of})
-                assert run.run(v) == run.run(w)
-            assert run.run([step, optimizer.steps_skipped]) == [3, 2]
-            assert run.run(optimizer.last_step_skipped)
-            assert run.run(optimizer.loss_scale()) == 4
+@pytest.mark.parametrize("where", [*MODES, "graph"])
+def test_steps_are_made_and_skipped(where):
+    values, known = after_steps(
+        where, lambda: wrapped(adam(), growing()), (1.0, INF, 2.0, 3.0, INF)
+    )
+    (first, second, third), of_control = after_steps(where, adam, (1.0, 2.0, 3.0))
+    assert values == pytest.approx([first, first, second, third, third], rel=1e-6)
+    # Two steps were skipped, the last one, too: 8, 4, and after two good ones 8, 4.
+    assert known == pytest.approx([*of_control, 2, 1, 4], rel=1e-6)
 
 
 def test_arguments_of_compute_gradients_reach_the_inner_optimizer():
@@ -259,22 +259,9 @@ class Halving(v1.LossScaleManager):
 
 @pytest.mark.parametrize("where", ["eager", "function", "graph"])
 def test_a_manager_of_somebody_s_own(where):
-    if where == "graph":
-        with tf.Graph().as_default():
-            v, factor = V1.get_variable("v", initializer=1.0), V1.placeholder(tf.float32, [])
-            optimizer = wrapped(loss_scale=Halving())
-            train = optimizer.minimize(factor * v)
-            with session() as run:
-                for each in (1.0, INF, 2.0, INF):
-                    run.run(train, {factor: each})
-                assert run.run([optimizer.loss_scale(), v]) == [16, 0.25]
-        return
-    v = tf.Variable(1.0)
-    optimizer = wrapped(loss_scale=Halving())
-    for factor in (1.0, INF, 2.0, INF):
-        step = lambda: optimizer.minimize(lambda: factor * v, var_list=[v])  # noqa: E731
-        tf.function(step)() if where == "function" else step()
-    assert (float(optimizer.loss_scale()), float(v)) == (16, 0.25)
+    make = lambda: wrapped(loss_scale=Halving())  # noqa: E731
+    values, (*_, scale) = after_steps(where, make, (1.0, INF, 2.0, INF), tf.identity)
+    assert (scale, values[-1]) == (16, 0.25)
 
 
 def test_what_a_subclass_overrides_has_a_say_in_minimize():
@@ -313,11 +300,6 @@ def test_what_is_no_misuse():
     first, second = optimizer.compute_gradients(lambda: v**2 + w**2, [v, w])
     optimizer.apply_gradients([first])
     optimizer.apply_gradients([second])
-    # Computed in one function, applied in another.
-    compute = tf.function(lambda: [g for g, _ in optimizer.compute_gradients(lambda: v * w, [v])])
-    apply = tf.function(lambda gradient: optimizer.apply_gradients([(gradient, v)]))
-    [gradient] = compute()
-    apply(gradient)
     # In a graph, where a branch applies.
     with tf.Graph().as_default():
         u = V1.get_variable("u", initializer=1.0)
@@ -330,8 +312,8 @@ def test_what_is_no_misuse():
 
 
 @pytest.mark.parametrize("inner", [sgd, adam])
-@pytest.mark.parametrize("in_function", [False, True])
-def test_one_verdict_for_all_replicas(inner, in_function):
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_one_verdict_for_all_replicas(inner, mode):
     strategy = mirrored(2)
     with strategy.scope():
         v = tf.Variable(1.0)
@@ -340,22 +322,16 @@ def test_one_verdict_for_all_replicas(inner, in_function):
         )
         optimizer = wrapped(inner(), growing())
 
-    def step(factors):
-        factor = tf.gather(factors, tf.distribute.get_replica_context().replica_id_in_sync_group)
+    def step(factor):
         optimizer.minimize(lambda: factor * v, steps, [v])
 
-    def run(factors):
-        strategy.run(step, args=(factors,))
-
-    if in_function:
-        run = tf.function(run)
+    run = on_replicas(step, mode)
     control, other = inner(), tf.Variable(1.0)
     for factors in ([1.0, 2.0], [1.0, INF], [float("nan"), 1.0], [1.0, 1.0]):
         run(tf.constant(factors))
         if np.isfinite(sum(factors)):
             control.minimize(lambda: sum(factors) * other, var_list=[other])
-        replicas = [float(each) for each in strategy.experimental_local_results(v)]
-        assert replicas == pytest.approx([float(other)] * 2, rel=1e-6)
+        assert by_replica(v) == pytest.approx([float(other)] * 2, rel=1e-6)
     assert int(value(steps)) == 2
     assert int(optimizer.steps_skipped) == 2
     assert float(optimizer.loss_scale()) == 2
@@ -468,24 +444,6 @@ def test_variables_are_the_inner_ones_and_the_scale_s():
     assert len(optimizer.variables()) == len(optimizer.inner_optimizer.variables()) + 4
     assert optimizer.get_slot_names() == ["m", "v"]
     assert optimizer.get_slot(v, "m") is optimizer.inner_optimizer.get_slot(v, "m")
-
-
-def test_a_step_in_a_saved_model(tmp_path):
-    module = tf.Module()
-    module.v = tf.Variable(1.0)
-    module.optimizer = wrapped(sgd(), growing())
-
-    @tf.function(input_signature=[tf.TensorSpec([])])
-    def step(factor):
-        module.optimizer.minimize(lambda: factor * module.v, var_list=[module.v])
-        return module.v.read_value()
-
-    module.step = step
-    module.step(tf.constant(1.0))
-    tf.saved_model.save(module, str(tmp_path))
-    loaded = tf.saved_model.load(str(tmp_path))
-    assert [float(loaded.step(tf.constant(each))) for each in (1.0, INF, 1.0)] == [0.5, 0.5, 0.25]
-    assert int(loaded.optimizer.steps_skipped) == 1
 
 
 def test_a_monitored_session_with_hooks(tmp_path):

@@ -43,33 +43,38 @@ def test_a_signature_takes_float32_and_returns_what_predict_returns(policy, save
         np.testing.assert_array_equal(loaded.serve(X), expected)
 
 
-@pytest.mark.parametrize("save", [export, tf.saved_model.save])
-def test_several_inputs(save, tmp_path):
-    keras_mp.set_global_policy("mixed_float16")
+def of_several_inputs():
     model = Subclass()
     model({"x": X, "other": X})
+    return model
+
+
+def of_an_input_in_16_bits():
+    """The program asks for them."""
+    inputs = tf.keras.Input((4,), dtype="float16")
+    return tf.keras.Model(inputs, Subclass().dense(inputs))
+
+
+def of_keras_s_own_policy():
+    model = Subclass(dtype=tf.keras.mixed_precision.Policy("mixed_float16"))
+    model(X)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "save"),
+    [
+        (of_several_inputs, tf.float32, export),
+        (of_several_inputs, tf.float32, tf.saved_model.save),
+        (of_an_input_in_16_bits, tf.float16, export),
+        (of_an_input_in_16_bits, tf.float16, tf.saved_model.save),
+        (of_keras_s_own_policy, tf.float16, export),
+    ],
+)
+def test_what_a_signature_takes(make, dtype, save, tmp_path):
+    with keras_mp.policy_scope("mixed_float16"):
+        model = make()
     save(model, str(tmp_path / "model"))
     signature = tf.saved_model.load(str(tmp_path / "model")).signatures["serving_default"]
     specs = signature.structured_input_signature[1].values()
-    assert {spec.dtype for spec in specs} == {tf.float32}
-
-
-@pytest.mark.parametrize("save", [export, tf.saved_model.save])
-def test_an_input_for_which_the_program_asks_for_16_bits_keeps_them(save, tmp_path):
-    keras_mp.set_global_policy("mixed_float16")
-    inputs = tf.keras.Input((4,), dtype="float16")
-    save(tf.keras.Model(inputs, Subclass().dense(inputs)), str(tmp_path / "model"))
-    signature = tf.saved_model.load(str(tmp_path / "model")).signatures["serving_default"]
-    (spec,) = signature.structured_input_signature[1].values()
-    assert spec.dtype == tf.float16
-
-
-def test_models_with_keras_s_own_policies_are_exported_as_ever(tmp_path):
-    keras_mp.Policy("mixed_float16")  # installs what there is to install
-    policy = tf.keras.mixed_precision.Policy("mixed_float16")
-    model = Subclass(dtype=policy)
-    model(X)
-    export(model, str(tmp_path / "model"))
-    signature = tf.saved_model.load(str(tmp_path / "model")).signatures["serving_default"]
-    (spec,) = signature.structured_input_signature[1].values()
-    assert spec.dtype == tf.float16
+    assert {spec.dtype for spec in specs} == {dtype}

@@ -1,14 +1,22 @@
-"""Optimizers that Keras does not find by their name in a file, or finds another one by it."""
+"""Optimizers that Keras does not find by their name in a file, and wrappers among wrappers."""
 
 import copy
-import pickle
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, assert_all_equal, training_state, value
+from tests.common import (
+    FAMILIES,
+    IS_KERAS_3,
+    assert_all_equal,
+    chain,
+    make_optimizer,
+    training_state,
+    value,
+)
+from tests.saving.common import COPIES, set_policy
 
 
 class Adam(tf.keras.optimizers.SGD):
@@ -28,13 +36,22 @@ class RMSprop(tf.keras.optimizers.SGD):
 NOT_IN_TABLE = ["Lamb"] if IS_KERAS_3 else ["Lion", "Adafactor"]
 CLASSES = [getattr(tf.keras.optimizers, name) for name in NOT_IN_TABLE] + [Registered, RMSprop]
 
-classes = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+# What makes an optimizer, which `compile` wraps if nothing here scales the loss.
+OPTIMIZERS = {cls.__name__: lambda cls=cls: cls(0.01) for cls in CLASSES}
+for family in FAMILIES:
+    OPTIMIZERS |= {
+        f"outside of it, {family}": lambda family=family: keras_mp.OptimizerWrapper(
+            keras_mp.LossScaleOptimizer(make_optimizer(family))
+        ),
+        f"inside of it, {family}": lambda family=family: keras_mp.LossScaleOptimizer(
+            keras_mp.OptimizerWrapper(make_optimizer(family))
+        ),
+    }
 pytestmark = pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 
 
 def trained(optimizer):
-    scale = keras_mp.DynamicLossScale(64.0, increment_period=2)
-    keras_mp.set_global_policy(keras_mp.Policy("mixed_float16", scale))
+    set_policy("mixed_float16", 64.0, 2)
     model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1)])
     model.compile(optimizer, "mse", run_eagerly=True)
     step(model)
@@ -46,31 +63,23 @@ def step(model):
 
 
 def assert_trains_on(again, model):
-    assert type(again.optimizer) is keras_mp.LossScaleOptimizer
-    assert type(again.optimizer.inner_optimizer) is type(model.optimizer.inner_optimizer)
+    classes = [[type(each) for each in chain(one.optimizer)] for one in (again, model)]
+    assert classes[0] == classes[1]
+    assert keras_mp.LossScaleOptimizer in classes[0]
     again.run_eagerly = True  # .h5 files do not say so.
     for one in (again, model):
         step(one)
     assert_all_equal(training_state(again), training_state(model))
 
 
-@classes
-@pytest.mark.parametrize("suffix", [".keras", ".h5"])
-def test_a_model_with_such_an_optimizer_loads_and_trains_on(cls, suffix, tmp_path):
-    model = trained(cls(0.01))
-    model.save(str(tmp_path / f"model{suffix}"))
-    assert_trains_on(tf.keras.models.load_model(str(tmp_path / f"model{suffix}")), model)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_of_a_model_with_such_an_optimizer_trains_on(optimizer, way, tmp_path):
+    model = trained(OPTIMIZERS[optimizer]())
+    assert_trains_on(COPIES[way](model, tmp_path), model)
 
 
-@classes
-@pytest.mark.parametrize("is_pickled", [True, False])
-def test_a_model_with_such_an_optimizer_is_copied(cls, is_pickled):
-    model = trained(cls(0.01))
-    again = pickle.loads(pickle.dumps(model)) if is_pickled else copy.deepcopy(model)
-    assert_trains_on(again, model)
-
-
-@classes
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_such_an_optimizer_is_made_of_its_config(cls):
     inner = cls(tf.keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5))
     optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.serialize(inner))

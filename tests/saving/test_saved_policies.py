@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3
+from tests.common import IS_KERAS_3, Subclassed
+from tests.saving.common import MODELS
 
 keras_2 = pytest.mark.skipif(IS_KERAS_3, reason="Only Keras 2 has it.")
 
@@ -53,33 +54,13 @@ def make_model(policy):
     return tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(2, dtype=policy)])
 
 
-def through_file(name):
-    def save_and_load(model, folder):
-        model.save(folder / name)
-        return tf.keras.models.load_model(folder / name)
-
-    return save_and_load
-
-
-WAYS = {
-    ".keras": through_file("model.keras"),
-    ".h5": through_file("model.h5"),
-    "JSON": lambda model, _: tf.keras.models.model_from_json(model.to_json()),
-    "clone_model": lambda model, _: tf.keras.models.clone_model(model),
-    "pickle": lambda model, _: pickle.loads(pickle.dumps(model)),
-    "deepcopy": lambda model, _: copy.deepcopy(model),
-}
-if not IS_KERAS_3:
-    WAYS["SavedModel"] = through_file("model")
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MODELS)
 @pytest.mark.parametrize("policy", [*POLICIES, *STOCK])
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_a_layer_keeps_its_policy(policy, way, tmp_path):
     policy = {**POLICIES, **STOCK}[policy]
-    layer = WAYS[way](make_model(policy), tmp_path).layers[-1]
+    layer = MODELS[way](make_model(policy), tmp_path).layers[-1]
     assert type(layer.dtype_policy) is type(policy)
     assert layer.dtype_policy.get_config() == policy.get_config()
 
@@ -140,15 +121,6 @@ class WithKeywords(Plain):
         return super().call(x) * scale
 
 
-class InModel(tf.keras.Model):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def call(self, x, training=None):
-        return self.layer(x)
-
-
 @keras_2
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("cls", [Plain, WithTraining, WithKeywords])
@@ -157,7 +129,7 @@ def test_a_saved_model_of_a_layer_without_its_class(cls, policy, tmp_path):
     x = np.ones([3, 2], "float32")
     with keras_mp.policy_scope(policy):
         layer = cls()
-        models = [tf.keras.Sequential([tf.keras.Input((2,)), layer]), InModel(cls())]
+        models = [tf.keras.Sequential([tf.keras.Input((2,)), layer]), Subclassed(cls())]
     # Without its class a layer is a function of 16 bits, which a last layer is not.
     rounded = {"rtol": {"mixed_float16": 2**-10, "mixed_bfloat16": 2**-7}.get(policy, 0)}
     for i, model in enumerate(models):

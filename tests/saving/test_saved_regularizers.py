@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3
+from tests.common import IS_KERAS_3, Subclassed
 
 pytestmark = [
     pytest.mark.skipif(IS_KERAS_3, reason="Only Keras 2 saves a model with its functions."),
@@ -74,15 +74,6 @@ def square(x):
     return 0.01 * tf.reduce_sum(x * x)
 
 
-class Subclassed(K.Model):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer, self.last = layer, L.Dense(1)
-
-    def call(self, inputs):
-        return self.last(self.layer(inputs))
-
-
 def sequential(layer):
     return K.Sequential([K.Input((4,)), layer])
 
@@ -94,6 +85,10 @@ def nested(layer):
 def functional(layer):
     inputs = K.Input((4,))
     return K.Model(inputs, L.Dense(1)(layer(inputs)))
+
+
+def subclassed(layer):
+    return Subclassed(layer, L.Dense(1))
 
 
 def dense(**kwargs):
@@ -150,8 +145,8 @@ def losses(policy, make, name, path):
         *((sequential, name, "mixed_float16") for name in LAYERS),
         *((nested, name, "mixed_float16") for name in ("object", "function", "added")),
         *((functional, name, "mixed_float16") for name in ("dense", "lambda", "added")),
-        *((Subclassed, name, "mixed_float16") for name in ("dense", "object", "added")),
-        *((Subclassed, name, "mixed_bfloat16") for name in ("function", "added")),
+        *((subclassed, name, "mixed_float16") for name in ("dense", "object", "added")),
+        *((subclassed, name, "mixed_bfloat16") for name in ("function", "added")),
     ],
 )
 def test_losses_after_loading_are_those_of_float32(make, name, policy, tmp_path):

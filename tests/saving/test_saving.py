@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from tests import steps
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,
@@ -13,10 +14,10 @@ from tests.common import (
     make_optimizer,
     mirrored,
     once,
-    slots,
     training_state,
     value,
 )
+from tests.saving.common import set_policy
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -28,16 +29,10 @@ def make_model(optimizer):
     return model
 
 
-def set_policy(name, scale=None):
-    """Sets the policy, by default with a scale at which no step is skipped."""
-    scale = scale or keras_mp.DynamicLossScale(2.0**5, increment_period=4)
-    keras_mp.set_global_policy(keras_mp.Policy(name, scale if name == "mixed_float16" else None))
-
-
 @pytest.fixture(params=FAMILIES)
 def trained(request):
     """A model that was trained under mixed_float16, some of its steps skipped."""
-    set_policy("mixed_float16", keras_mp.DynamicLossScale(2.0**24, increment_period=9))
+    set_policy("mixed_float16", 2.0**24, 9)
     model = make_model(make_optimizer(request.param))
     model.fit(X, Y, batch_size=2, verbose=0)
     assert int(model.optimizer.steps_skipped) > 3
@@ -120,17 +115,13 @@ def test_checkpoints_move_into_a_strategy_and_out_of_it(is_saved_mirrored, tmp_p
 STOCK = tf.keras.mixed_precision.LossScaleOptimizer
 
 
-def trained_optimizer(cls, steps):
+def trained_optimizer(cls, count):
     variable = tf.Variable([1.0, 2.0])
     optimizer = cls(tf.keras.optimizers.Adam(0.1), initial_scale=64.0, dynamic_growth_steps=5)
-    for _ in range(steps):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(variable**2)
-            loss = optimizer.scale_loss(loss) if IS_KERAS_3 else optimizer.get_scaled_loss(loss)
-        gradients = tape.gradient(loss, [variable])
-        if not IS_KERAS_3:
-            gradients = optimizer.get_unscaled_gradients(gradients)
-        optimizer.apply_gradients(zip(gradients, [variable]))
+    way = steps.keras_3 if IS_KERAS_3 else steps.rfc
+    make_step = way(optimizer, lambda: tf.reduce_sum(variable**2), [variable])
+    for _ in range(count):
+        make_step()
     return optimizer, variable
 
 
@@ -145,17 +136,17 @@ SCALE, COUNTER = (
 )
 
 
-@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("count", [0, 1])
 @pytest.mark.parametrize("is_saved_by_us", [True, False])
-def test_checkpoints_move_to_and_from_the_stock_optimizer(is_saved_by_us, steps, tmp_path):
-    if IS_KERAS_3 and is_saved_by_us and not steps:
+def test_checkpoints_move_to_and_from_the_stock_optimizer(is_saved_by_us, count, tmp_path):
+    if IS_KERAS_3 and is_saved_by_us and not count:
         pytest.skip("That of Keras 3 restores no scale before it is built, its own neither.")
     classes = [STOCK, keras_mp.LossScaleOptimizer]
     before, after = reversed(classes) if is_saved_by_us else classes
-    (saved, _), (loaded, variable) = trained_optimizer(before, 7), trained_optimizer(after, steps)
+    (saved, _), (loaded, variable) = trained_optimizer(before, 7), trained_optimizer(after, count)
     path = tf.train.Checkpoint(optimizer=in_stock_layout(saved)).save(str(tmp_path / "c"))
     tf.train.Checkpoint(optimizer=in_stock_layout(loaded)).restore(path).expect_partial()
-    if not steps:
+    if not count:
         loaded.build([variable])
     assert float(value(getattr(loaded, SCALE))) == float(value(getattr(saved, SCALE))) == 128
     assert int(value(getattr(loaded, COUNTER))) == int(value(getattr(saved, COUNTER))) == 2
@@ -275,27 +266,3 @@ def test_ways_to_load(suffix, tmp_path):
     for one in (bare, safe, named, clone, again):
         assert one.layers[-1].compute_dtype == "float16"
         np.testing.assert_array_equal(one.predict(X, verbose=0), expected)
-
-
-@pytest.mark.parametrize("is_outside", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("suffix", [".keras", ".h5"])
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
-def test_a_wrapper_among_wrappers_is_saved(family, is_outside, suffix, tmp_path):
-    set_policy("mixed_float16")
-    inner = make_optimizer(family)
-    if is_outside:
-        optimizer = keras_mp.OptimizerWrapper(keras_mp.LossScaleOptimizer(inner))
-    else:
-        optimizer = keras_mp.LossScaleOptimizer(keras_mp.OptimizerWrapper(inner))
-    model = make_model(optimizer)
-    step(model, 3)
-    model.save(str(tmp_path / f"model{suffix}"))
-    again = tf.keras.models.load_model(str(tmp_path / f"model{suffix}"))
-    assert type(again.optimizer) is type(optimizer)
-    assert type(again.optimizer.inner_optimizer) is type(optimizer.inner_optimizer)
-    for one in (model, again):
-        step(one)
-    assert int(value(again.optimizer.iterations)) == int(value(model.optimizer.iterations)) > 0
-    assert_all_equal(slots(again), slots(model))
-    assert_all_equal(again.get_weights(), model.get_weights())

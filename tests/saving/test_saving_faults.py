@@ -14,6 +14,7 @@ import tensorflow as tf
 import keras_mp
 from tests.common import assert_all_equal, once, training_state, value
 from tests.saving import saving_in_a_loop
+from tests.saving.common import load, save
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -45,34 +46,26 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path):
     assert_all_equal(training_state(model), training_state(reference))
 
 
-@pytest.mark.parametrize("part", [".index", ".data-00000-of-00001"])
-def test_a_file_that_is_cut_off_is_an_error_and_changes_nothing(part, tmp_path):
-    model, checkpoint = saving_in_a_loop.make()
+@pytest.mark.parametrize(
+    ("form", "part"),
+    [
+        *(("checkpoint", ".index"), ("checkpoint", ".data-00000-of-00001")),
+        *(("keras", ""), ("h5", ""), ("weights", "")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_a_file_that_is_cut_off_is_an_error_and_changes_nothing(form, part, tmp_path):
+    model, _ = saving_in_a_loop.make()
     for _ in range(8):
         saving_in_a_loop.step(model)
-    path = checkpoint.save(str(tmp_path / "c"))
+    path = save(model, form, str(tmp_path / "model"))
     file = pathlib.Path(path + part)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    again, checkpoint = saving_in_a_loop.make()
+    again, _ = saving_in_a_loop.make()
     before = training_state(again)
-    with pytest.raises((tf.errors.OpError, ValueError, IndexError)):
-        checkpoint.restore(path)
+    with pytest.raises((tf.errors.OpError, OSError, ValueError, IndexError)):
+        load(path, form, lambda: again)
     assert_all_equal(training_state(again), before)
-
-
-@pytest.mark.parametrize("suffix", [".keras", ".h5", ".weights.h5"])
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
-def test_a_model_file_that_is_cut_off_is_an_error(suffix, tmp_path):
-    model, _ = saving_in_a_loop.make()
-    file = tmp_path / f"model{suffix}"
-    is_weights = suffix == ".weights.h5"
-    (model.save_weights if is_weights else model.save)(str(file))
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    before = training_state(model)
-    load = model.load_weights if is_weights else tf.keras.models.load_model
-    with pytest.raises((OSError, ValueError)):
-        load(str(file))
-    assert_all_equal(training_state(model), before)
 
 
 def test_a_checkpoint_of_another_model_names_what_does_not_fit(tmp_path):

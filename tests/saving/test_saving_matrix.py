@@ -20,6 +20,7 @@ from tests.common import (
     slots,
     value,
 )
+from tests.saving.common import load, save, set_policy
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 OPTIMIZERS = [name.replace("SGD", "Adam") for name in FAMILIES]
@@ -31,12 +32,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer"),
     pytest.mark.filterwarnings("ignore:tf.keras loads a model from a SavedModel"),
 ]
-
-
-def set_policy(name, initial_scale):
-    # A scale that moves: it grows every third step.
-    scale = keras_mp.DynamicLossScale(initial_scale, increment_period=3)
-    keras_mp.set_global_policy(keras_mp.Policy(name, scale if name == "mixed_float16" else None))
 
 
 def make_model(optimizer):
@@ -59,36 +54,10 @@ def step(model, i):
     model.train_on_batch(x[32 * i : 32 * i + 32], y[32 * i : 32 * i + 32])
 
 
-def checkpoint(model):
-    return tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-
-
-def save(model, form, path):
-    if form.startswith("checkpoint"):
-        return checkpoint(model).save(path)
-    path += {"weights": ".weights.h5", "keras": ".keras", "h5": ".h5", "saved_model": ""}[form]
-    if form == "weights":
-        model.save_weights(path)
-    elif form == "saved_model":
-        model.save(path, save_format="tf")
-    else:
-        model.save(path)
-    return path
-
-
-def load(path, form, optimizer):
-    if form in ("keras", "h5", "saved_model"):
-        model = tf.keras.models.load_model(path)
-        model.run_eagerly = True  # .h5 files do not say so.
-        return model
+def trained(optimizer):
+    """A model that has made a step, so that what a file has is restored at once."""
     model = make_model(optimizer)
-    if form == "checkpoint of a model that has trained":
-        step(model, 9)  # What it has made is restored at once.
-    if form.startswith("checkpoint"):
-        checkpoint(model).restore(path).expect_partial()
-    else:
-        model.optimizer.build(model.trainable_variables)
-        model.load_weights(path)
+    step(model, 9)
     return model
 
 
@@ -126,7 +95,7 @@ def trains_on(optimizer, before, after, form):
 
 
 def loads_weights(optimizer, before, after, form):
-    if form != "weights":
+    if form[0] != "weights":
         return True
     # Keras loads no optimizer of a wrapped one's file, and says so.
     return trains_on(optimizer, before, after, form) and not before == "mixed_float16" != after
@@ -145,7 +114,7 @@ def test_a_saved_model_goes_on_bitwise_whatever_the_policy_at_loading(
         step(model, i)
     path = save(model, form, str(tmp_path / "model"))
     set_policy(after, 2.0**10)
-    again = load(path, form, optimizer)
+    again = load(path, form)
     is_scaled = [isinstance(m.optimizer, keras_mp.LossScaleOptimizer) for m in (model, again)]
     if before == "mixed_float16":
         assert is_scaled == [True, True]
@@ -166,10 +135,12 @@ def test_a_saved_model_goes_on_bitwise_whatever_the_policy_at_loading(
 @pytest.mark.parametrize(
     ("optimizer", "before", "after", "form"),
     with_optimizers(
-        ["checkpoint", "checkpoint of a model that has trained", "weights"], loads_weights
+        [("checkpoint", make_model), ("checkpoint", trained), ("weights", make_model)],
+        loads_weights,
     ),
 )
 def test_weights_go_on_under_another_policy(optimizer, before, after, form, tmp_path):
+    form, make = form
     # The first steps overflow, but not where a run that skips none is to be compared with.
     initial_scale = 2.0**20 if before == after else 2.0**10
     set_policy(before, initial_scale)
@@ -178,7 +149,7 @@ def test_weights_go_on_under_another_policy(optimizer, before, after, form, tmp_
         step(model, i)
     path = save(model, form, str(tmp_path / "model"))
     set_policy(after, initial_scale)
-    again = load(path, form, optimizer)
+    again = load(path, form, lambda: make(optimizer))
     for i in range(5, 9):
         for one in (model, again):
             step(one, i)
@@ -209,7 +180,7 @@ def test_a_saved_model_of_keras_2_keeps_its_weights_and_its_loss_scale(
     with says if is_scaled else contextlib.nullcontext():
         path = save(model, form, str(tmp_path / "model"))
     set_policy(after, 2.0**10)
-    again = load(path, form, optimizer)
+    again = load(path, form)
     assert_all_equal(again.get_weights(), model.get_weights())
     if is_scaled:
         of_models = [one.optimizer for one in (again, model)]
