@@ -104,14 +104,6 @@ def test_float16_weights_keep_zeros_infinities_and_nans():
 COUNT = 10_000_000
 
 
-def neighbours(value, dtype):
-    below = np.asarray(value, dtype.as_numpy_dtype)
-    step = np.nextafter(below, np.asarray(np.inf, below.dtype))
-    ordered = sorted({float(below), float(step), float(np.nextafter(below, -step))})
-    lower = max(each for each in ordered if each <= value)
-    return lower, min(each for each in ordered if each > value)
-
-
 @pytest.mark.parametrize(
     ("dtype", "value"),
     [
