@@ -135,17 +135,19 @@ def test_what_comes_as_a_gradient_but_is_a_new_value_is_not_unscaled(mode, calls
         np.testing.assert_array_equal(value(quantization.value), [3, 4])
 
 
-def fit_with_and_without_us(optimizer, callbacks=lambda: [], epochs=4):
-    """Fits the same model without and with loss scaling; returns both, with their `history`."""
+def fitted(policy, optimizer, callbacks=lambda: [], epochs=3):
     images, labels = (each[:256] for each in digits())
-    targets, models = tf.one_hot(labels, 10), []
-    for policy in (None, keras_mp.Policy("float32", loss_scale="dynamic")):
-        model = made(classifier, policy)
-        model.compile(optimizer(), "mse", jit_compile=False)
-        fit = {"validation_data": (images, targets), "callbacks": callbacks(), "verbose": 0}
-        model.fit(images, targets, 32, epochs, shuffle=False, **fit)
-        models.append(model)
-    control, ours = models
+    targets, model = tf.one_hot(labels, 10), made(classifier, policy)
+    model.compile(optimizer(), "mse", jit_compile=False)
+    fit = {"validation_data": (images, targets), "callbacks": callbacks(), "verbose": 0}
+    model.fit(images, targets, 32, epochs, shuffle=False, **fit)
+    return model
+
+
+def fit_with_and_without_us(*how, **more):
+    """Fits the same model without and with loss scaling; returns both, with their `history`."""
+    policies = None, keras_mp.Policy("float32", loss_scale="dynamic")
+    control, ours = (fitted(policy, *how, **more) for policy in policies)
     assert isinstance(ours.optimizer, keras_mp.LossScaleOptimizer)
     assert not isinstance(control.optimizer, keras_mp.LossScaleOptimizer)
     assert ours.history.history == control.history.history
@@ -189,14 +191,14 @@ def averaging():
 def test_averages_in_fit():
     _, ours = fit_with_and_without_us(averaging, epochs=2)
     # Averages were put into the weights at the end.
-    plain, _ = fit_with_and_without_us(lambda: tf.keras.optimizers.Adam(0.01), epochs=2)
+    plain = fitted(None, lambda: tf.keras.optimizers.Adam(0.01), epochs=2)
     assert np.abs(plain.get_weights()[0] - ours.get_weights()[0]).max() > 1e-3
 
 
 @keras_3_only
 def test_swapping_averages_for_the_evaluation():
     swap = lambda: [tf.keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]  # noqa: E731
-    fit_with_and_without_us(averaging, swap, epochs=3)
+    fit_with_and_without_us(averaging, swap)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])

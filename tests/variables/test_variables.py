@@ -245,6 +245,7 @@ READS = {
 }
 
 
+@once
 @pytest.mark.parametrize("mode", ["eager", "function", "jit"])
 @pytest.mark.parametrize("dtype", [*HALF, tf.float32, tf.float64])
 def test_every_read_casts_in_the_scope(dtype, mode):
@@ -270,6 +271,7 @@ def test_every_read_casts_in_the_scope(dtype, mode):
         )
 
 
+@once
 @pytest.mark.parametrize("mode", ["eager", "function", "jit"])
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("given", ["scope's", "true"])
