@@ -53,6 +53,7 @@ unscale apply                            | 0.25 not_scaled
 apply                                    | 1 neither
 by_hand apply                            | 4 neither
 scale_loss scale_loss apply              | 1
+scale scale unscale apply                | 1
 scale scale_loss apply                   | 1
 scale_loss scale unscale apply           | 1
 scale unscale scale_loss apply           | 1
@@ -65,6 +66,7 @@ scale unscale apply apply                | 2 neither | own: 2
 scale unscale apply unscale apply        | 1.25 not_scaled | own: 1.25
 scale_loss apply unscale apply           | 2 not_scaled | own: 1.25
 scale_loss apply apply_w                 | 1,1 | threads: 1,4 neither
+scale_loss apply_w apply                 | 1,1 | threads: 4,1 neither
 scale_loss apply_w apply apply           | 5,1 neither | threads: 8,1 neither neither | own: 2,1
 scale unscale apply_w apply              | 1,1 | threads: 1,1 neither
 scale apply_w apply                      | 4,1 not_unscaled neither
@@ -74,11 +76,15 @@ unscale apply_w apply                    | 0.25,0.25 not_scaled
                                          | own: 0.25,0.25 not_scaled not_scaled
 apply_w apply                            | 1,1 neither | eager, threads, own: 1,1 neither neither
 compute apply_w apply                    | 1,1 | threads: 1,1 neither
+compute compute apply                    | 1
 compute scale_loss apply                 | 1
 scale_loss compute apply                 | 1
+compute scale unscale apply              | 1
+scale_loss minimize_w apply              | 1,1
 scale minimize_w unscale minimize_w apply | 1,2
 minimize_w apply                         | 1,1 neither
 scale_loss apply minimize_w apply        | 5,1 neither | own: 2,1
+scale_loss by_hand apply_scaled          | 1
 scale unscale apply_scaled               | 0.25
 by_hand apply_scaled apply               | 5 neither
 apply scale_loss apply                   | 2 neither | own: 5 neither
@@ -88,21 +94,32 @@ scale_loss apply scale unscale apply     | 2 | own: 1.25
 scale unscale apply scale_loss apply     | 2 | own: 5
 scale_loss scale unscale apply_w apply   | 1,1 neither | own: 1,1
 scale scale_loss apply_w apply           | 4,1 neither | own: 1,1
+scale_loss scale_loss scale_loss apply   | 1
+scale unscale scale unscale apply        | 1
+unscale unscale apply                    | 0.0625 not_scaled
+unscale minimize_w apply                 | 0.25,1 not_scaled
+compute minimize_w apply                 | 1,1
+scale_loss minimize_w minimize_w apply   | 1,2
 apply_scaled                             | 0.25
+scale_loss apply_scaled                  | 1
 scale_loss wrapped                       | 1
 scale unscale wrapped                    | 1
 scale_loss unscale wrapped               | 1
+compute wrapped                          | 1
 wrapped                                  | 1 neither
 scale wrapped                            | 1 not_unscaled
 scale_loss wrapped wrapped               | 5 neither | own: 2
 scale_loss wrapped scale unscale apply   | 2
 scale_loss wrapped_w wrapped             | 1,1 | threads: 4,1 neither
 scale_loss wrapped_w apply               | 1,1 | threads: 4,1 neither
+scale_loss wrapped_w apply wrapped_w     | 1,5 neither | threads: 4,5 neither neither | own: 1,2
 scale_loss apply_w wrapped               | 1,1 | threads: 4,1 neither
 scale unscale wrapped_w wrapped          | 1,1 | threads: 1,1 neither
 scale_loss fail apply                    | 1
 scale_loss apply_w fail apply            | 1,1 | threads: 4,1 neither neither
+scale unscale fail apply                 | 1
 fail scale_loss apply                    | 1 neither
+scale_loss apply fail apply              | 5 neither neither | own: 2
 scale fail unscale apply                 | 1 not_unscaled
 """
 
@@ -151,21 +168,66 @@ scale step update scale step update      | 2
 scale unscale step update scale step update | 2 | own: 5
 scale step update tape step update       | 2 | own: 1.25
 scale step update scale unscale step update | 2 | own: 1.25
+scale scale unscale step update          | 1
 scale unscale_2 step_2 step update       | 0.25,1
+scale unscale step unscale_2 step_2 update | 1,0.25
+scale step scale step_2 scale update     | 1,1
+scale step step_2 update step            | 1,1 no_loss | called: 1,1 ! no_loss | own: 2,1
+scale step_2 step_2                      | 0 ! no_update | called: 0,1 ! no_update | own: 0,2
+scale unscale unscale step               | 0 ! twice | own: 0.25
+scale unscale_2 unscale_any step         | 0 ! twice
 unscale scale step update                | 0 no_loss spoiled | called: 0 ! no_loss | own: 1 no_loss
 step scale step update                   | 0 ! no_update no_loss | called: 0 ! no_loss
                                          | own: 0 no_loss
+step update                              | 0 no_loss | called: 0 ! no_loss
 update scale step update                 | 1 no_step | called: 0 ! no_step
+scale update scale step update           | 1 no_step | called: 0 ! no_step
+scale unscale update scale step update   | 1 no_step | called: 0 ! no_step | own: 4 no_step
+tape unscale_2                           | 0 ! twice
+tape scale step                          | 0 ! two_ways | own: 1
+scale tape step                          | 0 ! two_ways | own: 1
 scale fail step update                   | 1
 scale unscale fail step update           | 1
+tape fail step update                    | 1
+scale fail update                        | 0 no_step | called: 0 ! no_step
+scale step_2 step update                 | 1,1
+scale unscale unscale_2 step_2 step update | 0.25,0.25
+scale unscale_2 scale unscale step step_2 update | 1,1
+scale unscale unscale unscale step       | 0 ! twice | own: 0.0625
+scale unscale unscale scale unscale step update | 0 ! twice | own: 1
 scale wrong step update                  | 1
 scale unscale wrong step update          | 1
 scale step wrong update                  | 1
 unscale unscale step update              | 0 ! twice no_loss | called: 0 ! no_loss
                                          | own: 0 no_loss spoiled
+step step update                         | 0 ! no_update no_loss | called: 0 ! no_loss
+                                         | own: 0 no_loss
+step scale update                        | 0 no_loss | called: 0 ! no_loss
+scale fail scale step update             | 1
+scale unscale fail update                | 0 no_step | called: 0 ! no_step
+scale fail step step                     | 0 ! no_update | called: 1 ! no_update | own: 2
+scale unscale_any fail step update       | 1
+scale unscale_any scale step update      | 4
+update update                            | 0 no_step no_step | called: 0 ! no_step
+                                         | own, traced replicas: 0 no_step
+scale step update update scale step update | 2 no_step | called: 1 ! no_step | own: 2
+tape tape step tape step                 | 0 ! no_update | called: 1 ! no_update | own: 2
+tape scale step_2                        | 0 ! two_ways | own: 0,1
+scale step tape step_2                   | 0 ! two_ways | called: 1 ! two_ways | own: 1,1
+tape step scale step_2                   | 0 ! two_ways | called: 1 ! two_ways | own: 1,1
 scale unscale tape step                  | 0 ! two_ways | own: 1
+tape update scale step update            | 1 no_step | called: 0 ! no_step
+scale step_2 unscale step update         | 1,1
+scale unscale_2 step step_2 update       | 0.25,1
+step_2 scale step update                 | 1 no_loss | called: 0 ! no_loss
+scale step unscale scale step update     | 0 ! too_late | called: 1 ! too_late | own: 2
+scale unscale_any unscale_2 step_2 step update | 0 ! whose | called: 0,0.25 ! whose
+                                         | traced replicas: 0 ! twice
+tape fail update                         | 0 no_step | called: 0 ! no_step
 fail scale step update                   | 0 ! no_update no_loss | called: 0 ! no_loss
                                          | own: 1 no_loss
+scale step fail                          | 0 ! no_update | called: 1 ! no_update | own: 1
+scale unscale step scale unscale_2 step_2 update | 1,1
 """
 
 TENSORFLOW_1 = """
@@ -174,13 +236,17 @@ compute apply apply                 | 2 | eager, replicas: 2 not_computed
 compute compute apply               | 1
 compute_w apply                     | 1 | eager, replicas: 1 not_computed
 compute_w compute apply_w apply     | 1,1
+compute compute_w apply apply_w     | 1,1
 apply                               | 1 not_computed
 apply compute apply                 | 2 not_computed
 minimize_w apply                    | 1,1 not_computed
 compute minimize_w apply            | 1,1
+compute minimize_w minimize_w apply | 1,2
 compute apply compute apply         | 2
+compute compute apply apply         | 2 | eager, replicas: 2 not_computed
 apply apply                         | 2 not_computed not_computed
                                     | own, replicas, traced replicas: 2 not_computed
+compute_w compute_w apply_w apply   | 1,1 | eager, replicas: 1,1 not_computed
 compute apply_w                     | 0,1 | eager, replicas: 0,1 not_computed
 compute fail apply                  | 1
 """
