@@ -45,7 +45,8 @@ class _Rim(threading.local):
         layers: ids of the layers that make its outputs, including such a layer that is being
             called.
         policy: the policy of the outermost model.
-        calls: the last calls of layers inside of it; None outside of such models.
+        calls: the last calls of layers inside of it; None outside of such models, and where one of
+            these calls is made again.
     """
 
     layers: frozenset[int] = frozenset()
@@ -79,6 +80,11 @@ _thread = _Rim()
 def is_last(layer: Any) -> bool:
     """Whether a layer makes outputs of the model at the rim that this thread calls."""
     return id(layer) in _thread.layers
+
+
+def is_made_again() -> bool:
+    """Whether this thread calls a layer once more, for a float32 output of a model."""
+    return bool(_thread.layers) and _thread.calls is None
 
 
 @contextlib.contextmanager
@@ -306,8 +312,12 @@ def _again(output: Any) -> Any:
     for call in reversed(_thread.calls or ()):
         if call.output() is output:
             policy: Any = call.layer.dtype_policy
-            is_last = replaced(_thread, "layers", frozenset([id(call.layer)]))
-            with is_last, faces.made_by(None), reach.entered(policy.low_precision_dtype):
+            with (
+                replaced(_thread, "layers", frozenset([id(call.layer)])),
+                replaced(_thread, "calls", None),
+                faces.made_by(None),
+                reach.entered(policy.low_precision_dtype),
+            ):
                 made = call.layer(*call.args, **call.kwargs)
                 return faces.widened(made)
     return None

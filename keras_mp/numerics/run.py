@@ -191,6 +191,17 @@ class Watch(LayerObserver):
         self.calls.append(seen)
         return outputs
 
+    def made_again(self, call: LayerCall, outputs: Any) -> Any:
+        """Puts what a last layer returns in the place of what it has returned before."""
+        if self._change is not None:
+            outputs = map_floating(self._change, outputs)
+        before = next(each for each in reversed(self.calls) if each.layer is call.layer)
+        exact = dict(zip(map(id, before.outputs), floating(outputs)))
+        for each in self.calls:
+            each.return_instead(exact)
+        before.is_widened = True
+        return outputs
+
     def failed(self, call: LayerCall) -> None:
         """Ends a call."""
         *outside, number = self._around
