@@ -140,7 +140,10 @@ def _call_in(
         return model_outputs.call(keras_call, layer, dtype, args, kwargs)
     # In a region, all layers are in reach.
     if dtype is None and (reach.current() is None or reach.region() is not None):
-        return keras_call(layer, *args, **kwargs)
+        outputs = keras_call(layer, *args, **kwargs)
+        if not is_model:
+            model_outputs.note_call(outputs, layer, args, kwargs)
+        return outputs
     if dtype is not None and data_layers.is_one(layer):
         return data_layers.call(keras_call, layer, args, kwargs)
     if dtype is None and layer.compute_dtype == "float32" and tf.executing_eagerly():
@@ -163,8 +166,11 @@ def _has_outputs_of_ours(model: tf.keras.Model) -> bool:
 
     Keras does not save the policy of a model, only those of its layers.
     """
-    layers = keras_api.output_layers(model) or ()
-    return any(isinstance(layer.dtype_policy, Policy) for layer in layers)
+    return any(
+        isinstance(layer.dtype_policy, Policy)
+        or (isinstance(layer, tf.keras.Model) and _has_outputs_of_ours(layer))
+        for layer in keras_api.output_layers(model) or ()
+    )
 
 
 @contextlib.contextmanager

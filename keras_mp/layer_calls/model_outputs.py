@@ -177,17 +177,15 @@ def _is_to_be_float32(model_policy: Any, layer_policy: Any) -> bool:
 def _policy_of(model: tf.keras.Model) -> Any:
     """Returns the policy of a model.
 
-    For a model from a file, it is the policy of all its 16-bit layers.
+    For a model from a file, it is that of its last 16-bit layer, of a mixed one if there is any.
     """
     policy: Any = getattr(model, "dtype_policy", None)
     if getattr(policy, "low_precision_dtype", None) is not None:
         return policy
-    policies = {
-        layer.dtype_policy
-        for layer in keras_api.layers_inside(model)
-        if getattr(layer.dtype_policy, "low_precision_dtype", None) is not None
-    }
-    return policies.pop() if len(policies) == 1 else policy
+    policies = [layer.dtype_policy for layer in keras_api.flatten_layers(model)]
+    low = [each for each in policies if getattr(each, "low_precision_dtype", None) is not None]
+    mixed = [each for each in low if each.compute_dtype != each.variable_dtype]
+    return (mixed or low or [policy])[-1]
 
 
 def _has_a_part(layer: Any, is_to_be: Callable[[Any], bool]) -> bool:

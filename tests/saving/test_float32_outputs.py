@@ -1,0 +1,81 @@
+"""A model that was loaded or copied returns float32, as the one that was made."""
+
+import copy
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+
+K = tf.keras
+L = K.layers
+X = np.ones((1, 6), "float32")
+
+
+def head(**kwargs):
+    # It returns what float16 does not hold.
+    return L.Dense(1, bias_initializer=K.initializers.Constant(120000.0), **kwargs)
+
+
+def models_only():
+    encoder, decoder = (
+        K.Sequential([K.Input((6,)), L.Dense(3)]),
+        K.Sequential([K.Input((3,)), head()]),
+    )
+    inputs = K.Input((6,))
+    return K.Model(inputs, decoder(encoder(inputs)))
+
+
+def two_policies(policy):
+    return K.Sequential([K.Input((6,)), L.Dense(3, dtype=policy), head()])
+
+
+def one_in_16_bits():
+    inputs = K.Input((6,))
+    hidden = L.Dense(3)(inputs)
+    return K.Model(inputs, [head()(hidden), L.Dense(2, dtype="float16")(hidden)])
+
+
+MODELS = {
+    "models only": models_only,
+    "bfloat16 inside": lambda: two_policies(keras_mp.Policy("mixed_bfloat16")),
+    "output dtype": lambda: two_policies(keras_mp.Policy("mixed_float16", output_dtype="float32")),
+    "loss scale": lambda: two_policies(keras_mp.Policy("mixed_float16", 128)),
+    "one in 16 bits": one_in_16_bits,
+}
+
+
+def loaded(model, path):
+    model.save(path)
+    return K.models.load_model(path)
+
+
+def cloned(model, path):
+    del path
+    clone = K.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    return clone
+
+
+COPIES = {
+    "keras": loaded,
+    "h5": loaded,
+    "clone": cloned,
+    "deepcopy": lambda model, _: copy.deepcopy(model),
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5:UserWarning")
+def test_outputs(make, kind, tmp_path):
+    with keras_mp.policy_scope("mixed_float16"):
+        model = make()
+    again = COPIES[kind](model, str(tmp_path / f"model.{kind}"))
+    found, expected = (tf.nest.flatten(each(X)) for each in (again, model))
+    assert expected[0].dtype == tf.float32
+    assert np.all(np.isfinite(expected[0]))
+    for each, exact in zip(found, expected, strict=True):
+        assert each.dtype == exact.dtype
+        np.testing.assert_allclose(each, exact, rtol=2e-3 if each.dtype == "float16" else 2e-6)
