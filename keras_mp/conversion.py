@@ -108,6 +108,8 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
                 dtype = _nearest(path, serialized)
                 if dtype is not None and _compute_dtype(layer_config["dtype"]) in dtypes:
                     layer_config["dtype"] = dtype
+                    if isinstance(layer if path else model, tf.keras.Sequential):
+                        _read_float32(layer_config)
             # On Keras 3, a scope hides the one around it.
             with tf.keras.utils.custom_object_scope({**classes, **functions}):
                 converted = type(model).from_config(config)
@@ -138,6 +140,17 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
             # It computes with constants, which on Keras 3 are made of its weights here.
             layer.finalize_state()
     return converted
+
+
+def _read_float32(sequential_config: dict[str, Any]) -> None:
+    """Lets a Sequential model take float32.
+
+    Keras 3 adds an input in the dtype of the first layer where the program has made none.
+    """
+    for layer_config in sequential_config.get("layers", ()):
+        config = layer_config["config"]
+        if layer_config["class_name"] == "InputLayer" and config["dtype"] in LOW_PRECISION_NAMES:
+            config["dtype"] = "float32"
 
 
 def _keep_names(model: tf.keras.Model, converted: tf.keras.Model) -> None:

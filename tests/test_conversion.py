@@ -375,3 +375,13 @@ def test_lambdas_that_use_tensorflow():
     np.testing.assert_allclose(converted(batch), model(batch), atol=0.1)
     again = keras_mp.convert(converted, "float32")
     np.testing.assert_array_equal(again(batch), model(batch))
+
+
+def test_a_sequential_model_without_input_reads_float32():
+    dense = lambda: tf.keras.layers.Dense(1, kernel_initializer="ones")  # noqa: E731
+    x = np.float32([[1990.3], [70000.0]])
+    with keras_mp.policy_scope("mixed_float16"):
+        model = tf.keras.Sequential([tf.keras.Sequential([dense()]), dense()])
+    model(x)
+    converted = keras_mp.convert(model, "float32")
+    np.testing.assert_array_equal(converted.predict(x, verbose=0), x)
