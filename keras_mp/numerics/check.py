@@ -171,7 +171,11 @@ def _lost(checked: Check) -> Iterator[Finding]:
     if advice.sentences and not (falls and checked.scale_moves and not advice.policies):
         shown = advice if advice.policies else checked.advice()  # the figure that users get
         where, why = next(iter(shown.policies), _SCALE), " ".join(shown.sentences)
-        yield Finding(f"numbers that {checked.report.dtype} loses", where, None, why, _cure(shown))
+        hazard, cure = f"numbers that {checked.report.dtype} loses", _cure(shown)
+        if checked.report.helpless:
+            hazard, where = not_finite.IN_ANY_DTYPE, checked.report.helpless[-1].path
+            cure = "Run a step in `keras_mp.numerics.watch()`, which names the operation."
+        yield Finding(hazard, where, None, why, cure)
 
 
 def _explains(cause: Finding, other: Finding) -> bool:

@@ -279,6 +279,12 @@ class Report(Result):
         return lines
 
     @property
+    def helpless(self) -> list[Row]:
+        """Of a check, the gradients without a finite number in float32, at any loss scale."""
+        rows = [] if self.step else [row for row in self.rows if row.kind == "gradient"]
+        return [row for row in rows if row.overflowed_at <= 1 and not row.histogram.exponents]
+
+    @property
     def where(self) -> str:
         """Words for what was looked at."""
         if self.step:
@@ -487,9 +493,14 @@ def _of_windows(
     infinite = [row for row in overflowed if not row.histogram.exponents]
     if infinite:
         at = _power(min(row.overflowed_at for row in infinite))
+        what = (
+            "No loss scale helps"
+            if report.helpless
+            else "Use a dynamic loss scale, which finds one"
+        )
         sentence = (
-            f"Use a dynamic loss scale, which finds one: at {at} all of `{infinite[0].path}`"
-            f"{_others(infinite)} is infinite or NaN, {where}, so its size is unknown."
+            f"{what}: at {at} all of `{infinite[0].path}`{_others(infinite)} is infinite or NaN, "
+            f"{where}, so its size is unknown."
         )
         return [], [sentence], None
     has_lost = overflowed or any(row.lost is None or row.lost > tolerance for row in rows)

@@ -1,0 +1,50 @@
+"""Gradients that no dtype and no loss scale makes finite, though the loss is."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_mp
+from keras_mp import numerics
+
+L = tf.keras.layers
+X = np.random.default_rng(0).normal(size=(32, 6)).astype("float32")
+
+
+class Root(L.Layer):
+    """Its gradient is that of a root at 0."""
+
+    def call(self, x):
+        return tf.sqrt(x - x) + x
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def model(dtype):
+    with keras_mp.policy_scope(f"mixed_{dtype}"):
+        layers = [L.Dense(6, name="first"), Root(name="root"), L.Dense(2, name="last")]
+        made = tf.keras.Sequential([tf.keras.Input((6,)), *layers])
+        made.compile("sgd", "mse")
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_check_knows_that_no_loss_scale_helps(dtype):
+    found = numerics.check(model(dtype), (X, X[:, :2]))
+    [finding] = found.findings
+    assert finding.hazard == "a result that is not finite in any dtype"
+    assert finding.where.startswith("first/")
+    assert "No loss scale helps" in finding.why
+    assert "numerics.watch" in finding.cure
+    assert "dynamic" not in str(found.advice())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_its_cure_names_the_operation(dtype):
+    made = model(dtype)
+    with pytest.raises(numerics.NotFiniteError, match="backward pass") as raised, numerics.watch():
+        made.fit(X, X[:, :2], verbose=0)
+    assert re.search(r"SqrtGrad in \S*root", str(raised.value))
