@@ -45,7 +45,7 @@ class LayerObserver:
         return outputs
 
     def made_again(self, call: LayerCall, outputs: Any) -> Any:
-        """Is called in place of both if a layer is called once more for an output of a model."""
+        """Is called in the place of both if a last layer is called once more."""
         del call
         return outputs
 
