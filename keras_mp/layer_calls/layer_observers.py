@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from keras_mp.hooks import wrapped
-from keras_mp.layer_calls import model_outputs
 from keras_mp.support.autograph import do_not_convert
 
 
@@ -41,11 +40,6 @@ class LayerObserver:
 
     def outputs(self, call: LayerCall, outputs: Any) -> Any:
         """Is called with what a layer has computed. What it returns takes its place."""
-        del call
-        return outputs
-
-    def made_again(self, call: LayerCall, outputs: Any) -> Any:
-        """Is called in the place of both if a last layer is called once more."""
         del call
         return outputs
 
@@ -90,8 +84,6 @@ def observed(
     @functools.wraps(function)
     def told(*args: Any, **kwargs: Any) -> Any:
         call = LayerCall(path, layer, args, kwargs)
-        if model_outputs.is_made_again():
-            return _tell(observer.made_again, call, function(*args, **kwargs))
         _tell(observer.inputs, call)
         try:
             outputs = function(*args, **kwargs)

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.hooks import observers, wrapped
-from keras_mp.layer_calls import layer_observers
+from keras_mp.layer_calls import layer_observers, model_outputs
 from keras_mp.layer_calls.layer_observers import LayerCall, LayerObserver
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
 from keras_mp.models import low_precision_weights
@@ -275,6 +275,10 @@ class _Step(observers.Observer, LayerObserver):
         """Notes what a layer returns, and has the gradient of that noted."""
         if keras_api.is_symbolic():  # Keras only asks for shapes.
             return outputs
+        if model_outputs.is_made_again():  # What it has returned before is not used.
+            rows, row = [each.row for each in reversed(self._observations)], ("output", call.path)
+            if row in rows:
+                del self._observations[~rows.index(row)]
         return tf.nest.map_structure(functools.partial(self._output, call.path), outputs)
 
     def _output(self, path: str, tensor: Any) -> Any:

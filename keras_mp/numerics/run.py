@@ -185,22 +185,23 @@ class Watch(LayerObserver):
         if self._change is not None:
             outputs = map_floating(self._change, outputs)
         path, layer, args, kwargs = call
+        if model_outputs.is_made_again():
+            self._next -= 1
+            self._return_instead(layer, floating(outputs))
+            return outputs
         kind = type(layer).__name__
         seen = Call(position, path, kind, layer, args, kwargs, floating(outputs))
         seen.is_widened, seen.numbers = model_outputs.is_last(layer), self._numbers
         self.calls.append(seen)
         return outputs
 
-    def made_again(self, call: LayerCall, outputs: Any) -> Any:
-        """Puts what a last layer returns in the place of what it has returned before."""
-        if self._change is not None:
-            outputs = map_floating(self._change, outputs)
-        before = next(each for each in reversed(self.calls) if each.layer is call.layer)
-        exact = dict(zip(map(id, before.outputs), floating(outputs)))
+    def _return_instead(self, layer: Called, outputs: list[tf.Tensor]) -> None:
+        """Puts what a last layer returns for a model in the place of what it has returned."""
+        before = next(each for each in reversed(self.calls) if each.layer is layer)
+        others = dict(zip(map(id, before.outputs), outputs))
         for each in self.calls:
-            each.return_instead(exact)
+            each.return_instead(others)
         before.is_widened = True
-        return outputs
 
     def failed(self, call: LayerCall) -> None:
         """Ends a call."""

@@ -60,7 +60,7 @@ def test_check_compares_it_with_float32(cls, dtype):
 def test_watch_counts_each_output_once(dtype):
     model = compiled(Net, f"mixed_{dtype}")
     model.head.bias.assign([0.0, 0.0])
-    watched = keras_mp.numerics.watch(every=1)
+    watched = keras_mp.numerics.watch(every=1, output_gradients=True)
     model.fit(X, X[:, :2], batch_size=16, callbacks=[watched], verbose=0)
-    histogram = watched.report()["output", "head"].histogram
-    assert histogram.total == 16 * 2
+    for kind in ("output", "output gradient"):
+        assert watched.report()[kind, "head"].histogram.total == 16 * 2
