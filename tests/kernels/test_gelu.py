@@ -67,7 +67,8 @@ def test_forward_mode(dtype, approximate):
         with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
             y = function(x)
         derivatives.append(forward.jvp(y))
-    np.testing.assert_allclose(*derivatives, rtol=2.02 * ROUNDING[dtype], atol=2e-6)
+    # Rounded by the cast of the input, the product and the GELU.
+    np.testing.assert_allclose(*derivatives, rtol=3.03 * ROUNDING[dtype], atol=2e-6)
 
 
 @LOW
