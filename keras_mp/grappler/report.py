@@ -131,15 +131,13 @@ def report(
             if node.op == "Cast" and node.name.endswith(_SUFFIX):
                 casts[tf.as_dtype(node.attr["DstT"].type).name] += 1
                 continue
-            computes_in, why = dtype, ""
-            if dtype not in dtypes:
-                computes_in = dtypes[0]
-                is_compiled = compiled or is_of_xla
-                why = (
-                    "XLA compiles it"
-                    if is_compiled
-                    else _why(node, dtypes, by_name, dtype, lists, device)
-                )
+            computes_in = dtype if dtype in dtypes else dtypes[0]
+            if dtype in dtypes:
+                why = ""
+            elif compiled or is_of_xla:
+                why = "XLA compiles it"
+            else:
+                why = _why(node, dtypes, by_name, dtype, lists, device)
             operations.append(RewrittenOperation(node.name, node.op, computes_in, why))
     return RewriteReport(name, dtype, tuple(operations), casts, before, device)
 

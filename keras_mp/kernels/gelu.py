@@ -5,6 +5,7 @@ transformer's largest. Here each pass computes in float32 from the input, and ro
 module needs TensorFlow only.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,26 +43,21 @@ def _as_one(original: Callable[..., Any]) -> Callable[..., Any]:
             with reach.decided(), gradients.stop_recording():
                 return [tf.cast(original(tf.cast(x, tf.float32), approximate, name), x.dtype)], []
 
-        gradient = _gradient_by_tanh if approximate else _gradient
+        gradient = functools.partial(_gradient, _slope_by_tanh if approximate else _slope)
         return own_gradient.compute("Gelu", compute, gradient, [x])[0]
 
     return gelu
 
 
-def _gradient(upstream: Sequence[Any], inputs: Sequence[Any], *_: object) -> list[Any]:
-    return _times_slope(upstream[0], inputs[0], _slope)
-
-
-def _gradient_by_tanh(upstream: Sequence[Any], inputs: Sequence[Any], *_: object) -> list[Any]:
-    return _times_slope(upstream[0], inputs[0], _slope_by_tanh)
-
-
-def _times_slope(
-    upstream: tf.Tensor, x: tf.Tensor, slope: Callable[[tf.Tensor], tf.Tensor]
+def _gradient(
+    slope: Callable[[tf.Tensor], tf.Tensor],
+    upstream: Sequence[Any],
+    inputs: Sequence[Any],
+    *_: object,
 ) -> list[Any]:
-    with reach.decided():
-        wide = tf.cast(upstream, tf.float32) * slope(tf.cast(x, tf.float32))
-        return [tf.cast(wide, x.dtype)]
+    [of_output], [x] = upstream, inputs
+    wide = tf.cast(of_output, tf.float32) * slope(tf.cast(x, tf.float32))
+    return [tf.cast(wide, x.dtype)]
 
 
 def _slope(x: tf.Tensor) -> tf.Tensor:

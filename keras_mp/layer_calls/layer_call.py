@@ -138,19 +138,17 @@ def _call_in(
     # A model that Keras 2 builds in its first call would get a layer for each cast.
     if is_at_rim and not any(map(keras_api.is_symbolic_input, tf.nest.flatten((args, kwargs)))):
         return model_outputs.call(keras_call, layer, dtype, args, kwargs)
+    if dtype is not None and data_layers.is_one(layer):
+        return data_layers.call(keras_call, layer, args, kwargs)
     # In a region, all layers are in reach.
     if dtype is None and (reach.current() is None or reach.region() is not None):
         outputs = keras_call(layer, *args, **kwargs)
-        if not is_model:
-            model_outputs.note_call(outputs, layer, args, kwargs)
-        return outputs
-    if dtype is not None and data_layers.is_one(layer):
-        return data_layers.call(keras_call, layer, args, kwargs)
-    if dtype is None and layer.compute_dtype == "float32" and tf.executing_eagerly():
-        args, kwargs = tf.nest.map_structure(_with_logits, (args, kwargs))
-    with reach.entered(dtype), _gradients(policy, dtype):
-        outputs = keras_call(layer, *args, **kwargs)
-        outputs = model_outputs.with_float32(layer, data_layers.rounded(layer, dtype, outputs))
+    else:
+        if dtype is None and layer.compute_dtype == "float32" and tf.executing_eagerly():
+            args, kwargs = tf.nest.map_structure(_with_logits, (args, kwargs))
+        with reach.entered(dtype), _gradients(policy, dtype):
+            outputs = keras_call(layer, *args, **kwargs)
+            outputs = model_outputs.with_float32(layer, data_layers.rounded(layer, dtype, outputs))
     if not is_model:
         model_outputs.note_call(outputs, layer, args, kwargs)
     return outputs

@@ -276,9 +276,10 @@ class _Step(observers.Observer, LayerObserver):
         if keras_api.is_symbolic():  # Keras only asks for shapes.
             return outputs
         if model_outputs.is_made_again():  # What it has returned before is not used.
-            rows, row = [each.row for each in reversed(self._observations)], ("output", call.path)
-            if row in rows:
-                del self._observations[~rows.index(row)]
+            row = "output", call.path
+            before = [i for i, each in enumerate(self._observations) if each.row == row]
+            if before:
+                del self._observations[before[-1]]
         return tf.nest.map_structure(functools.partial(self._output, call.path), outputs)
 
     def _output(self, path: str, tensor: Any) -> Any:
