@@ -172,7 +172,7 @@ def _lost(checked: Check) -> Iterator[Finding]:
         shown = advice if advice.policies else checked.advice()  # the figure that users get
         where, why = next(iter(shown.policies), _SCALE), " ".join(shown.sentences)
         hazard, cure = f"numbers that {checked.report.dtype} loses", _cure(shown)
-        if checked.report.helpless:
+        if checked.report.helpless and not shown.policies:
             hazard, where = not_finite.IN_ANY_DTYPE, checked.report.helpless[-1].path
             cure = "Run a step in `keras_mp.numerics.watch()`, which names the operation."
         yield Finding(hazard, where, None, why, cure)

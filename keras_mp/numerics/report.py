@@ -281,8 +281,11 @@ class Report(Result):
     @property
     def helpless(self) -> list[Row]:
         """Of a check, the gradients without a finite number in float32, at any loss scale."""
-        rows = [] if self.step else [row for row in self.rows if row.kind == "gradient"]
-        return [row for row in rows if row.overflowed_at <= 1 and not row.histogram.exponents]
+        return [
+            row
+            for row in (() if self.step else self.rows_in_16_bits)
+            if row.kind == "gradient" and row.overflowed_at <= 1 and not row.histogram.exponents
+        ]
 
     @property
     def where(self) -> str:
