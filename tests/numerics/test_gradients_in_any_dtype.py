@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import keras_mp
 from keras_mp import numerics
+from tests.common import made
 
 L = tf.keras.layers
 X = np.random.default_rng(0).normal(size=(32, 6)).astype("float32")
@@ -23,17 +23,16 @@ class Root(L.Layer):
         return shape
 
 
-def model(dtype):
-    with keras_mp.policy_scope(f"mixed_{dtype}"):
-        layers = [L.Dense(6, name="first"), Root(name="root"), L.Dense(2, name="last")]
-        made = tf.keras.Sequential([tf.keras.Input((6,)), *layers])
-        made.compile("sgd", "mse")
-    return made
+def model():
+    layers = [L.Dense(6, name="first"), Root(name="root"), L.Dense(2, name="last")]
+    compiled = tf.keras.Sequential([tf.keras.Input((6,)), *layers])
+    compiled.compile("sgd", "mse")
+    return compiled
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_check_knows_that_no_loss_scale_helps(dtype):
-    found = numerics.check(model(dtype), (X, X[:, :2]))
+    found = numerics.check(made(model, f"mixed_{dtype}"), (X, X[:, :2]))
     [finding] = found.findings
     assert finding.hazard == "a result that is not finite in any dtype"
     assert finding.where.startswith("first/")
@@ -44,7 +43,7 @@ def test_check_knows_that_no_loss_scale_helps(dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_its_cure_names_the_operation(dtype):
-    made = model(dtype)
+    trained = made(model, f"mixed_{dtype}")
     with pytest.raises(numerics.NotFiniteError, match="backward pass") as raised, numerics.watch():
-        made.fit(X, X[:, :2], verbose=0)
+        trained.fit(X, X[:, :2], verbose=0)
     assert re.search(r"SqrtGrad in \S*root", str(raised.value))

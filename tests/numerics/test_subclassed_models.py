@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from tests.common import made
 
 L = tf.keras.layers
 X = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
@@ -32,10 +33,9 @@ class Two(Net):
         return {"y": self.head(hidden), "hidden": hidden}
 
 
-def compiled(cls, policy):
-    with keras_mp.policy_scope(policy):
-        model = cls()
-        model.compile("sgd", "mse")
+def compiled(cls, dtype):
+    model = made(cls, f"mixed_{dtype}")
+    model.compile("sgd", "mse")
     model(X)
     return model
 
@@ -48,7 +48,7 @@ def labels(cls):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("cls", [Net, Two])
 def test_check_compares_it_with_float32(cls, dtype):
-    found = keras_mp.numerics.check(compiled(cls, f"mixed_{dtype}"), (X, labels(cls)))
+    found = keras_mp.numerics.check(compiled(cls, dtype), (X, labels(cls)))
     assert not found.findings, found
     rows = {row.path: row for row in found.comparison.layers}
     # Of what the model returns. The output of the first call has no gradient.
@@ -58,7 +58,7 @@ def test_check_compares_it_with_float32(cls, dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_watch_counts_each_output_once(dtype):
-    model = compiled(Net, f"mixed_{dtype}")
+    model = compiled(Net, dtype)
     model.head.bias.assign([0.0, 0.0])
     watched = keras_mp.numerics.watch(every=1, output_gradients=True)
     model.fit(X, X[:, :2], batch_size=16, callbacks=[watched], verbose=0)

@@ -1,12 +1,12 @@
 """A model that was loaded or copied returns float32, as the one that was made."""
 
-import copy
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
+from tests.common import made
+from tests.saving.common import MODELS
 
 K = tf.keras
 L = K.layers
@@ -37,7 +37,7 @@ def one_in_16_bits():
     return K.Model(inputs, [head()(hidden), L.Dense(2, dtype="float16")(hidden)])
 
 
-MODELS = {
+STRUCTURES = {
     "models only": models_only,
     "bfloat16 inside": lambda: two_policies(keras_mp.Policy("mixed_bfloat16")),
     "output dtype": lambda: two_policies(keras_mp.Policy("mixed_float16", output_dtype="float32")),
@@ -46,35 +46,16 @@ MODELS = {
 }
 
 
-def loaded(model, path):
-    model.save(path)
-    return K.models.load_model(path)
-
-
-def cloned(model, path):
-    del path
-    clone = K.models.clone_model(model)
-    clone.set_weights(model.get_weights())
-    return clone
-
-
-COPIES = {
-    "keras": loaded,
-    "h5": loaded,
-    "clone": cloned,
-    "deepcopy": lambda model, _: copy.deepcopy(model),
-}
-
-
-@pytest.mark.parametrize("kind", COPIES)
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("make", STRUCTURES.values(), ids=STRUCTURES)
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5:UserWarning")
 def test_outputs(make, kind, tmp_path):
-    with keras_mp.policy_scope("mixed_float16"):
-        model = make()
-    again = COPIES[kind](model, str(tmp_path / f"model.{kind}"))
+    model = made(make, "mixed_float16")
+    again = MODELS[kind](model, tmp_path)
+    again.set_weights(model.get_weights())
     found, expected = (tf.nest.flatten(each(X)) for each in (again, model))
-    assert expected[0].dtype == tf.float32
+    dtypes = ["float32", "float16"] if make is one_in_16_bits else ["float32"]
+    assert [each.dtype for each in expected] == dtypes
     assert np.all(np.isfinite(expected[0]))
     for each, exact in zip(found, expected, strict=True):
         assert each.dtype == exact.dtype
