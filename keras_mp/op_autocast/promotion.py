@@ -47,12 +47,6 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 # The methods of `tf.TensorArray` that take tensors of its dtype.
 _WRITING = ("write", "unstack", "scatter", "split")
 _ASSIGNING = {"assign", "assign_add", "assign_sub"}
-# Functions of Python that run outside of the graph, by the names under which modules have them.
-_OF_PYTHON = {
-    "py_function": tf.py_function,
-    "numpy_function": tf.numpy_function,
-    "py_func": tf.compat.v1.py_func,
-}
 
 
 def refused() -> contextlib.AbstractContextManager[None]:
@@ -84,8 +78,8 @@ def _replacements() -> Iterator[Replacement]:
     if kernels.have_faces():
         yield Replacement(graphs.call_flat, _calling_concrete, feature=SIGNATURES)
         yield Replacement(saving.is_callable_with, _callable_in_16_bits, feature=SIGNATURES)
-        for name, original in _OF_PYTHON.items():
-            yield Replacement(Everywhere(original, (name,)), _calling_python)
+        yield Replacement(graphs.run_in_numpy, _calling_python, feature=SIGNATURES)
+        yield Replacement(Everywhere(tf.py_function, ("py_function",)), _calling_python)
     # The classes of variables, below one of them that is public.
     for cls in tf.experimental.dtensor.DVariable.__mro__:
         for name in vars(cls).keys() & _ASSIGNING if cls is not tf.Variable else ():
@@ -401,11 +395,11 @@ def _callable_in_16_bits(original: Callable[..., bool]) -> Callable[..., bool]:
 def _calling_python(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns what calls a Python function, in float32 unless it asks for 16 bits."""
 
-    def call(func: Any = None, inp: Any = None, Tout: Any = None, **kwargs: Any) -> Any:
+    def call(func: Any = None, inp: Any = None, Tout: Any = None, *args: Any, **kwargs: Any) -> Any:
         dtypes = [getattr(each, "dtype", each) for each in tf.nest.flatten(Tout)]
         if inp is not None and _is_active() and not any(each in LOW_PRECISION for each in dtypes):
             inp = tf.nest.map_structure(_widened, inp)
-        return original(func, inp, Tout, **kwargs)
+        return original(func, inp, Tout, *args, **kwargs)
 
     return call
 

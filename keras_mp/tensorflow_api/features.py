@@ -64,7 +64,7 @@ VECTORIZED = Feature(
 SIGNATURES = Feature(
     "functions that were traced for float32, in layers of 16 bits",
     "They refuse 16 bits, as they do in TensorFlow.",
-    (graphs.call_flat, saving.is_callable_with),
+    (graphs.call_flat, graphs.run_in_numpy, saving.is_callable_with),
 )
 UNOBSERVED = Feature(
     "hiding keras_mp's own operations from `tf.debugging`",

@@ -18,6 +18,8 @@ function_of_name = Name("tf.Graph._get_function")
 call_flat = Name(
     "tensorflow.python.eager.polymorphic_function.concrete_function.ConcreteFunction._call_flat"
 )
+# Calls a function of Python that takes arrays, for `tf.numpy_function` and its older form.
+run_in_numpy = Name("tensorflow.python.ops.script_ops.py_func_common")
 # The shape and dtype of the variable behind a handle.
 handle_data = Name("tensorflow.python.ops.handle_data_util.get_handle_data")
 # The context of XLA that is around the code, or None.
