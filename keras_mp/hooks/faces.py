@@ -76,6 +76,9 @@ def made_by(make: Callable[[Any], Any] | None) -> contextlib.AbstractContextMana
 class Lazy:
     """A face that is made when it is taken.
 
+    Tapes that know the 16-bit tensor hear of it then. Other tapes do not, though they may know what
+    the tensor was made of: for them it is a constant.
+
     Attributes:
         made: the float32 tensor, once it has been made.
         depth: int. How many operations it is made of.
@@ -87,21 +90,36 @@ class Lazy:
         position: int. Which of its results the tensor is; None for its only one.
     """
 
-    __slots__ = ("_inputs", "_op", "_pairs", "_position", "depth", "made")
+    __slots__ = (
+        *("_inputs", "_is_recorded", "_op", "_pairs", "_position", "_watches"),
+        *("depth", "made"),
+    )
 
     def __init__(
         self, op: str, inputs: Sequence[Any], pairs: Sequence[Any], position: int | None
     ) -> None:
         self._op, self._inputs, self._pairs = op, inputs, pairs
         self._position, self.made, self.depth = position, None, 1
+        self._is_recorded, self._watches = False, reach.thread.watches
 
-    def make(self) -> tf.Tensor:
-        """Returns the tensor."""
-        if self.made is None or not _is_in_this_graph(self.made):
-            wide = [widened(each) for each in self._inputs]
-            with reach.decided():
-                results = run(self._op, wide, self._pairs)
+    def make(self, tensor: tf.Tensor) -> tf.Tensor | None:
+        """Returns the face; None where it cannot be that of all tapes.
+
+        Args:
+            tensor: the 16-bit tensor.
+        """
+        is_recorded = gradients.possible_types([tensor]) > 0
+        is_made = self.made is not None and _is_in_this_graph(self.made)
+        if not is_made or is_recorded > self._is_recorded:
+            if is_recorded and self._watches != reach.thread.watches:
+                return None  # A tape may be new, and know an input only.
+            stopped = contextlib.nullcontext() if is_recorded else gradients.stop_recording()
+            with stopped:
+                wide = [widened(each) for each in self._inputs]
+                with reach.decided():
+                    results = run(self._op, wide, self._pairs)
             self.made = results if self._position is None else results[self._position]
+            self._is_recorded = is_recorded
         return self.made
 
 
@@ -249,7 +267,7 @@ def _float32_of(value: Any) -> tf.Tensor | None:
     if face is None or face.kind >= OUTPUT:
         return None
     if type(face.tensor) is Lazy:
-        return face.tensor.make()
+        return face.tensor.make(value)
     if type(face.tensor) in (float, np.ndarray):
         return tf.constant(face.tensor, tf.float32)
     return face.tensor
@@ -425,7 +443,7 @@ def constant(make: Callable[..., Any], value: Any, low: tf.DType, keeps_arrays: 
         # A list has no dtype. It may have tensors in it, whose gradients would be lost.
         is_wide = getattr(value, "dtype", None) in (tf.float32, tf.float64)
         if isinstance(result, tf.Tensor) and (is_number or (keeps_arrays and is_wide)):
-            wide = float(value) if is_number else np.asarray(value, np.float32)
+            wide = float(value) if is_number else np.array(value, np.float32)  # It may change.
             if result.shape == np.shape(wide):
                 note(result, wide, WEIGHT)
         return result

@@ -45,6 +45,7 @@ class _Reach(threading.local):
         has_left: bool. Whether a 16-bit tensor has left the reach in eager.
         make: makes the float32 face of an output of a layer once more, where a model returns it;
             takes the 16-bit tensor, and returns a float32 one or None. None elsewhere.
+        watches: int. How often a tape has begun to watch tensors.
         scopes: the context managers of the `autocast`s that were entered and not left.
     """
 
@@ -56,6 +57,7 @@ class _Reach(threading.local):
     is_exact: bool = False
     has_left: bool = False
     make: Callable[[Any], Any] | None = None
+    watches: int = 0
     scopes: tuple[contextlib.AbstractContextManager[None], ...] = ()
 
 

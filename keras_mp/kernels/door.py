@@ -202,7 +202,7 @@ def _made(
         if i in known.positions:
             given[i] = _as_tensor(given[i], low, i == known.positions[0])
         else:
-            given[i] = known.without_lists(i, given[i])
+            given[i] = known.as_tensor(i, given[i])
     choice = _choice_of(known, given, pairs, low)
     if choice is None:
         results = make(given, pairs)
@@ -524,6 +524,7 @@ def watch(original: Callable[..., None]) -> Callable[..., None]:
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
         for each in tf.nest.flatten((args, kwargs), expand_composites=True):
             faces.drop(each)
+        _thread.watches += 1
         return original(self, *args, **kwargs)
 
     return call

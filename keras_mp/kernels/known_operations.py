@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_mp.kernels import convolutions, cudnn, slow, sums
@@ -59,8 +60,8 @@ class Operation:
     slow_in: frozenset[tf.DType] = frozenset()
     may_be_wrong: bool = False
 
-    def without_lists(self, position: int, value: Any) -> Any:
-        """Returns an input of another dtype as a tensor where it is a list.
+    def as_tensor(self, position: int, value: Any) -> Any:
+        """Returns an input of another dtype as a tensor, if it is a list or may change.
 
         Given lists, TensorFlow takes its slower way in eager, which does not come through the door.
 
@@ -68,12 +69,16 @@ class Operation:
             position: int. The position of the input.
             value: the input.
         """
-        is_list = isinstance(value, list | tuple | tf.TensorShape)
-        if position not in self.others or not is_list:
+        if isinstance(value, tf.Tensor) or position not in self.others:
+            return value
+        is_list = isinstance(value, list | tuple | tf.TensorShape | np.ndarray)
+        if not is_list and not tf.is_tensor(value):
             return value
         # An empty list, such as the shape of a scalar, does not say what it is a list of.
-        dtype = self.others[position] or (None if value else tf.int32)
-        return tf.convert_to_tensor(value, dtype)
+        is_empty = isinstance(value, list | tuple) and not value
+        return tf.convert_to_tensor(
+            value, self.others[position] or (tf.int32 if is_empty else None)
+        )
 
 
 def _find(name: str) -> Operation | None:

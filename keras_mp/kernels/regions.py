@@ -120,7 +120,7 @@ def made(plan: Plan, given: Sequence[Any], pairs: Sequence[Any], make: Callable[
         return make(given, pairs)
     only_gradients = region.gradients_only and dtype == region.dtype
     wanted = tf.float32 if only_gradients else dtype
-    cast: list[Any] = [known.without_lists(i, value) for i, value in enumerate(given)]
+    cast: list[Any] = [known.as_tensor(i, value) for i, value in enumerate(given)]
     for i, value in read.items():
         cast[i] = value if wanted is None else _cast(value, wanted)
     if dtype is None:

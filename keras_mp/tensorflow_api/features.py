@@ -51,7 +51,7 @@ FACES = Feature(
         *(*_TRACED, *_KERNELS, gradients.registry, gradients.find, gradients.of_tape),
         *(gradients.could_record, gradients.record_gradient, gradients.stop_recording),
         *(graphs.create_op, graphs.gradient_function, graphs.function_of_graph),
-        *(graphs.update_input, gradients.record_operation),
+        *(graphs.update_input, gradients.record_operation, gradients.possible_types),
         *(operations.make_in_graph, operations.run_in_slower_way, operations.to_tensor),
         *(operations.TakeSlowerWay, operations.QuickWayFailed, operations.GlobalOpDispatcher),
     ),

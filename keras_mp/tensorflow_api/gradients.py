@@ -8,6 +8,8 @@ record_in_graph = Name("tensorflow.python.eager.execute.record_gradient")
 record_gradient = Name("tf.__internal__.record_gradient")
 # Whether a tape is listening.
 could_record = Name("tensorflow.python.eager.record.could_possibly_record")
+# Whether one knows some tensors, and of which order: 0 if none does.
+possible_types = Name("tensorflow.python.ops.gradients_util.PossibleTapeGradientTypes")
 # Tells tapes of tensors that were computed from others, with a function for the gradient.
 record_operation = Name("tensorflow.python.eager.record.record_operation")
 # The context manager in which tapes hear nothing.
