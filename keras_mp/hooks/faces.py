@@ -39,8 +39,9 @@ OUTPUT, AGAIN = 6, 7
 # Those of float32 tensors in a region of `autocast`, which are casts of 16-bit ones; those of
 # `BOUNDED` are at most 1.
 LOW, BOUNDED = 8, 9
-# How many operations a face is made of at the most. In eager they keep their inputs alive.
-_DEPTH = 8
+# What a face is made of at the most, and what operations count. In eager they keep their inputs
+# alive.
+_DEPTH, _OF_MOVE, _OF_ARITHMETIC = 32, 1, 4
 NOTE = "_keras_mp_face"
 # How far a constant in 16 bits may be from the number, as a part of it. Constants that lose more
 # keep a face that is exact.
@@ -81,11 +82,11 @@ class Lazy:
 
     Attributes:
         made: the float32 tensor, once it has been made.
-        depth: int. How many operations it is made of.
+        depth: int. What the operations that it is made of count.
 
     Args:
         op: str. The operation that made the 16-bit tensor.
-        inputs: its inputs.
+        inputs: its inputs; none if the operation may be done again, with what it has returned.
         pairs: names and values of its attributes in turn.
         position: int. Which of its results the tensor is; None for its only one.
     """
@@ -99,7 +100,7 @@ class Lazy:
         self, op: str, inputs: Sequence[Any], pairs: Sequence[Any], position: int | None
     ) -> None:
         self._op, self._inputs, self._pairs = op, inputs, pairs
-        self._position, self.made, self.depth = position, None, 1
+        self._position, self.made, self.depth = position, None, 0
         self._is_recorded, self._watches = False, reach.thread.watches
 
     def make(self, tensor: tf.Tensor) -> tf.Tensor | None:
@@ -115,7 +116,7 @@ class Lazy:
                 return None  # A tape may be new, and know an input only.
             stopped = contextlib.nullcontext() if is_recorded else gradients.stop_recording()
             with stopped:
-                wide = [widened(each) for each in self._inputs]
+                wide = [widened(each) for each in self._inputs] or [cast(tensor)]
                 with reach.decided():
                     results = run(self._op, wide, self._pairs)
             self.made = results if self._position is None else results[self._position]
@@ -223,22 +224,31 @@ def drop(value: Any) -> None:
         note(value, None, LEFT)
 
 
-def lazily(op: str, args: Sequence[Any], pairs: Sequence[Any], results: Any, kind: int) -> None:
+def lazily(
+    op: str,
+    args: Sequence[Any],
+    pairs: Sequence[Any],
+    results: Any,
+    kind: int = MADE,
+    is_move: bool = False,
+) -> None:
     """Notes faces on the results of an operation that are made when they are taken.
 
     Args:
         op: str. The operation.
-        args: its inputs.
+        args: its inputs; none if it may be done again, with what it has returned.
         pairs: names and values of its attributes in turn.
         results: its result, or a list of them.
         kind: int, as in `Face`.
+        is_move: bool. Whether the operation moves numbers and changes none.
     """
-    depth = 1
+    depth = 0
     for value in args:
         for each in value if isinstance(value, list | tuple) else (value,):
             face = of(each) if isinstance(each, tf.Tensor) else None
             if face is not None and type(face.tensor) is Lazy:
-                depth = max(depth, face.tensor.depth + 1)
+                depth = max(depth, face.tensor.depth)
+    depth += _OF_MOVE if is_move else _OF_ARITHMETIC
     if depth > _DEPTH:
         return
     is_list = isinstance(results, list | tuple)

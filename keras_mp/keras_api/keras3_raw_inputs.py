@@ -18,7 +18,15 @@ PreprocessingLayer: Any = next(
 )
 
 # They subtract what is nearly equal, or multiply matrices, and `stft` refuses 16 bits.
-_IN_FLOAT32 = ("binary_crossentropy", "corrcoef", "cross", "lstsq", "stft", "tanh_shrink")
+_IN_FLOAT32 = (
+    "binary_crossentropy",
+    "corrcoef",
+    "cross",
+    "lstsq",
+    "moments",
+    "stft",
+    "tanh_shrink",
+)
 
 
 def exact_functions() -> list[Any]:

@@ -99,12 +99,13 @@ class _Choice:
 _WIDEN = {kind: faces.widened if kind else faces.cast for kind in (0, WEIGHT, EXACT, LAST)}
 
 
-def _choose(known: Operation, values: Sequence[Any]) -> _Choice | None:
+def _choose(known: Operation, values: Sequence[Any], pairs: Sequence[Any]) -> _Choice | None:
     """Decides whether an operation is computed in float32.
 
     Args:
         known: the `Operation`.
         values: its inputs that share a dtype: tensors and numbers.
+        pairs: names and values of its attributes in turn.
     """
     low, kind, are_weights, is_mixed = None, 0, True, False
     for value in values:
@@ -132,7 +133,10 @@ def _choose(known: Operation, values: Sequence[Any]) -> _Choice | None:
     if known.kind == "product":
         if _thread.is_exact:
             return _Choice(low, LAST)
-        return _Choice(low, EXACT) if _is_square(values) else None
+        if are_weights:
+            return _Choice(low, WEIGHT)
+        is_exact = _is_square(values) or (kind >= EXACT and _sums_nothing(values, pairs))
+        return _Choice(low, EXACT) if is_exact else None
     if known.kind == "exact" or kind >= EXACT or _thread.is_exact:
         return _Choice(low, max(kind, EXACT))
     if low in known.refuses:
@@ -153,6 +157,19 @@ def _is_square(values: Sequence[Any]) -> bool:
     return len(values) > 1 and values[0] is values[1]
 
 
+def _sums_nothing(values: Sequence[Any], pairs: Sequence[Any]) -> bool:
+    """Whether a product of matrices is an outer one, and so multiplications."""
+    attributes = dict(zip(pairs[::2], pairs[1::2]))
+    if "equation" in attributes:
+        inputs, _, output = tf.compat.as_str(attributes["equation"]).partition("->")
+        return set(inputs) - {",", ".", " "} <= set(output)
+    is_transposed = attributes.get("transpose_a", attributes.get("adj_x"))
+    shape = values[0].shape
+    return (
+        is_transposed is not None and bool(shape.rank) and shape[-2 if is_transposed else -1] == 1
+    )
+
+
 def _note_lazily(known: Operation, args: Sequence[Any], pairs: Sequence[Any], results: Any) -> None:
     """Notes faces that are made only if an exact operation takes them.
 
@@ -169,12 +186,15 @@ def _note_lazily(known: Operation, args: Sequence[Any], pairs: Sequence[Any], re
             return
     if known.is_one and isinstance(results, list):
         results = results[0]
-    faces.lazily(known.name, args, pairs, results, kind)
+    faces.lazily(known.name, args, pairs, results, kind, known.is_move)
 
 
-_ARITHMETIC = op_table.ops("additions", "multiplications", "signs", "softmax", "sigmoids") - {
-    *("BiasAdd", "BiasAddV1")
-}
+_ARITHMETIC = op_table.ops(
+    *("additions", "multiplications", "signs", "softmax", "sigmoids"),
+    *("maxima of two", "maxima over axes", "selections"),
+) - {*("BiasAdd", "BiasAddV1")}
+# Of a relu that is 0, no gradient passes, however large: where a face is taken it is done again.
+_AGAIN = op_table.ops("relu")
 # Operations whose results have faces that are made when they are taken.
 _LAZY = op_table.MOVES | _ARITHMETIC
 
@@ -206,8 +226,11 @@ def _made(
     choice = _choice_of(known, given, pairs, low)
     if choice is None:
         results = make(given, pairs)
-        if known.name in _LAZY and not _follows_others():
-            _note_lazily(known, given, pairs, results)
+        if not _follows_others():
+            if known.name in _LAZY:
+                _note_lazily(known, given, pairs, results)
+            elif known.name in _AGAIN:
+                faces.lazily(known.name, (), pairs, _only(results))
         return results
     is_exact_product = known.kind == "product" and choice.kind == LAST
     widen = faces.factor if is_exact_product else _WIDEN[choice.kind]
@@ -321,7 +344,7 @@ def _choice_of(
         is_slow = False
     if _follows_others():
         return _Choice(low, 0) if is_slow else None
-    choice = _choose(known, _flat([given[i] for i in known.positions]))
+    choice = _choose(known, _flat([given[i] for i in known.positions]), pairs)
     return _Choice(low, 0) if choice is None and is_slow else choice
 
 
@@ -396,7 +419,8 @@ def _is_plain_product(known: Operation, args: Sequence[Any]) -> bool:
         return False
     dtype = values[0].dtype
     is_plain = dtype not in known.slow_in and all(each.dtype is dtype for each in values)
-    return is_plain and not _is_square(values)
+    is_exact = is_low(dtype) and faces.kind_of(values[0]) >= WEIGHT
+    return is_plain and not is_exact and not _is_square(values)
 
 
 def _is_plain(known: Operation, args: Sequence[Any]) -> bool:
@@ -405,6 +429,7 @@ def _is_plain(known: Operation, args: Sequence[Any]) -> bool:
         type(args[known.positions[0]]) in _NUMBERS
         or known.has_list
         or known.name in _ARITHMETIC
+        or known.name in _AGAIN
         or _thread.is_exact
     ):
         return False
