@@ -10,116 +10,28 @@ import keras_mp
 from tests.common import MODES, Mixes, Subclassed, differentiated, eager_and_graph, made, mirrored
 
 L = tf.keras.layers
-DTYPES = ["bfloat16", "float16"]
 X = np.random.RandomState(0).normal(size=(4, 8)).astype("float32")
 IMAGES = np.random.RandomState(0).normal(size=(2, 8, 8, 3)).astype("float32")
 
 
-class Probabilities(tf.keras.Model):
-    """A subclassed model, as people write them: the softmax is no layer."""
-
-    def __init__(self, head="same", activation=tf.nn.softmax):
-        super().__init__()
-        self.hidden = L.Dense(16, "relu")
-        self.out = L.Dense(5, **head_policy(head))
-        self.activation = activation
-
-    def call(self, x, training=False):
-        return self.activation(self.out(self.hidden(x)))
-
-
 class Outer(L.Layer):
-    """A layer with others inside, which flatten their inputs and shape their outputs."""
+    """A layer with another one inside, whose dtypes it notes."""
 
-    def __init__(self, head):
+    def __init__(self, inner):
         super().__init__()
-        self.hidden, self.out = L.Dense(16, "relu"), L.Dense(5, **head_policy(head))
+        self.inner = inner
 
     def call(self, x):
-        return self.out(self.hidden(tf.reshape(x, [-1, 2, 4])))
+        dtypes.append(self.inner(x).dtype.name)
+        return self.inner(x)
 
 
-def head_policy(head):
-    if head == "same":
-        return {}
-    return {"dtype": keras_mp.Policy(keras_mp.global_policy().name, output_dtype="float32")}
+dtypes = []
 
 
-def sequential(head, activation="softmax"):
-    out = L.Dense(5, activation, bias_initializer="normal", **head_policy(head))
+def sequential():
+    out = L.Dense(5, "softmax", bias_initializer="normal")
     return tf.keras.Sequential([tf.keras.Input([8]), L.Dense(16, "relu"), out])
-
-
-def functional(head):
-    x = tf.keras.Input([8])
-    h = L.Dense(16, "relu")(x)
-    outputs = {
-        "logits": L.Dense(5, bias_initializer="normal", **head_policy(head))(h),
-        "probability": L.Dense(1, "sigmoid", **head_policy(head))(h),
-    }
-    return tf.keras.Model(x, outputs)
-
-
-def nested(head):
-    x = tf.keras.Input([8])
-    return tf.keras.Model(x, sequential(head)(L.Dense(8, "relu")(x)))
-
-
-def activation_layer(head):
-    out = [L.Dense(5, **head_policy(head)), L.Activation("softmax", **head_policy(head))]
-    return tf.keras.Sequential([tf.keras.Input([8]), L.Dense(16, "relu"), *out])
-
-
-def einsum(head):
-    out = [L.EinsumDense("abc,cd->abd", [None, 3], bias_axes="d", **head_policy(head))]
-    return tf.keras.Sequential([tf.keras.Input([8]), L.Reshape([2, 4]), L.ReLU(), *out])
-
-
-def image(head, layer, *args, **kwargs):
-    out = layer(*args, bias_initializer="normal", **kwargs, **head_policy(head))
-    return tf.keras.Sequential(
-        [tf.keras.Input([8, 8, 3]), L.Conv2D(4, 3, padding="same", activation="relu"), out]
-    )
-
-
-MODELS = {
-    "Sequential": sequential,
-    "sigmoid": lambda head: sequential(head, "sigmoid"),
-    "functional": functional,
-    "subclassed": Probabilities,
-    "nested": nested,
-    "layers in a layer": lambda head: tf.keras.Sequential([tf.keras.Input([8]), Outer(head)]),
-    "Activation": activation_layer,
-    "EinsumDense": einsum,
-    "Conv2D": lambda head: image(head, L.Conv2D, 2, 3),
-    "SeparableConv2D": lambda head: image(head, L.SeparableConv2D, 2, 3),
-    "Conv2DTranspose": lambda head: image(head, L.Conv2DTranspose, 2, 3),
-}
-
-
-@pytest.mark.parametrize(("name", "mode", "dtype"), eager_and_graph(MODELS))
-def test_outputs_are_those_of_a_float32_last_layer(name, mode, dtype):
-    x = IMAGES if "Conv" in name else X
-    results = []
-    for head in ("same", "float32"):
-        model = made(lambda: MODELS[name](head), f"mixed_{dtype}")
-        model(x)
-
-        def loss(y):
-            return sum(tf.reduce_sum(tf.sin(each * 3)) for each in tf.nest.flatten(y))
-
-        @MODES[mode]
-        def run(x):
-            return differentiated(lambda: model(x), model.trainable_variables, loss)
-
-        results.append(run(tf.constant(x)))
-    (found, gradients), (expected, of_expected) = results
-    for a, b in zip(tf.nest.flatten(found), tf.nest.flatten(expected)):
-        assert a.dtype == b.dtype == tf.float32
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    for a, b in zip(gradients, of_expected):
-        assert a.dtype == tf.float32
-        np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02)
 
 
 class Features(tf.keras.Model):
@@ -253,41 +165,19 @@ def test_a_train_step_with_the_gradient_of_an_embedding(run_eagerly):
 
 
 def in_bfloat16(**policy):
-    return made(lambda: sequential("same"), keras_mp.Policy("mixed_bfloat16", **policy))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_probabilities_sum_to_1_in_predict_fit_and_a_random_choice(dtype):
-    with keras_mp.policy_scope(f"mixed_{dtype}"):
-        model = Probabilities()
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    model.fit(X, np.arange(4), verbose=0)
-    for probabilities in (model.predict(X, verbose=0), model(X).numpy(), model.predict_on_batch(X)):
-        assert probabilities.dtype == np.float32
-        np.testing.assert_allclose(probabilities.sum(1), 1, rtol=1e-6)
-        assert np.random.RandomState(0).choice(5, p=probabilities[0]) in range(5)
+    return made(sequential, keras_mp.Policy("mixed_bfloat16", **policy))
 
 
 def test_inside_of_another_model_or_layer_nothing_changes():
-    class Outer(L.Layer):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def call(self, x):
-            seen.append(self.inner(x).dtype)
-            return self.inner(x)
-
-    seen = []
     with keras_mp.policy_scope("mixed_bfloat16"):
-        inner = sequential("same")
+        inner = sequential()
         x = tf.keras.Input([8])
         symbolic = inner(x)
         model = tf.keras.Model(x, L.Dense(2)(Outer(inner)(x)))
     assert symbolic.dtype == "bfloat16"
-    seen.clear()
+    dtypes.clear()
     assert (model(X).dtype, inner(X).dtype) == (tf.float32, tf.float32)
-    assert seen == [tf.bfloat16]
+    assert dtypes == ["bfloat16"]
     with keras_mp.policy_scope("float32"):
         outer = Outer(inner)
     assert outer(X).dtype == tf.bfloat16
@@ -300,7 +190,16 @@ def rounds(x, dtype="bfloat16"):
 
 ENDS = {
     "Dense, tanh": lambda: [L.Dense(4, "tanh")],
+    "Dense, sigmoid": lambda: [L.Dense(4, "sigmoid", bias_initializer="normal")],
+    "Activation": lambda: [L.Dense(5), L.Activation("softmax")],
     "layer of the program": lambda: [Mixes(lambda x: x * x * x)],
+    "layer in a layer": lambda: [Outer(L.Dense(5, "softmax"))],
+    "model": lambda: [tf.keras.Sequential([tf.keras.Input([8]), L.Dense(5, "softmax")])],
+    "subclassed, with a function": lambda: [L.Dense(5), tf.nn.softmax],
+    "EinsumDense": lambda: [L.Reshape([2, 4]), L.EinsumDense("abc,cd->abd", [2, 3], bias_axes="d")],
+    "Conv2D": lambda: [L.Reshape([2, 2, 2]), L.Conv2D(2, 2, bias_initializer="normal")],
+    "SeparableConv2D": lambda: [L.Reshape([2, 2, 2]), L.SeparableConv2D(2, 2)],
+    "Conv2DTranspose": lambda: [L.Reshape([2, 2, 2]), L.Conv2DTranspose(2, 2)],
     "Reshape": lambda: [L.Dense(4), L.Reshape([2, 2]), L.Flatten(), L.Softmax()],
     "Lambda": lambda: [L.Dense(4), L.Lambda(lambda x: tf.nn.softmax(x) - 1)],
     "Rescaling": lambda: [L.Dense(4, "tanh"), L.Rescaling(127.5, 127.5)],
@@ -315,10 +214,13 @@ def test_the_last_layers_compute_in_float32_from_16_bits(name, mode, dtype):
     """The activations before them are rounded, the results are not, with gradients in 16 bits."""
     with keras_mp.policy_scope(f"mixed_{dtype}"):
         hidden = tf.keras.Sequential([tf.keras.Input([8]), L.Dense(8, "relu")])
-        model = tf.keras.Sequential([hidden, *ENDS[name]()])
+        layers = [hidden, *ENDS[name]()]
+        is_subclassed = name.startswith("subclassed")
+        model = Subclassed(*layers) if is_subclassed else tf.keras.Sequential(layers)
     with keras_mp.policy_scope("float32"):
-        expected = tf.keras.Sequential([tf.keras.Input([8]), *ENDS[name]()])
+        expected = Subclassed(*ENDS[name]())
     model(X)
+    expected(X)
     expected.set_weights(model.get_weights()[2:])
     last = model.trainable_variables[2:]
 
@@ -339,6 +241,10 @@ def test_the_last_layers_compute_in_float32_from_16_bits(name, mode, dtype):
         np.testing.assert_allclose(gradient, of_float32, rtol=0.05, atol=0.05)
 
 
+class OfTheProgram(tf.keras.Model):
+    """A class of models that is made of a functional one, and does more in `train_step`."""
+
+
 def shared_head(x):
     head = L.Dense(8)
     return tf.keras.Model(x, [head(head(x)), head(L.Dense(8)(x))])
@@ -346,7 +252,7 @@ def shared_head(x):
 
 def with_later_layers(x):
     features = L.Dense(8, bias_initializer="normal")(x)
-    return tf.keras.Model(x, {"features": features, "logits": L.Dense(3)(L.Dense(8)(features))})
+    return OfTheProgram(x, {"features": features, "logits": L.Dense(3)(L.Dense(8)(features))})
 
 
 def nested_in_the_middle(x):
@@ -381,27 +287,7 @@ def test_outputs_that_later_layers_take_are_in_float32_and_have_both_gradients(m
         np.testing.assert_allclose(found, expected, atol=0.03 * np.max(np.abs(expected)))
 
 
-class OfTheProgram(tf.keras.Model):
-    """A class of models that is made of a functional one, and does more in `train_step`."""
-
-
-@pytest.mark.parametrize("run_eagerly", [True, False])
-def test_classes_of_functional_models_clones_and_loaded_ones(tmp_path, run_eagerly):
-    with keras_mp.policy_scope("mixed_bfloat16"):
-        x = tf.keras.Input([8])
-        y = L.Dense(4, "tanh")(L.Dense(8)(x))
-        models = [OfTheProgram(x, y), tf.keras.models.clone_model(tf.keras.Model(x, y))]
-    models[1].save(str(tmp_path / "model.keras"))
-    models.append(tf.keras.models.load_model(str(tmp_path / "model.keras")))
-    for model in models:
-        assert model(X).dtype == tf.float32
-        assert not rounds(model(X))
-        model.compile("sgd", "mse", run_eagerly=run_eagerly)
-        model.fit(X, np.zeros([4, 4]), verbose=0)
-        np.testing.assert_allclose(model.predict(X, verbose=0), model(X), rtol=0.05, atol=0.05)
-
-
-def test_a_product_at_the_rim_is_computed_once_in_eager():
+def test_a_product_at_the_rim_is_computed_once_in_eager_and_in_16_bits_elsewhere():
     class Counting(L.Dense):
         calls = 0
 
@@ -412,12 +298,14 @@ def test_a_product_at_the_rim_is_computed_once_in_eager():
             return super().call(x)
 
     with keras_mp.policy_scope("mixed_bfloat16"):
-        model = tf.keras.Sequential([L.Dense(8), Counting(3)])
+        last = Counting(3)
+        model = tf.keras.Sequential([L.Dense(8), last])
     for _ in range(3):
         Counting.calls = 0
         assert not rounds(model(X))
     assert Counting.calls == 1
-    assert model.layers[-1].compute_dtype == "bfloat16"
+    assert last.compute_dtype == "bfloat16"
+    assert last(model.layers[0](X)).dtype == tf.bfloat16
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
@@ -584,15 +472,6 @@ def test_layers_of_tensorflow_probability_are_known_by_their_name():
     assert layer(X[:, :2]).scale.dtype == tf.float32
 
 
-def test_a_last_layer_that_a_model_builds_is_one_of_16_bits_elsewhere():
-    keras_mp.set_global_policy("mixed_bfloat16")
-    layer, x = tf.keras.layers.Dense(3, "softmax"), tf.ones([1, 4])
-    model = tf.keras.Sequential([layer])
-    first = model(x)
-    assert (first.dtype, layer(x).dtype) == ("float32", "bfloat16")
-    np.testing.assert_array_equal(first, model(x))
-
-
 class CallsItself(tf.keras.Model):
     """Its class defines `__call__` in the place of `call`."""
 
@@ -616,11 +495,9 @@ class InHead(tf.keras.Model):
         self.inner = CallsItself()
 
     def call(self, x):
-        dtypes.append(self.inner(x)["y"].dtype.name)
-        return self.inner(x)["y"]
-
-
-dtypes = []
+        y = self.inner(x)["y"]
+        dtypes.append(y.dtype.name)
+        return y
 
 
 @pytest.mark.parametrize("mode", MODES)
