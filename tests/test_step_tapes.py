@@ -9,7 +9,18 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import Subclassed, distances, made, mirrored, ours, placed, unscaled, value
+from tests import steps
+from tests.common import (
+    Subclassed,
+    distances,
+    made,
+    mirrored,
+    once,
+    ours,
+    placed,
+    unscaled,
+    value,
+)
 
 L = tf.keras.layers
 
@@ -19,7 +30,8 @@ Y = X.sum(axis=1, keepdims=True)
 # With a loss of this size the gradients of float16 layers are zero, unless it is scaled.
 TINY = 1e-7
 
-MODES = [{"run_eagerly": True}, {}, {"jit_compile": True}]
+MODES = {"eager": {"run_eagerly": True}, "graph": {}, "jit": {"jit_compile": True}}
+EAGER_AND_GRAPH = ["eager", "graph"]
 
 
 class Trained(Subclassed):
@@ -37,7 +49,8 @@ class Trained(Subclassed):
         return tf.reduce_mean(tf.square(self(x, training=True) - y)) * TINY
 
     def train_step(self, data):
-        return {"my_loss": self.step(self, *data)}
+        self.step(self, *data)
+        return {"made": 1.0}
 
 
 def dense():
@@ -53,7 +66,6 @@ def plain(model, x, y):
     with tf.GradientTape() as tape:
         loss = model.loss_of(x, y)
     update(model, tape, loss)
-    return loss
 
 
 def by_hand(model, x, y):
@@ -62,7 +74,6 @@ def by_hand(model, x, y):
     variables = model.trainable_variables
     for gradient, variable in zip(tape.gradient(loss, variables), variables):
         variable.assign_sub(1e5 * gradient)
-    return loss
 
 
 def persistent(model, x, y):
@@ -74,7 +85,6 @@ def persistent(model, x, y):
     of_loss, of_decay = tape.gradient(loss, variables), tape.gradient(decay, variables)
     gradients = [of_loss[i] + of_decay[i] for i in variables]
     model.my_optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-    return loss
 
 
 def penalty(model, x, y):
@@ -86,7 +96,6 @@ def penalty(model, x, y):
         norm = tf.norm(inner.gradient(out, x) + 1e-6, axis=1)
         loss = TINY * tf.reduce_mean(tf.square(norm - 1.0)) + model.loss_of(x, y)
     update(model, tape, loss)
-    return loss
 
 
 def split(model, x, y):
@@ -96,7 +105,6 @@ def split(model, x, y):
         loss = TINY * tf.reduce_mean(tf.square(tf.concat(parts[::-1], axis=1) - y))
         loss += TINY * tf.reduce_mean(parts[0] * tf.tanh(parts[1]))
     update(model, tape, loss)
-    return loss
 
 
 def inside(model, x, y):
@@ -105,7 +113,85 @@ def inside(model, x, y):
         loss = model.loss_of(x, y)
         gradients = tape.gradient(loss, model.trainable_variables)
         model.my_optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-    return loss
+
+
+# Several tapes, some of which record while another computes gradients.
+
+
+def apply(model, *gradients):
+    variables = model.trainable_variables
+    sums = [sum(parts[1:], parts[0]) for parts in zip(*gradients)]
+    model.my_optimizer.apply_gradients(zip(sums, variables))
+
+
+def one_outlives_the_other(model, x, y):
+    variables = model.trainable_variables
+    with tf.GradientTape() as first, tf.GradientTape() as second:
+        loss = model.loss_of(x, y)
+        twice = 2 * loss
+        of_second = second.gradient(loss, variables)
+    apply(model, first.gradient(twice, variables), of_second)
+
+
+def among_three(model, x, y):
+    variables = model.trainable_variables
+    with (
+        tf.GradientTape(),
+        tf.GradientTape(persistent=True) as kept,
+        tf.GradientTape() as last,
+    ):
+        loss = model.loss_of(x, y)
+        gradients = [tape.gradient(loss, variables) for tape in (last, kept, kept)]
+    apply(model, *gradients)
+
+
+def while_it_records(model, x, y):
+    variables = model.trainable_variables
+    with tf.GradientTape(persistent=True) as tape:
+        loss = model.loss_of(x, y)
+        gradients = tape.gradient(loss, variables)
+        other = model.loss_of(x, y)
+    apply(model, gradients, tape.gradient(other, variables))
+
+
+def while_it_is_stopped(model, x, y):
+    variables = model.trainable_variables
+    with tf.GradientTape(persistent=True) as kept, tf.GradientTape() as tape:
+        loss = model.loss_of(x, y)
+        with kept.stop_recording(), tape.stop_recording():
+            gradients = [each.gradient(loss, variables) for each in (kept, tape)]
+        other = model.loss_of(x, y)
+    apply(model, *gradients, kept.gradient(other, variables))
+
+
+def entered_again(model, x, y):
+    variables, tape, gradients = model.trainable_variables, tf.GradientTape(), []
+    for _ in range(2):
+        with tape:
+            loss = model.loss_of(x, y)
+        gradients.append(tape.gradient(loss, variables))
+    apply(model, *gradients)
+
+
+def differentiated(model, x, y):
+    """The loss has gradients of variables in it, which the outer tape differentiates."""
+    with tf.GradientTape() as tape:
+        with tf.GradientTape() as inner:
+            loss = model.loss_of(x, y) / TINY
+        gradients = inner.gradient(loss, model.trainable_variables)
+        squares = tf.add_n([tf.reduce_sum(tf.square(each)) for each in gradients])
+        loss = TINY * (loss + 0.1 * squares)
+    update(model, tape, loss)
+
+
+def adversarial(model, x, y):
+    """The signs of gradients that float16 cannot hold."""
+    with tf.GradientTape() as tape:
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            loss = model.loss_of(x, y)
+        loss = model.loss_of(x + 0.5 * tf.sign(inner.gradient(loss, x)), y)
+    update(model, tape, loss)
 
 
 def trained(step, policy, mode, layers=dense, optimizer=None, cls=Trained, **fit):
@@ -143,39 +229,40 @@ def expect_same_as_in_float32(run):
     assert max(distances(found, exact)) < 0.02
 
 
-@pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("step", [plain, by_hand, persistent, penalty, split, inside])
-def test_an_optimizer_that_scales_nothing_trains_as_in_float32(step, is_graph):
-    # What is traced for XLA is what a graph has. It might not compile derivatives of derivatives,
-    # and shapes that it does not know.
-    graph = {"jit_compile": step in (penalty, split, inside)}
-    mode = graph if is_graph else {"run_eagerly": True}
-    expect_as_in_float32(trained(step, "mixed_float16", mode), step)
+# What is traced for XLA is what a graph has. It might not compile derivatives of derivatives, and
+# shapes that it does not know.
+GRAPH = [plain, by_hand, persistent]
+COMPILED = [penalty, split, inside, among_three, differentiated, adversarial]
+SEVERAL = [one_outlives_the_other, while_it_records, while_it_is_stopped, entered_again]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["eager", "graph", "jit"])
+@pytest.mark.parametrize(
+    ("step", "mode"),
+    [
+        *((step, "eager") for step in (*GRAPH, *COMPILED, *SEVERAL)),
+        *((step, "graph") for step in GRAPH),
+        *((step, "jit") for step in COMPILED),
+    ],
+)
+def test_an_optimizer_that_scales_nothing_trains_as_in_float32(step, mode):
+    expect_as_in_float32(trained(step, "mixed_float16", MODES[mode]), step)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_gradients_that_overflow_are_computed_again(mode):
     policy = keras_mp.Policy("mixed_float16", loss_scale=keras_mp.DynamicLossScale(2.0**60))
-    result = trained(plain, policy, mode)
+    result = trained(plain, policy, MODES[mode])
     expect_as_in_float32(result, plain)
     assert 2.0**30 < float(value(result[2].optimizer.loss_scale.loss_scale)) < 2.0**50
 
 
 def test_the_optimizer_that_was_given_to_compile():
+    given = tf.keras.optimizers.SGD(1e5)
+
     def step(model, x, y):
-        with tf.GradientTape() as tape:
-            loss = model.loss_of(x, y)
-        variables = model.trainable_variables
-        given.apply_gradients(zip(tape.gradient(loss, variables), variables))
-        return loss
+        steps.unscaled(given, model.loss_of, model.trainable_variables)(x, y)
 
-    def run(policy):
-        nonlocal given
-        given = tf.keras.optimizers.SGD(1e5)
-        return trained(step, policy, {"optimizer": given}, optimizer=given)
-
-    given = None
-    expect_same_as_in_float32(run)
+    expect_as_in_float32(trained(step, "mixed_float16", {"optimizer": given}), plain)
 
 
 class FitsTwice(tf.keras.Sequential):
@@ -184,7 +271,7 @@ class FitsTwice(tf.keras.Sequential):
         return super().fit(*args, **kwargs)
 
 
-@pytest.mark.parametrize("mode", MODES[:2], ids=["eager", "graph"])
+@pytest.mark.parametrize("mode", EAGER_AND_GRAPH)
 @pytest.mark.parametrize("cls", [tf.keras.Sequential, FitsTwice])
 def test_steps_of_keras_with_an_optimizer_that_is_given_or_assigned(cls, mode):
     def run(policy):
@@ -193,7 +280,9 @@ def test_steps_of_keras_with_an_optimizer_that_is_given_or_assigned(cls, mode):
             model = cls([tf.keras.Input((4,)), *dense()])
             before, optimizer = model.get_weights(), tf.keras.optimizers.SGD(1e5)
             given = optimizer if cls is FitsTwice else "sgd"
-            model.compile(given, lambda y, p: TINY * tf.reduce_mean(tf.square(y - p)), **mode)
+            model.compile(
+                given, lambda y, p: TINY * tf.reduce_mean(tf.square(y - p)), **MODES[mode]
+            )
             if given == "sgd":
                 model.optimizer = optimizer
             model.fit(X, Y, shuffle=False, verbose=0)
@@ -204,11 +293,10 @@ def test_steps_of_keras_with_an_optimizer_that_is_given_or_assigned(cls, mode):
 
 def test_a_loss_that_is_multiplied_by_hand_still_has_to_be_divided():
     def step(model, x, y):
-        with tf.GradientTape() as tape:
-            scaled_loss = model.loss_of(x, y) * model.my_optimizer.loss_scale()
-        gradients = tape.gradient(scaled_loss, model.trainable_variables)
-        model.my_optimizer.apply_gradients(zip(gradients, model.trainable_variables), scaled=scaled)
-        return scaled_loss
+        optimizer, variables = model.my_optimizer, model.trainable_variables
+        apply = functools.partial(optimizer.apply_gradients, scaled=scaled)
+        by_hand = lambda loss: loss * optimizer.loss_scale()  # noqa: E731
+        steps.taped(model.loss_of, variables, apply, by_hand)(x, y)
 
     scaled, optimizer = True, keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(1e5))
     expect_as_in_float32(trained(step, "mixed_float16", {}, optimizer=optimizer), plain)
@@ -236,7 +324,6 @@ def test_sparse_gradients_and_recomputed_layers(is_recorded):
         gradients = gradients or tape.gradient(loss, model.trainable_variables)
         assert any(isinstance(each, tf.IndexedSlices) for each in gradients)
         model.my_optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-        return loss
 
     expect_same_as_in_float32(lambda policy: trained(step, policy, {}, layers))
 
@@ -245,11 +332,7 @@ def test_sparse_gradients_and_recomputed_layers(is_recorded):
 
 
 def by_optimizer(model, x, y):
-    with tf.GradientTape() as tape:
-        loss = model.loss_of(x, y)
-        scaled_loss = model.my_optimizer.scale_loss(loss)
-    update(model, tape, scaled_loss)
-    return loss
+    steps.keras_3(model.my_optimizer, model.loss_of, model.trainable_variables)(x, y)
 
 
 def by_optimizer_in_parts(model, x, y):
@@ -258,28 +341,21 @@ def by_optimizer_in_parts(model, x, y):
         parts = [model.my_optimizer.scale_loss(part) for part in (0.25 * loss, 0.75 * loss)]
         scaled_loss = tf.add_n(parts)
     update(model, tape, scaled_loss)
-    return loss
 
 
 def by_scaler(model, x, y):
-    scaler, variables = model.my_optimizer.scaler, model.trainable_variables
-    with tf.GradientTape() as tape:
-        loss = model.loss_of(x, y)
-        scaled_loss = scaler.scale(loss)
-    gradients = scaler.unscale(tape.gradient(scaled_loss, variables), model.my_optimizer)
-    scaler.step(model.my_optimizer, zip(gradients, variables))
-    scaler.update()
-    return loss
+    optimizer, variables = model.my_optimizer, model.trainable_variables
+    way = steps.scaler(optimizer.scaler, optimizer, model.loss_of, variables, steps.SCALERS[1])
+    way(x, y)
 
 
 def by_tape(model, x, y):
     with keras_mp.LossScaleGradientTape(2.0**15) as tape:
         loss = model.loss_of(x, y)
     update(model, tape, loss)
-    return loss
 
 
-@pytest.mark.parametrize("mode", MODES[:2], ids=["eager", "graph"])
+@pytest.mark.parametrize("mode", EAGER_AND_GRAPH)
 @pytest.mark.parametrize("step", [by_optimizer, by_optimizer_in_parts, by_scaler, by_tape])
 def test_what_the_program_scales_is_not_scaled_again(step, mode):
     optimizer = tf.keras.optimizers.SGD(1e5)
@@ -289,7 +365,7 @@ def test_what_the_program_scales_is_not_scaled_again(step, mode):
         optimizer.scaler = keras_mp.GradScaler()
     # Any other scale than the program's would have to come down.
     policy = keras_mp.Policy("mixed_float16", loss_scale=keras_mp.DynamicLossScale(2.0**60))
-    result = trained(step, policy, mode, optimizer=optimizer)
+    result = trained(step, policy, MODES[mode], optimizer=optimizer)
     expect_as_in_float32(result, plain)
     assert float(value(result[2].optimizer.loss_scale.loss_scale)) == 2.0**60
 
@@ -304,13 +380,12 @@ def jacobian(model, x, y):
     rows = tape.jacobian(losses, variables, experimental_use_pfor=False)
     pairs = [(tf.reduce_mean(row, axis=0), variable) for row, variable in zip(rows, variables)]
     model.my_optimizer.apply_gradients(pairs)
-    return losses[0]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["eager", "graph", "jit"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_warning_where_nobody_scales_has_the_lines_to_add(mode):
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="nobody has scaled") as told:
-        trained(jacobian, "mixed_float16", mode)
+        trained(jacobian, "mixed_float16", MODES[mode])
     (warning,) = ours(told)
     message = str(warning.message)
     assert "self.my_optimizer = keras_mp.LossScaleOptimizer(self.my_optimizer)" in message
@@ -320,19 +395,12 @@ def test_a_warning_where_nobody_scales_has_the_lines_to_add(mode):
     assert warning.filename == __file__
 
 
-def test_a_warning_of_gradients_without_a_tape():
-    def step(model, x, y):
-        loss = model.loss_of(x, y)
-        variables = model.trainable_variables
-        # Keras 3 has objects of its own around variables.
-        bare = [each if isinstance(each, tf.Variable) else each.value for each in variables]
-        gradients = tf.gradients(loss, bare)
-        model.my_optimizer.apply_gradients(zip(gradients, variables))
-        return loss
-
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="tf.gradients") as told:
-        trained(step, "mixed_float16", {})
-    assert len(ours(told)) == 1
+def without_tape(model, x, y):
+    loss = model.loss_of(x, y)
+    variables = model.trainable_variables
+    # Keras 3 has objects of its own around variables.
+    bare = [each if isinstance(each, tf.Variable) else each.value for each in variables]
+    model.my_optimizer.apply_gradients(zip(tf.gradients(loss, bare), variables))
 
 
 class OfEach(L.Layer):
@@ -345,16 +413,19 @@ class OfEach(L.Layer):
         return x * self.each
 
 
-def test_a_warning_of_batch_jacobians():
-    def step(model, x, y):
-        each = model.inside[0].each
-        with tf.GradientTape() as tape:
-            squares = TINY * tf.square(model(x) - y)
-        of_each = tape.batch_jacobian(squares, each, experimental_use_pfor=False)
-        model.my_optimizer.apply_gradients([(tf.reshape(of_each, (8, 1)), each)])
-        return tf.reduce_mean(squares)
+def batch_jacobian(model, x, y):
+    each = model.inside[0].each
+    with tf.GradientTape() as tape:
+        squares = TINY * tf.square(model(x) - y)
+    of_each = tape.batch_jacobian(squares, each, experimental_use_pfor=False)
+    model.my_optimizer.apply_gradients([(tf.reshape(of_each, (8, 1)), each)])
 
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="batch_jacobian") as told:
+
+@pytest.mark.parametrize(
+    ("step", "name"), [(without_tape, "tf.gradients"), (batch_jacobian, "batch_jacobian")]
+)
+def test_a_warning_names_what_nobody_scales(step, name):
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match=name) as told:
         trained(step, "mixed_float16", {}, lambda: [OfEach(), L.Dense(1)])
     assert len(ours(told)) == 1
 
@@ -406,20 +477,12 @@ def test_a_loop_of_the_model_trains_as_in_float32(cls, step):
     expect_as_in_float32(trained(step, "mixed_float16", {}, cls=cls), step)
 
 
-@pytest.mark.parametrize("cls", [Trained, Loops])
-def test_an_unchanged_step_with_the_optimizer_of_the_model(cls):
+def test_a_loop_with_the_optimizer_of_the_model():
     def step(model, x, y):
-        with tf.GradientTape() as tape:
-            loss = model.loss_of(x, y)
-        variables = model.trainable_variables
-        model.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
-        return loss
+        steps.unscaled(model.optimizer, model.loss_of, model.trainable_variables)(x, y)
 
-    def run(policy):
-        mode = {"optimizer": tf.keras.optimizers.SGD(1e5)}
-        return trained(step, policy, mode, optimizer="none", cls=cls)
-
-    expect_same_as_in_float32(run)
+    mode = {"optimizer": tf.keras.optimizers.SGD(1e5)}
+    expect_as_in_float32(trained(step, "mixed_float16", mode, optimizer="none", cls=Loops), plain)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
@@ -440,12 +503,17 @@ def test_a_loop_of_a_model_that_is_never_compiled_trains_as_in_float32(cls, poli
     assert np.abs(model.get_weights()[0] - before[0]).max() > 1e-3
 
 
-@pytest.mark.parametrize("mode", MODES[:2], ids=["eager", "graph"])
-@pytest.mark.parametrize("cls", [Trained, Delegates])
-def test_replicas(mode, cls):
+@pytest.mark.parametrize(
+    ("step", "mode", "cls"),
+    [
+        *((plain, "eager", Trained), (plain, "graph", Delegates)),
+        *((step, "graph", Trained) for step in (among_three, adversarial)),
+    ],
+)
+def test_replicas(step, mode, cls):
     def run(policy):
         with mirrored(2).scope():
-            return trained(plain, policy, mode, cls=cls, batch_size=16)
+            return trained(step, policy, MODES[mode], cls=cls, batch_size=16)
 
     expect_same_as_in_float32(run)
 
@@ -458,21 +526,13 @@ def test_a_warning_of_a_loop_on_replicas():
     assert "In the fit of the model" in str(warning.message)
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "unscaled", "float32 layers"])
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", unscaled("float16")], ids=str)
 def test_no_warning_where_nothing_is_lost(policy):
-    layers = dense
-    if policy == "unscaled":
-        policy = unscaled("float16")
-    elif policy == "float32 layers":
-        policy = "mixed_float16"
-
-        def layers():
-            return [L.Dense(8, "tanh", dtype="float32"), L.Dense(1, dtype="float32")]
-
-    trained(jacobian, policy, {}, layers)
+    trained(jacobian, policy, {})
 
 
-def test_no_warning_where_keras_scales():
+def test_no_warning_of_layers_in_float32_or_where_keras_scales():
+    trained(jacobian, "mixed_float16", {}, lambda: [L.Dense(1, dtype="float32")])
     optimizer = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD())
     trained(jacobian, "mixed_float16", {}, optimizer=optimizer)
 
@@ -484,7 +544,7 @@ def test_other_tapes_are_those_of_tensorflow():
         with futures.ThreadPoolExecutor(1) as pool:
             found["another thread"] = type(pool.submit(tf.GradientTape).result())
         found["step"] = type(tf.GradientTape())
-        return plain(model, x, y)
+        plain(model, x, y)
 
     trained(step, "mixed_float16", {"run_eagerly": True})
     assert type(tf.GradientTape()) is found["another thread"] is tf.GradientTape
@@ -500,6 +560,61 @@ def test_a_tape_is_used_once_unless_it_is_persistent():
         tape.gradient(loss, model.trainable_variables)
         with pytest.raises(RuntimeError, match="persistent=True"):
             tape.gradient(loss, model.trainable_variables)
-        return loss
 
     trained(step, "mixed_float16", {})
+
+
+@once
+def test_a_penalty_with_large_gradients_leaves_the_scale_alone():
+    def step(model, x, y):
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                out = 1e4 * model(x, training=True)
+            penalty = tf.reduce_mean(tf.square(inner.gradient(out, x)))
+            loss = model.loss_of(x, y) + 1e-16 * penalty
+        update(model, tape, loss)
+
+    _, _, model = trained(step, keras_mp.Policy("mixed_float16"), {})
+    assert float(model.optimizer.loss_scale()) == 2.0**15
+
+
+@once
+def test_a_tape_that_is_stopped_twice_is_an_error_as_in_tensorflow():
+    def step(model, x, y):
+        with tf.GradientTape() as tape:
+            model.loss_of(x, y)
+            with tape.stop_recording():
+                stopped = tape.stop_recording()
+                with pytest.raises(ValueError, match="not recording"):
+                    stopped.__enter__()
+        plain(model, x, y)
+
+    trained(step, "mixed_float16", {"run_eagerly": True})
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+@pytest.mark.parametrize("in_one_tape", [True, False])
+def test_a_scaled_loss_that_is_added_to_leaves_other_losses_to_their_tapes(in_one_tape, is_eager):
+    def step(model, x, y):
+        first, second = (layer.trainable_variables for layer in model.inside)
+        tape = other_tape = tf.GradientTape(persistent=True)
+        with tape:
+            loss = tf.reduce_sum(tf.square(tf.cast(model.inside[0](x), tf.float32)))
+            scaled_loss = model.optimizer.scale_loss(TINY * loss) + 0.0 * tf.reduce_sum(first[0])
+        if not in_one_tape:
+            model.optimizer.apply_gradients(zip(tape.gradient(scaled_loss, first), first))
+            other_tape = tf.GradientTape()
+        with other_tape:
+            other = model.loss_of(x, y)
+        model.my_optimizer.apply_gradients(zip(other_tape.gradient(other, second), second))
+        if in_one_tape:
+            model.optimizer.apply_gradients(zip(tape.gradient(scaled_loss, first), first))
+
+    def run(policy):
+        inner = tf.keras.optimizers.SGD(1e5)
+        if policy == "float32":
+            inner = keras_mp.LossScaleOptimizer(inner, 1)
+        return trained(step, policy, {"optimizer": inner, "run_eagerly": is_eager})
+
+    expect_same_as_in_float32(run)
