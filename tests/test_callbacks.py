@@ -332,27 +332,33 @@ def test_bad_frequencies_are_refused(update_freq, error):
         LossScaleMonitor(update_freq)
 
 
-def loop(optimizer, writer, in_function, step=None):
-    """Four steps, of which the third overflows; each is written."""
-    v = tf.Variable(1.0)
-    optimizer.build([v])
+def loop(make, folder, in_function=True, step=None, replicas=1):
+    """What is written of four steps, of which the third overflows."""
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    with strategy.scope():
+        v, optimizer = tf.Variable(1.0), make()
+        optimizer.build([v])
+    make_step = steps.minimize(optimizer, lambda factor: v * factor, [v])
 
     def train_step(factor):
-        optimizer.minimize(lambda: v * factor, [v])
+        strategy.run(make_step, (factor,))
         write_loss_scale(optimizer, step)
 
     train_step = tf.function(train_step) if in_function else train_step
-    with writer.as_default():
+    with tf.summary.create_file_writer(str(folder)).as_default() as writer:
         for factor in (1.0, 1.0, math.inf, 1.0):
             train_step(tf.constant(factor))
-    writer.close()
+        writer.close()
+    return scalars(folder)
 
 
-@pytest.mark.parametrize("in_function", [False, True])
+@pytest.mark.parametrize(
+    ("in_function", "replicas"),
+    [(False, 1), (True, 1), pytest.param(True, 2, marks=once)],
+)
 @pytest.mark.parametrize("make", [scaled, nested])
-def test_own_loop(tmp_path, in_function, make):
-    loop(make(), tf.summary.create_file_writer(str(tmp_path)), in_function)
-    assert scalars(tmp_path) == {
+def test_own_loop(tmp_path, in_function, replicas, make):
+    assert loop(make, tmp_path, in_function, replicas=replicas) == {
         "loss_scale": {1: 64, 2: 64, 3: 32, 4: 32},
         "steps_skipped": {1: 0, 2: 0, 3: 1, 4: 1},
     }
@@ -363,33 +369,10 @@ def test_own_loop_with_a_step_of_its_own(tmp_path):
     step = tf.Variable(10, dtype=tf.int64)
     tf.summary.experimental.set_step(step)
     try:
-        loop(scaled(), tf.summary.create_file_writer(str(tmp_path / "default")), True)
+        assert loop(scaled, tmp_path / "default")["loss_scale"] == {10: 32}
     finally:
         tf.summary.experimental.set_step(None)
-    assert scalars(tmp_path / "default")["loss_scale"] == {10: 32}
-    loop(scaled(), tf.summary.create_file_writer(str(tmp_path / "given")), True, step=7)
-    assert scalars(tmp_path / "given")["steps_skipped"] == {7: 1}
-
-
-@once
-def test_own_loop_with_replicas(tmp_path):
-    strategy = mirrored(2)
-    with strategy.scope():
-        v, optimizer = tf.Variable(1.0), scaled()
-        optimizer.build([v])
-
-    step = steps.minimize(optimizer, lambda factor: v * factor, [v])
-
-    @tf.function
-    def train_step(factor):
-        strategy.run(step, (factor,))
-        write_loss_scale(optimizer)
-
-    with tf.summary.create_file_writer(str(tmp_path)).as_default() as writer:
-        for factor in (1.0, math.inf):
-            train_step(tf.constant(factor))
-        writer.flush()
-    assert scalars(tmp_path)["steps_skipped"] == {1: 0, 2: 1}
+    assert loop(scaled, tmp_path / "given", step=7)["steps_skipped"] == {7: 1}
 
 
 def test_own_loop_without_loss_scaling(tmp_path):

@@ -137,20 +137,6 @@ def test_integers_are_left_alone():
     np.testing.assert_allclose(converted(ids), model(ids), atol=1e-2)
 
 
-def test_the_state_of_the_optimizer_moves_in_a_checkpoint(tmp_path):
-    keras_mp.set_global_policy("mixed_float16")
-    model = sequential()
-    model.compile("adam", "mse")
-    model.fit(X, np.ones([3, 2]), epochs=3, verbose=0)
-    path = tf.train.Checkpoint(optimizer=model.optimizer).save(str(tmp_path / "c"))
-    keras_mp.set_global_policy(None)
-    wide = keras_mp.convert(model, "float32")
-    wide.compile("adam", "mse")
-    wide.optimizer.build(wide.trainable_variables)
-    tf.train.Checkpoint(optimizer=wide.optimizer).restore(path)
-    assert int(wide.optimizer.iterations) == int(model.optimizer.iterations) == 3
-
-
 class WithoutConfig(common.Subclassed):
     def get_config(self):
         raise NotImplementedError("It has none.")

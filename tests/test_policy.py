@@ -1,6 +1,4 @@
-import queue
 import re
-import threading
 from concurrent import futures
 
 import numpy as np
@@ -115,9 +113,17 @@ def test_global_policy_follows_floatx_until_set():
     assert keras_mp.global_policy().name == "float64"
     keras_mp.set_global_policy(None)
     assert keras_mp.global_policy().name == "float32"
-    tf.keras.backend.set_floatx("float64")
-    assert keras_mp.global_policy().name == "float64"
-    assert tf.keras.layers.Dense(1).dtype_policy.name == "float64"
+    for floatx in ("float64", "float32", "float64"):
+        keras_mp.set_global_policy("mixed_bfloat16")
+        keras_mp.set_global_policy(None)
+        keras_mp.global_policy()
+        tf.keras.backend.set_floatx(floatx)
+        assert tf.keras.layers.Dense(1).dtype_policy.name == floatx
+        assert keras_mp.global_policy().name == floatx
+    # Keras 3 has made a policy of float64 for the layer and kept it, until somebody looks.
+    tf.keras.backend.set_floatx("float32")
+    assert keras_mp.global_policy() == keras_mp.Policy("float32")
+    assert tf.keras.layers.Dense(1).dtype_policy.name == "float32"
 
 
 def test_the_stock_spelling_has_the_same_effect():
@@ -127,7 +133,8 @@ def test_the_stock_spelling_has_the_same_effect():
         assert keras_mp.global_policy() is stock.global_policy() is policy
         assert tf.keras.layers.Dense(1).dtype_policy is policy
         keras_mp.set_global_policy(None)
-    stock.set_global_policy("float32")
+    stock.set_global_policy("float32")  # so that it does not follow floatx
+    tf.keras.backend.set_floatx("float64")
     assert keras_mp.global_policy() == keras_mp.Policy("float32")
     assert tf.keras.layers.Dense(1).dtype_policy.name == "float32"
 
@@ -186,32 +193,6 @@ def test_policy_scope_restores():
     assert keras_mp.global_policy().name == "float32"
 
 
-def test_later_changes_reach_threads_that_ask_again():
-    asked, answers = queue.Queue(), queue.Queue()
-
-    def work():
-        while asked.get():
-            answers.put((keras_mp.global_policy().name, tf.keras.layers.Dense(1).dtype_policy.name))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    for policy, name in [
-        ("mixed_float16", "mixed_float16"),
-        ("float64", "float64"),
-        (None, "float32"),
-        ("mixed_bfloat16", "mixed_bfloat16"),
-    ]:
-        keras_mp.set_global_policy(policy)
-        asked.put(True)
-        assert answers.get(timeout=3600) == (name, name)
-    asked.put(False)
-    thread.join()
-    thread = threading.Thread(target=keras_mp.set_global_policy, args=("float64",))
-    thread.start()
-    thread.join()
-    assert keras_mp.global_policy().name == "float64"
-
-
 @pytest.fixture(name="threads")
 def two_threads():
     with futures.ThreadPoolExecutor(1) as a, futures.ThreadPoolExecutor(1) as b:
@@ -220,6 +201,25 @@ def two_threads():
 
 def name_and_layers_dtype():
     return keras_mp.global_policy().name, tf.keras.layers.Dense(1).compute_dtype
+
+
+def test_later_changes_reach_threads_that_ask_again(threads):
+    in_a, in_b = threads
+    for policy, name in (
+        *(("mixed_float16", "mixed_float16"), ("float64", "float64")),
+        *((None, "float32"), ("mixed_bfloat16", "mixed_bfloat16")),
+    ):
+        keras_mp.set_global_policy(policy)
+        expected = name, name.removeprefix("mixed_")
+        assert in_a(name_and_layers_dtype) == in_b(name_and_layers_dtype) == expected
+    in_b(keras_mp.set_global_policy, "float64")
+    assert in_a(name_and_layers_dtype) == name_and_layers_dtype() == ("float64", "float64")
+
+
+def scales_when_compiled():
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
 
 
 def test_scopes_of_two_threads_do_not_see_each_other(threads):
@@ -232,6 +232,7 @@ def test_scopes_of_two_threads_do_not_see_each_other(threads):
     in_a(of_a.__exit__, None, None, None)
     assert in_a(name_and_layers_dtype) == ("float32", "float32")
     assert in_b(name_and_layers_dtype) == ("mixed_float16", "float16")
+    assert (in_a(scales_when_compiled), in_b(scales_when_compiled)) == (False, True)
     assert in_b(lambda: stock.global_policy().name) == "mixed_float16"
     in_b(of_b.__exit__, None, None, None)
     assert in_a(name_and_layers_dtype) == in_b(name_and_layers_dtype) == ("float32", "float32")
@@ -274,21 +275,6 @@ def test_replicas_and_functions_are_in_the_scope_around_them():
     del seen[:]
     strategy.run(replica)
     assert seen == [("float32", "float32")] * 2
-
-
-def test_compile_beside_the_scope_of_another_thread(threads):
-    in_a, in_b = threads
-
-    def optimizer_of_float32_layers():
-        keras_mp.global_policy()
-        model = tf.keras.Sequential([tf.keras.layers.Dense(1, dtype="float32")])
-        model.compile("sgd", "mse")
-        return type(model.optimizer)
-
-    scope = keras_mp.policy_scope("mixed_float16")
-    in_a(scope.__enter__)
-    assert in_b(optimizer_of_float32_layers) is tf.keras.optimizers.SGD
-    in_a(scope.__exit__, None, None, None)
 
 
 @pytest.mark.filterwarnings("ignore::keras_mp.MixedPrecisionWarning")
@@ -343,24 +329,6 @@ def test_what_only_looks_like_a_quantized_policy_is_refused(name):
     with pytest.raises(ValueError, match="polic|quantiz"):
         keras_mp.set_global_policy(name)
     assert keras_mp.global_policy() == before
-
-
-def test_none_stays_none_in_keras():
-    keras_mp.set_global_policy("mixed_bfloat16")
-    for floatx in ("float64", "float32", "float64"):
-        keras_mp.set_global_policy(None)
-        keras_mp.global_policy()
-        tf.keras.backend.set_floatx(floatx)
-        assert tf.keras.layers.Dense(1).dtype_policy.name == floatx
-        assert keras_mp.global_policy().name == floatx
-    # Keras 3 has made a policy of float64 for the layer and kept it, until somebody looks.
-    tf.keras.backend.set_floatx("float32")
-    assert keras_mp.global_policy() == keras_mp.Policy("float32")
-    assert tf.keras.layers.Dense(1).dtype_policy.name == "float32"
-    # With the stock function somebody has asked for it.
-    stock.set_global_policy("mixed_bfloat16")
-    tf.keras.backend.set_floatx("float64")
-    assert keras_mp.global_policy().name == "mixed_bfloat16"
 
 
 @pytest.mark.skipif(IS_KERAS_3, reason="_infer is of Keras 2.")
