@@ -92,11 +92,6 @@ def test_trains_with_our_optimizer_and_a_copy_of_the_loss_scale(make_model):
     assert model.layers[-1].compute_dtype == "float16"
 
 
-def test_a_fixed_loss_scale(make_model):
-    model = compiled(keras_mp.Policy("mixed_float16", loss_scale=128), make=make_model)
-    assert model.optimizer.loss_scale.get_config() == {"loss_scale_value": 128}
-
-
 @pytest.mark.parametrize("policy", [unscaled("float16"), "float32", "mixed_bfloat16"], ids=str)
 def test_policies_without_a_loss_scale_leave_the_optimizer_alone(make_model, policy):
     optimizer = make_optimizer("new.SGD")
@@ -342,13 +337,6 @@ def test_models_without_our_policy_train_exactly_as_before():
         model.fit(X, Y, epochs=2, verbose=0)
         weights.append(model.get_weights())
     assert_all_equal(*weights)
-
-
-def test_a_float32_model_of_stock_is_left_alone_whatever_it_is_compiled_with():
-    keras_mp.Policy("mixed_float16")
-    model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
-    model.compile(keras_mp.LossScaleOptimizer("sgd"), "mse", metrics=["mse"])
-    assert model.loss == "mse"
 
 
 @pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 takes no optimizers of TensorFlow 1.")

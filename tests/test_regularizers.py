@@ -84,23 +84,6 @@ def test_wrapped_layers(wrap):
     assert results["mixed_float16"] == pytest.approx(results["float32"], rel=1e-2)
 
 
-class Lazy(K.Model):
-    def build(self, shape):
-        self.dense = K.layers.Dense(8, activity_regularizer="l2")
-        self.dense.build(shape)
-        self.built = True
-
-    def call(self, x):
-        return self.dense(x)
-
-
-def test_a_layer_that_was_made_after_compile_is_finite():
-    keras_mp.set_global_policy("mixed_float16")
-    model = Lazy()
-    model.compile("sgd", "mse")
-    assert np.isfinite(model.evaluate(X, X, verbose=0))
-
-
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
 def test_saved_and_reloaded(tmp_path, suffix):
