@@ -17,6 +17,24 @@ Step = Callable[..., None]
 Loss = Callable[..., Any]
 
 
+class Doubled(keras_mp.OptimizerWrapper):
+    """Applies gradients twice as large."""
+
+    def apply_gradients(self, grads_and_vars: Iterable[Any], **kwargs: Any) -> Any:
+        doubled = [(2 * tf.convert_to_tensor(g), v) for g, v in grads_and_vars]
+        return super().apply_gradients(doubled, **kwargs)
+
+
+def by_hand(rate: float = 1.0) -> Callable[[Iterable[Any]], None]:
+    """What takes pairs of gradients and variables, and is no object of an optimizer."""
+
+    def apply(pairs: Iterable[Any]) -> None:
+        for gradient, variable in pairs:
+            variable.assign_sub(rate * tf.convert_to_tensor(gradient))
+
+    return apply
+
+
 @contextlib.contextmanager
 def our_warnings() -> Iterator[list[warnings.WarningMessage]]:
     """Collects keras_mp's warnings in a list, and no others."""

@@ -20,7 +20,8 @@ from tests.common import (
     placed,
     value,
 )
-from tests.steps import by_replica, on_replicas
+from tests.steps import Doubled, by_replica, on_replicas
+from tests.test_step_tapes import Trained, by_scaler
 
 GROWING = functools.partial(keras_mp.DynamicLossScale, 2.0**10, 2)
 
@@ -40,87 +41,34 @@ class Momentum(tf.Module):
             parameter.assign_sub(self.rate * slot)
 
 
-def by_hand(rate):
-    def apply(grads_and_vars):
-        for gradient, v in grads_and_vars:
-            v.assign_sub(rate * tf.convert_to_tensor(gradient))
-
-    return apply
-
-
-class Doubled(keras_mp.OptimizerWrapper):
-    def apply_gradients(self, grads_and_vars, **kwargs):
-        doubled = [(2 * tf.convert_to_tensor(g), v) for g, v in grads_and_vars]
-        return super().apply_gradients(doubled, **kwargs)
-
-
 KINDS = {
     **{name: functools.partial(make_optimizer, name) for name in FAMILIES},
     "wrapper": lambda rate: Doubled(make_optimizer(FAMILIES[0], rate / 2)),
     "v1": lambda rate: tf.compat.v1.train.MomentumOptimizer(rate, 0.5),
     "two lists": Momentum,
-    "function": by_hand,
+    "function": steps.by_hand,
 }
 
 
-def apply(optimizer, gradients, variables):
+def apply(optimizer, pairs):
     """Makes a step without us."""
     if hasattr(optimizer, "apply_gradients"):
-        optimizer.apply_gradients(list(zip(gradients, variables)))
+        optimizer.apply_gradients(pairs)
     elif hasattr(optimizer, "apply"):
-        optimizer.apply(gradients, variables)
+        optimizer.apply(*zip(*pairs))
     else:
-        optimizer(list(zip(gradients, variables)))
+        optimizer(pairs)
 
 
-class Two:
-    """Two optimizers, with a dense variable and an embedding each, whose losses share a term."""
+def program(kind):
+    """An optimizer, a dense variable and an embedding, and their loss."""
+    dense, table = variables = [tf.Variable([1.0, -2.0]), tf.Variable(tf.ones([3, 2]))]
 
-    def __init__(self, kinds, scaler=None):
-        self.scaler = scaler
-        self.optimizers = [KINDS[kind](0.125) for kind in kinds]
-        self.variables = [[tf.Variable([1.0, -2.0]), tf.Variable(tf.ones([3, 2]))] for _ in kinds]
+    def loss(factor):
+        rows = tf.gather(table, [2, 0, 2])
+        return factor * (tf.reduce_sum(dense**2) + tf.reduce_sum(rows) * 0.25)
 
-    def losses(self, factors):
-        (a, table_a), (b, table_b) = self.variables
-        both = tf.reduce_sum(a * b) * 0.5
-        rows = [tf.reduce_sum(tf.gather(t, [2, 0, 2])) * 0.25 for t in (table_a, table_b)]
-        sums = [tf.reduce_sum(a**2) + rows[0] + both, tf.reduce_sum(b**2) - rows[1] + both]
-        return [each * factor for each, factor in zip(sums, tf.unstack(factors))]
-
-    def gradients(self, factors):
-        with tf.GradientTape(persistent=True) as tape:
-            losses = self.losses(factors)
-            if self.scaler is not None:
-                losses = self.scaler.scale(losses)
-        return [tape.gradient(loss, v) for loss, v in zip(losses, self.variables)]
-
-    def step(self, factors):
-        applied = []
-        parts = zip(self.optimizers, self.gradients(factors), self.variables)
-        for optimizer, gradients, variables in parts:
-            applied.append(self.scaler.step(optimizer, zip(gradients, variables)))
-        self.scaler.update()
-        return applied
-
-    def step_without_scaler(self, factors, of):
-        """The same in float32, by some of the optimizers."""
-        parts = zip(self.optimizers, self.gradients(factors), self.variables)
-        for i, (optimizer, gradients, variables) in enumerate(parts):
-            if i in of:
-                apply(optimizer, gradients, variables)
-
-    def state(self):
-        slots = [slot for o in self.optimizers for slot in getattr(o, "slots", ())]
-        return [value(v) for v in (*self.variables[0], *self.variables[1], *slots)]
-
-
-def assert_equal(ours, control, rtol=0):
-    for a, b in zip(ours.state(), control.state(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=rtol)
-
-
-FACTORS = [[1.0, 1.0], [1.0, np.inf], [np.nan, np.nan], [-np.inf, 0.5], [0.5, 0.25], [2.0, 1.0]]
+    return KINDS[kind](0.125), variables, loss
 
 
 @pytest.mark.parametrize(
@@ -133,19 +81,22 @@ FACTORS = [[1.0, 1.0], [1.0, np.inf], [np.nan, np.nan], [-np.inf, 0.5], [0.5, 0.
 )
 def test_every_kind_of_optimizer_equals_float32(kind, mode):
     scaler = keras_mp.GradScaler(GROWING())
-    ours, control = Two([kind, kind], scaler), Two([kind, kind])
-    step = placed(mode, ours.step)
-    for factors in FACTORS:
-        applied = [bool(each) for each in step(tf.constant(factors))]
-        assert applied == np.isfinite(factors).tolist()
-        finite = tf.constant(np.where(np.isfinite(factors), factors, 0.0), tf.float32)
-        control.step_without_scaler(finite, np.flatnonzero(applied))
+    (ours, variables, loss), (control, expected, of_control) = program(kind), program(kind)
+    step = placed(mode, steps.scaler(scaler, ours, loss, variables))
+    control_step = steps.taped(of_control, expected, functools.partial(apply, control))
+    for factor in (1.0, np.inf, np.nan, 0.5, 0.25, -np.inf):
+        step(tf.constant(factor))
+        assert bool(scaler.last_step_skipped) == (not np.isfinite(factor))
+        if np.isfinite(factor):
+            control_step(tf.constant(factor))
         # Where a step may be skipped, XLA rounds in other places.
-        assert_equal(ours, control, rtol=1e-6 if mode == "jit" else 0)
-    assert float(scaler.loss_scale()) == 2.0**10 / 2 / 2 / 2 * 2
-    assert int(scaler.steps_skipped) == 4
+        slots, others = (getattr(each, "slots", []) for each in (ours, control))
+        for a, b in zip([*variables, *slots], [*expected, *others], strict=True):
+            np.testing.assert_allclose(value(a), value(b), rtol=1e-6 if mode == "jit" else 0)
+    assert float(scaler.loss_scale()) == 2.0**10 / 2 / 2 * 2 / 2
+    assert int(scaler.steps_skipped) == 3
     if kind in FAMILIES:
-        assert [int(optimizer.iterations) for optimizer in ours.optimizers] == [4, 4]
+        assert int(ours.iterations) == 3
 
 
 def tape_gradient(scaler, v, factor):
@@ -183,24 +134,15 @@ def test_what_is_scaled_before_an_update_is_scaled_by_one_number():
     ids=repr,
 )
 def test_a_verdict_without_a_scale_that_moves(mode, arguments, skips):
-    scaler, v, optimizer = keras_mp.GradScaler(**arguments), tf.Variable(1.0), sgd(0.25)
+    scaler, v, loss = keras_mp.GradScaler(**arguments), tf.Variable(1.0), tf.constant(1.0)
     scales = arguments.get("enabled", True) and arguments.get("loss_scale", 1) is not None
-
-    def step(factor):
-        with tf.GradientTape() as tape:
-            loss = v * factor
-            scaled = scaler.scale(loss)
-        assert (scaled is loss) == (not scales)
-        gradients = scaler.unscale([tape.gradient(scaled, v)])
-        applied = scaler.step(optimizer, zip(gradients, [v]))
-        scaler.update()
-        return applied
-
-    step = placed(mode, step)
-    assert bool(step(tf.constant(1.0)))
+    assert (scaler.scale(loss) is loss) == (not scales)
+    way = steps.scaler(scaler, sgd(0.25), lambda f: v * f, [v], "scaler that unscales")
+    step = placed(mode, way)
+    step(tf.constant(1.0))
     assert float(v) == 0.75
-    assert bool(step(tf.constant(np.nan))) == (not skips)
-    assert np.isnan(v.numpy()) == (not skips)
+    step(tf.constant(np.nan))
+    assert bool(scaler.last_step_skipped) == np.isfinite(v.numpy()) == skips
     assert float(scaler.loss_scale()) == (64 if scales else 1)
     assert int(scaler.steps_skipped) == skips
 
@@ -474,53 +416,29 @@ def test_a_skipped_step_puts_back_what_the_forward_pass_wrote(mode):
     step(x, tf.ones(2))
     means = [layer.moving_mean.numpy() for layer in normalizations]
     np.testing.assert_array_equal(means[0], [1.0, 1.75])
-    # The first step is good, the second one is not.
-    trained = [value(v) for v in weights[1]]
-    for factors in ([1.0, np.nan], [np.inf, np.nan]):
+    for factors in ([1.0, np.nan], [np.inf, np.nan]):  # In the first, one of two is good.
         step(x, tf.constant(factors))
-        for layer, mean in zip(normalizations, means):
-            np.testing.assert_array_equal(layer.moving_mean.numpy(), mean)
-        assert_all_equal(weights[1], trained)
+        assert_all_equal([layer.moving_mean for layer in normalizations], means)
     step(x, tf.ones(2))
     for layer, mean in zip(normalizations, means):
         np.testing.assert_array_equal(layer.moving_mean.numpy(), np.add(mean, [2.0, 3.5]) / 2)
 
 
-class ScaledByHand(tf.keras.Model):
-    """A model whose `train_step` uses a GradScaler."""
-
-    def __init__(self):
-        super().__init__()
-        self.statistics, self.head = tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)
-        self.by_hand, self.scaler = sgd(0.1), keras_mp.GradScaler()
-
-    def call(self, x, training=False):
-        return self.head(self.statistics(x, training=training))
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            error = tf.cast(self(x, training=True), tf.float32) - y
-            scaled_loss = self.scaler.scale(tf.reduce_mean(error**2))
-        gradients = tape.gradient(scaled_loss, self.trainable_variables)
-        self.scaler.step(self.by_hand, zip(gradients, self.trainable_variables))
-        self.scaler.update()
-        return {"loss": scaled_loss}
-
-
 @pytest.mark.parametrize("how", [{"run_eagerly": True}, {}, {"jit_compile": True}])
-def test_batches_without_examples_leave_the_scale(how):
+def test_batches_without_examples_leave_the_scale_of_a_train_step(how):
     keras_mp.set_global_policy("mixed_float16")
-    model = ScaledByHand()
-    model.compile(**how)
+    statistics, optimizer = tf.keras.layers.BatchNormalization(), sgd(0.1)
+    model = Trained(by_scaler, [statistics, tf.keras.layers.Dense(1)])
+    optimizer.scaler = scaler = keras_mp.GradScaler()
+    model.compile(optimizer, **how)
     x, y = np.ones([4, 2], "float32"), np.ones([4, 1], "float32")
+    model(x)
     model.fit(batches((x, y), *[(x[:0], y[:0])] * 3), verbose=0, shuffle=False)
-    scaler = model.scaler
     assert (float(scaler.loss_scale()), int(scaler.steps_skipped)) == (2.0**15, 3)
     assert [loss.kind for loss in scaler.last_overflow.losses] == ["no examples"]
     model.fit(batches((x * np.inf, y)), verbose=0, shuffle=False)
     assert float(scaler.loss_scale()) == 2.0**14
-    assert np.isfinite(value(model.statistics.moving_mean)).all()
+    assert np.isfinite(value(statistics.moving_mean)).all()
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="Only optimizers of Keras 3 accumulate.")

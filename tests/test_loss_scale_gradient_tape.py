@@ -1,15 +1,12 @@
 """Gradients of a scaled loss, unscaled, and computed again at half the scale if they overflow."""
 
-import functools
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import loss_scale_gradient_tape
 from tests.common import MODES, mirrored, once, placed, value
-from tests.steps import by_replica, on_replicas, scaling_tape
+from tests.steps import by_hand, by_replica, on_replicas, scaling_tape
 
 pytestmark = once
 
@@ -79,11 +76,7 @@ def test_with_a_scaler(mode):
     scaler = keras_mp.GradScaler(keras_mp.DynamicLossScale(2.0**18, increment_period=2))
     v, w = tf.Variable([4.0, 4.0]), tf.Variable(4.0)
 
-    def apply(pairs):
-        for gradient, variable in pairs:
-            variable.assign_sub(gradient)
-
-    optimizers = [functools.partial(apply), functools.partial(apply)]
+    optimizers = [by_hand(), by_hand()]
 
     def step(factors):
         with keras_mp.LossScaleGradientTape(scaler, persistent=True) as tape:
@@ -168,18 +161,20 @@ def test_a_loop_in_the_loss_of_a_function():
     assert float(scale()) == 2.0**16
 
 
-@pytest.mark.parametrize(("mode", "scale"), [("eager", 2.0**17), ("function", 2.0**14)])
-def test_gradients_of_gradients(mode, scale):
+def second_derivative(scale):
     v = tf.Variable(3.0)
 
     def second():
         with tf.GradientTape() as outer:
-            with keras_mp.LossScaleGradientTape(scale) as tape:
-                loss = tf.cast(tf.cast(v, tf.float16) ** 2, tf.float32)
-            first = tape.gradient(loss, v)
+            first = scaling_tape(scale, lambda: tf.cast(tf.cast(v, "float16") ** 2, "float32"), v)
         return outer.gradient(first, v)
 
-    assert float(placed(mode, second)()) == 2
+    return second
+
+
+@pytest.mark.parametrize(("mode", "scale"), [("eager", 2.0**17), ("function", 2.0**14)])
+def test_gradients_of_gradients(mode, scale):
+    assert float(placed(mode, second_derivative(scale))()) == 2
 
 
 def test_it_is_used_once_inside_of_its_context_too():
@@ -211,23 +206,11 @@ def test_wrong_arguments():
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_rare_loop_stays_one_operation_where_there_is_one_device(devices, monkeypatch):
+def test_a_rare_search_stays_one_operation_where_there_is_one_device(devices, monkeypatch):
     visible = tf.config.list_logical_devices()[:devices]
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda: visible)
-
-    def doubled_while_small(x):
-        return loss_scale_gradient_tape._rare_loop(lambda x: x < 10, lambda x: [2 * x], [x])[0]
-
-    @tf.function(input_signature=[tf.TensorSpec([])])
-    def slope(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = doubled_while_small(x)
-        return y, tape.gradient(y, x)
-
-    for x, expected in [(20.0, (20, 1)), (3.0, (12, 4))]:
-        assert doubled_while_small(tf.constant(x)) == expected[0]
-        assert tuple(map(float, slope(x))) == expected
-    function = tf.function(doubled_while_small).get_concrete_function(tf.TensorSpec([]))
-    [loop] = [op for op in function.graph.get_operations() if "While" in op.type]
-    assert loop.get_attr("_lower_using_switch_merge") == (devices > 1)
+    second = tf.function(second_derivative(keras_mp.DynamicLossScale(2.0**14)))
+    assert float(second()) == 2
+    operations = second.get_concrete_function().graph.get_operations()
+    loops = [op.get_attr("_lower_using_switch_merge") for op in operations if "While" in op.type]
+    assert all(loops) == (devices > 1)
