@@ -140,10 +140,15 @@ def classifier(units: int = 16) -> Any:
     return tf.keras.Sequential([*layers, tf.keras.layers.Dense(10)])
 
 
+def variables_of(optimizer: Any) -> list[Any]:
+    """The variables of an optimizer of any family."""
+    variables = optimizer.variables
+    return variables() if callable(variables) else variables
+
+
 def state(optimizer: Any) -> list[np.ndarray]:
     """The values of an optimizer's variables."""
-    variables = optimizer.variables
-    return [v.numpy() for v in (variables() if callable(variables) else variables)]
+    return [value(v) for v in variables_of(optimizer)]
 
 
 class Mixes(tf.keras.layers.Layer):
@@ -192,8 +197,7 @@ def slots(model: Any) -> list[np.ndarray]:
     if hasattr(optimizer, "get_slot_names") and optimizer.get_slot_names():  # a legacy one
         names = optimizer.get_slot_names()
         return [value(optimizer.get_slot(v, name)) for v in variables for name in names]
-    variables = optimizer.variables
-    return [value(v) for v in (variables() if callable(variables) else variables)]
+    return state(optimizer)
 
 
 def chain(optimizer: Any) -> list[Any]:

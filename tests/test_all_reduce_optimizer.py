@@ -1,3 +1,5 @@
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -38,12 +40,8 @@ def on_replicas(inner, initial, dtype="bfloat16", loss_of=times, **how):
         v, optimizer = tf.Variable(initial), keras_mp.AllReduceOptimizer(inner(), dtype)
         optimizer.build([v])
 
-    @steps.on_replicas
-    def step(term):
-        with tf.GradientTape() as tape:
-            loss = loss_of(v, term)
-        optimizer.apply_gradients([(tape.gradient(loss, v), v)], **how)
-
+    apply = functools.partial(optimizer.apply_gradients, **how)
+    step = steps.on_replicas(steps.taped(lambda term: loss_of(v, term), [v], apply))
     sent = collective_dtypes(step, tf.constant(TERMS))
     step(tf.constant(TERMS))
     assert_same_everywhere(v)

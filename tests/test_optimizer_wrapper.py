@@ -6,29 +6,20 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, MODES, OPTIMIZER_BASES, make_optimizer, placed, value
-
-
-class Lookahead(keras_mp.OptimizerWrapper):
-    """Every `period` steps goes back half of the way that the inner optimizer went (Zhang 2019)."""
-
-    def __init__(self, inner_optimizer, period=2):
-        super().__init__(inner_optimizer)
-        self.period = period
-        self.slow = {}
-        self.steps = 0
-
-    def apply_gradients(self, grads_and_vars, **kwargs):
-        pairs = list(grads_and_vars)
-        for _, v in pairs:
-            self.slow.setdefault(id(v), value(v))
-        result = super().apply_gradients(pairs, **kwargs)
-        self.steps += 1
-        if self.steps % self.period == 0:
-            for _, v in pairs:
-                self.slow[id(v)] = (self.slow[id(v)] + value(v)) / 2
-                v.assign(self.slow[id(v)])
-        return result
+from tests import steps
+from tests.common import (
+    FAMILIES,
+    IS_KERAS_3,
+    MODES,
+    OPTIMIZER_BASES,
+    make_optimizer,
+    pairs,
+    placed,
+    value,
+    variables_of,
+)
+from tests.steps import Doubled
+from tests.test_step_tapes import expect_as_in_float32, plain, trained
 
 
 @pytest.fixture(params=FAMILIES)
@@ -40,7 +31,7 @@ WRAPPERS = [
     keras_mp.LossScaleOptimizer,
     keras_mp.OptimizerWrapper,
     keras_mp.AllReduceOptimizer,
-    Lookahead,
+    Doubled,
 ]
 
 
@@ -116,8 +107,7 @@ def test_variables_are_the_inner_optimizers(name, wrap):
     optimizer, v = wrap(make_optimizer(name)), tf.Variable(1.0)
     for _ in range(2):  # To build it again changes nothing.
         optimizer.build([v])
-        inner = optimizer.inner_optimizer.variables
-        inner = inner() if callable(inner) else inner
+        inner = variables_of(optimizer.inner_optimizer)
         assert [id(x) for x in optimizer.variables] == [id(x) for x in inner]
         assert len(inner) > 1
     assert optimizer.variables() == optimizer.variables == optimizer.weights
@@ -184,12 +174,12 @@ def test_wraps_in_both_orders(name):
     def sgd():
         return make_optimizer(name, 0.125, momentum=0.0)
 
-    control = train(Lookahead(sgd()))
+    control = train(Doubled(sgd()))
     assert control != train(keras_mp.OptimizerWrapper(sgd()))
-    assert train(Lookahead(keras_mp.LossScaleOptimizer(sgd()))) == control
-    assert train(keras_mp.LossScaleOptimizer(Lookahead(sgd()))) == control
+    assert train(Doubled(keras_mp.LossScaleOptimizer(sgd()))) == control
+    assert train(keras_mp.LossScaleOptimizer(Doubled(sgd()))) == control
     with pytest.raises(TypeError, match="cannot wrap a LossScaleOptimizer"):
-        keras_mp.LossScaleOptimizer(Lookahead(keras_mp.LossScaleOptimizer(sgd())))
+        keras_mp.LossScaleOptimizer(Doubled(keras_mp.LossScaleOptimizer(sgd())))
 
 
 def test_every_public_method_of_keras_is_the_wrappers():
@@ -213,7 +203,7 @@ def test_gradients_without_variables_are_those_that_the_optimizer_was_built_with
     if IS_KERAS_3:
         optimizer.build([variable])
         optimizer.apply([tf.constant(0.5)])
-        assert float(value(variable)) == 0.5
+        assert float(value(variable)) == (0 if wrap is Doubled else 0.5)
 
 
 class Sees:
@@ -238,9 +228,10 @@ class SeenAndScaled(Sees, keras_mp.LossScaleOptimizer):
     """The same of a subclass of the optimizer that scales."""
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["around", "subclass", "splits", "plain"])
-@pytest.mark.parametrize("scaled", [False, True])  # by hand
+@pytest.mark.parametrize(
+    ("name", "scaled", "kind", "mode"),  # scaled by hand, or by the optimizer
+    pairs(FAMILIES, [False, True], ["around", "subclass", "splits", "plain"], MODES),
+)
 def test_each_part_of_a_step_is_unscaled_before_a_wrapper_sees_it(name, scaled, kind, mode):
     inner = make_optimizer(name, 1.0, momentum=0.0)
     if kind == "subclass":
@@ -269,3 +260,68 @@ def test_each_part_of_a_step_is_unscaled_before_a_wrapper_sees_it(name, scaled, 
         np.testing.assert_array_equal([value(v) for v in variables], [1 - n * r for r in rates])
     if mode == "eager" and kind != "plain":
         assert optimizer.seen == [rates[:2], rates[2:]] * 2
+
+
+def by_keyword(optimizer, pairs):
+    return optimizer.apply_gradients(grads_and_vars=pairs)
+
+
+def of_lists(optimizer, pairs):
+    return optimizer.apply_gradients([list(pair) for pair in pairs])
+
+
+def of_a_generator(optimizer, pairs):
+    return optimizer.apply_gradients(grads_and_vars=(pair for pair in pairs))
+
+
+def of_a_tuple(optimizer, pairs):
+    return optimizer.apply_gradients(tuple(list(pair) for pair in pairs))
+
+
+def by_apply(optimizer, pairs):
+    gradients, variables = zip(*pairs)
+    return optimizer.apply(grads=list(gradients), trainable_variables=list(variables))
+
+
+WAYS = [by_keyword, of_lists, of_a_generator, of_a_tuple, *([by_apply] if IS_KERAS_3 else [])]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_gradients_are_applied_in_a_train_step_however_they_are_passed(way, is_wrapped):
+    def step(model, x, y):
+        optimizer = model.optimizer if is_wrapped else model.my_optimizer
+        apply = lambda pairs: way(optimizer, list(pairs))  # noqa: E731
+        steps.taped(model.loss_of, model.trainable_variables, apply)(x, y)
+
+    mode = {"optimizer": tf.keras.optimizers.SGD(1e5), "run_eagerly": True}
+    expect_as_in_float32(trained(step, "mixed_float16", mode), plain)
+
+
+@pytest.mark.parametrize("way", [by_keyword, of_lists, of_a_generator, of_a_tuple])
+def test_wrappers_apply_gradients_however_they_are_passed(name, wrap, way):
+    inner = make_optimizer(name, 1.0, momentum=0.0)
+    unscaling = {"loss_scale": None, "skip_nonfinite": True}
+    optimizer = wrap(inner, **unscaling if wrap is keras_mp.LossScaleOptimizer else {})
+    variable = tf.Variable([1.0, 2.0])
+    way(optimizer, [(tf.constant([0.5, -1.0]), variable)])
+    np.testing.assert_array_equal(variable, [0, 4] if wrap is Doubled else [0.5, 3])
+
+
+def test_build_takes_the_names_of_both_kerases():
+    variable = tf.Variable([1.0, 2.0])
+    for arguments in ({"var_list": [variable]}, {"variables": [variable]}):
+        optimizer = keras_mp.LossScaleOptimizer("adam")
+        optimizer.build(**arguments)
+        assert len(optimizer.variables) > 2
+
+
+def test_a_train_step_that_is_called_by_keyword_knows_its_batch():
+    keras_mp.set_global_policy("mixed_float16")
+    model = tf.keras.Sequential(
+        [tf.keras.Input((4,)), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
+    )
+    model.compile("sgd", "mse", run_eagerly=True)
+    model.train_step(data=(tf.ones([2, 4]), tf.ones([2, 1])))
+    model.train_step(data=(tf.ones([0, 4]), tf.ones([0, 1])))
+    assert [loss.kind for loss in model.optimizer.last_overflow.losses] == ["no examples"]
