@@ -1,6 +1,6 @@
 """The graph rewrite: on and off, what it refuses, what it says, and what models learn under it."""
 
-import contextlib
+import functools
 import warnings
 
 import numpy as np
@@ -151,37 +151,35 @@ def test_a_second_rewrite():
     refused(K.optimizers.SGD(), "wrap a second optimizer with keras_mp.LossScaleOptimizer")
 
 
-@contextlib.contextmanager
-def turned_on_by_tensorflow(how):
-    """Turns the rewrite on without keras_mp, by TensorFlow 1's function or by the pass's name."""
-    of_v1 = V1.mixed_precision
-    if how == "by tf.compat.v1.mixed_precision.enable":
-        turn_on, turn_off = (
-            lambda: of_v1.enable_mixed_precision_graph_rewrite(sgd()),
-            of_v1.disable_mixed_precision_graph_rewrite,
-        )
-    else:
-        set_options = tf.config.optimizer.set_experimental_options
-        turn_on, turn_off = (
-            lambda is_on=is_on: set_options({PASSES[how]: is_on}) for is_on in (True, False)
-        )
+# What turns the rewrite on without keras_mp, and off.
+TURNED_ON = {
+    "by tf.compat.v1.mixed_precision.enable": (
+        lambda: V1.mixed_precision.enable_mixed_precision_graph_rewrite(sgd()),
+        V1.mixed_precision.disable_mixed_precision_graph_rewrite,
+    ),
+    **{
+        f"by tf.config.optimizer.*{name}": [
+            functools.partial(tf.config.optimizer.set_experimental_options, {name: is_on})
+            for is_on in (True, False)
+        ]
+        for name in PASSES.values()
+    },
+}
+
+
+@pytest.mark.parametrize("by", TURNED_ON)
+def test_what_a_program_has_turned_on_itself_is_refused_and_stays_on(by):
+    turn_on, turn_off = TURNED_ON[by]
     turn_on()
     try:
-        yield
-    finally:
-        turn_off()
-
-
-@pytest.mark.parametrize("how", ["by tf.compat.v1.mixed_precision.enable", *PASSES])
-def test_what_a_program_has_turned_on_itself_is_refused_and_stays_on(how):
-    with turned_on_by_tensorflow(how):
         before = passes_that_are_on(), IN_SESSIONS()
-        by = how if how not in PASSES else f"by tf.config.optimizer.*{PASSES[how]}"
         refused(sgd(), f"already, {by}")
         with pytest.warns(keras_mp.MixedPrecisionWarning, match=f"rewritten {by}.*still will be"):
             disable()
         assert (passes_that_are_on(), IN_SESSIONS()) == before
         assert any(before)
+    finally:
+        turn_off()
 
 
 @pytest.mark.parametrize(
@@ -201,13 +199,13 @@ def test_an_optimizer_that_scales_the_loss(make, dtype):
 
 
 def test_an_optimizer_inside_of_one_that_scales_the_loss():
-    inner = K.optimizers.SGD()
-    outer = keras_mp.LossScaleOptimizer(inner)
-    refused(inner, "already scales the loss")
-    of_v1 = sgd()
-    outer_of_v1 = keras_mp.compat.v1.LossScaleOptimizer(of_v1)
-    refused(of_v1, "already scales the loss")
-    del outer, outer_of_v1
+    for inner, wrap in (
+        (K.optimizers.SGD(), keras_mp.LossScaleOptimizer),
+        (sgd(), keras_mp.compat.v1.LossScaleOptimizer),
+    ):
+        outer = wrap(inner)
+        refused(inner, "already scales the loss")
+        del outer
 
 
 def test_wrong_arguments():
@@ -359,10 +357,6 @@ def test_what_fit_would_run_on_a_gpu():
     assert report.by_dtype()["float16"]["MatMul"] >= 3
     assert "MatMul" not in report.by_dtype()["float32"]
     assert "float16" not in older.by_dtype()
-    optimizer = ignored(enable, K.optimizers.SGD(), dtype="float16")
-    model.compile(optimizer, "mse", jit_compile=False)
-    found = graph_rewrite.report(model, *batch, device="GPU 8.0").by_dtype()
-    assert found["float16"]["MatMul"] == report.by_dtype()["float16"]["MatMul"]
 
 
 # Sessions.
