@@ -19,7 +19,7 @@ REFUSED = {
 def batches():
     """Names of the same features: without one of them, none of their code runs.
 
-    Three such groups share a process, but for what is refused, and for the float32 faces, without
+    Six such groups share a process, but for what is refused, and for the float32 faces, without
     which hardly another feature is asked.
     """
     found = {}
@@ -31,7 +31,7 @@ def batches():
         is_refused = any(name.endswith(tuple(REFUSED)) for name in names)
         of_faces = any("float32 faces" in title for title in titles)
         (alone if is_refused or of_faces else shared).append((titles, names))
-    return [[group] for group in alone] + [shared[i : i + 3] for i in range(0, len(shared), 3)]
+    return [[group] for group in alone] + [shared[i : i + 6] for i in range(0, len(shared), 6)]
 
 
 @pytest.fixture(scope="module")

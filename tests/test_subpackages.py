@@ -24,8 +24,10 @@ SUBPACKAGES = {
 WITH_KERAS = ("keras_api", "wrappers", "layer_calls", "models")
 
 
-def imported(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported(path, on_top=False):
+    """What a module imports, or what of that when it is imported itself."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body if on_top else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -114,16 +116,6 @@ def modules():
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-def imported_on_top(path, known):
-    """The modules of the package that a module imports when it is imported itself."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
-        elif isinstance(node, ast.ImportFrom):
-            found = {f"{node.module}.{alias.name}" for alias in node.names} & known
-            yield from found or {node.module} & known
-
-
 def lines_of_code(path):
     """The number of lines without blank ones, comments and docstrings."""
     text, lines = path.read_text(), set()
@@ -146,7 +138,9 @@ def test_the_core_imports_only_the_core(module):
     while waiting:
         name = waiting.pop()
         closure.add(name)
-        waiting |= {*imported_on_top(paths[name], paths.keys())} - closure
+        names = imported(paths[name], on_top=True)
+        names = {each if each in paths else each.rpartition(".")[0] for each in names}
+        waiting |= (names & paths.keys()) - closure
     parts = {name.split(".")[1] for name in closure if "." in name}
     assert not parts & ATTACHED
     ours = closure - {"keras_mp"}
