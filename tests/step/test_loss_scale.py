@@ -63,27 +63,31 @@ def test_state_is_assignable_and_not_replaceable():
             setattr(scale, name, 3)
 
 
+ARGUMENTS = {
+    **{"initial_loss_scale": 64, "increment_period": 10, "multiplier": 4, "hysteresis": 3},
+    **{"backoff_multiplier": 0.25, "min_loss_scale": 2, "max_loss_scale": 99, "tolerance": 0.25},
+}
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("cls", "arguments"),
     [
-        lambda: keras_mp.FixedLossScale(128),
-        lambda: keras_mp.FixedLossScale(0.25),
-        lambda: keras_mp.DynamicLossScale(),
-        lambda: keras_mp.DynamicLossScale(0.25),
-        lambda: keras_mp.DynamicLossScale(
-            64, 10, 4.0, backoff_multiplier=0.3, hysteresis=3, min_loss_scale=2, max_loss_scale=99
-        ),
+        *((keras_mp.FixedLossScale, {"loss_scale_value": value}) for value in (128, 0.25)),
+        *((keras_mp.DynamicLossScale, each) for each in ({"initial_loss_scale": 0.25}, ARGUMENTS)),
+        (keras_mp.DynamicLossScale, {}),
     ],
 )
-def test_config_round_trip(make):
-    scale = make()
-    again = type(scale).from_config(scale.get_config())
+def test_config_round_trip(cls, arguments):
+    scale = cls(**arguments)
+    again = cls.from_config(scale.get_config())
     assert again.get_config() == scale.get_config()
+    assert scale.get_config().items() >= arguments.items()
+    assert {name: getattr(again, name) for name in arguments} == arguments
     assert repr(again) == repr(scale)
     serialized = loss_scale_lib.serialize(scale)
     assert loss_scale_lib.serialize(loss_scale_lib.get(serialized)) == serialized
-    default = loss_scale_lib.serialize(keras_mp.DynamicLossScale())
-    assert default == loss_scale_lib.DEFAULT_DYNAMIC
+    if not arguments:
+        assert serialized == loss_scale_lib.DEFAULT_DYNAMIC
 
 
 def test_a_checkpoint_has_the_state_and_the_keys_of_keras(tmp_path):
@@ -252,29 +256,14 @@ def test_get_refuses_and_shows_the_value(error, value):
         (ValueError, {"min_loss_scale": 2.0**16}),
         (ValueError, {"max_loss_scale": 2.0**14}),
         (ValueError, {"max_loss_scale": math.inf}),
+        *((ValueError, {"tolerance": bad}) for bad in (-0.1, 1, 1.5, math.nan)),
+        *((TypeError, {"tolerance": bad}) for bad in ("0.1", None)),
     ],
     ids=repr,
 )
 def test_dynamic_refuses_and_shows_the_value(error, kwargs):
     with pytest.raises(error, match=r"Received: .*="):
         keras_mp.DynamicLossScale(**kwargs)
-
-
-def test_own_subclass_survives_serialization():
-    class Doubling(keras_mp.LossScale):
-        def __init__(self, start):
-            super().__init__()
-            self.start = start
-
-        def __call__(self):
-            return tf.constant(self.start * 2.0)
-
-        def get_config(self):
-            return {"start": self.start}
-
-    again = loss_scale_lib.get(loss_scale_lib.serialize(Doubling(4)))
-    assert type(again) is Doubling
-    assert float(again) == 8
 
 
 def test_classes_of_one_name_are_told_apart():

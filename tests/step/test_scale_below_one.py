@@ -81,25 +81,6 @@ def test_a_loss_that_is_not_known_never_takes_it_there(mode):
 
 
 @once
-def test_the_floor():
-    scale, v = dynamic(2.0**-22), tf.Variable(1.0)
-    step = step_of("minimize", scale, v)
-    bad, no_gradient = tf.Variable(0.0), tf.custom_gradient(lambda x: (x * 1, lambda dy: dy * NAN))
-    optimizer = keras_mp.LossScaleOptimizer(sgd(), scale)
-    optimizer.minimize(lambda: no_gradient(bad), [bad])
-    with pytest.warns(keras_mp.MixedPrecisionWarning, match="has come down to its floor"):
-        optimizer.minimize(lambda: no_gradient(bad), [bad])
-    optimizer.minimize(lambda: no_gradient(bad), [bad])
-    assert float(scale) == scale.min_loss_scale == 2.0**-24
-    step(tf.constant(1.0))
-    assert float(v) == 0
-    # As in RFC 293.
-    scale = dynamic(min_loss_scale=1.0)
-    step_of("minimize", scale, v)(tf.constant(1.0))
-    assert float(scale) == 1
-
-
-@once
 @pytest.mark.parametrize("mode", MODES)
 def test_a_tape_computes_again_below_1(mode):
     scale, v = dynamic(2.0), tf.Variable(1.0)

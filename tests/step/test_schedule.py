@@ -161,20 +161,6 @@ def test_tolerance_with_hysteresis_needs_both():
         assert float(schedule(LossScaleState(64.0, good, bad), False).loss_scale) == expected
 
 
-def test_tolerance_is_an_argument_that_is_saved():
-    scale = keras_mp.DynamicLossScale(64, tolerance=0.25)
-    assert scale.tolerance == 0.25
-    assert keras_mp.loss_scale.get(keras_mp.loss_scale.serialize(scale)).tolerance == 0.25
-    assert "tolerance=0.25" in repr(scale)
-    assert "tolerance" not in keras_mp.DynamicLossScale().get_config()
-    optimizer = keras_mp.LossScaleOptimizer("sgd", scale)
-    again = keras_mp.LossScaleOptimizer.from_config(optimizer.get_config())
-    assert again.loss_scale.tolerance == 0.25
-    for bad in (-0.1, 1, 1.5, float("nan"), "0.1", None):
-        with pytest.raises((TypeError, ValueError), match="Received: tolerance="):
-            keras_mp.DynamicLossScale(tolerance=bad)
-
-
 @pytest.mark.parametrize("kind", ["minimize", "scaler", "tensorflow 1"])
 @pytest.mark.parametrize("mode", MODES)
 def test_tolerance_wherever_steps_are_made(kind, mode):

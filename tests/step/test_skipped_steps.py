@@ -90,15 +90,17 @@ def test_tells_the_loss_from_its_gradients(name, mode):
         assert int(optimizer.steps_skipped) == 5
 
 
-@pytest.mark.parametrize("mode", ["eager", "function"])
-def test_once(name, mode):
-    _, step = skipping(name, mode)
+@pytest.mark.parametrize(
+    ("mode", "warn_after_skips"), [("eager", 3), ("function", 3), ("eager", None)]
+)
+def test_once_or_never(name, mode, warn_after_skips):
+    _, step = skipping(name, mode, warn_after_skips)
     with caught_warnings() as texts:
         for _ in range(2):
             for _ in range(10):
                 step(1.0, np.inf)
             step(1.0, 1.0)
-    assert len(texts) == 1
+    assert len(texts) == (warn_after_skips is not None)
 
 
 @once
@@ -109,13 +111,6 @@ def test_fifty_by_default(name):
         optimizer.minimize(lambda: v * np.inf, [v])
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="50 steps in a row"):
         optimizer.minimize(lambda: v * np.inf, [v])
-
-
-@once
-def test_never_if_so_wished(name):
-    _, step = skipping(name, "eager", warn_after_skips=None)
-    for _ in range(60):
-        step(1.0, np.inf)
 
 
 def test_can_be_set(name):
@@ -239,6 +234,7 @@ def test_the_floor_is_told_once(name, mode):
     with caught_warnings() as texts:
         step(1.0, np.inf)
         step(1.0, np.inf)
+    assert float(scale) == floor == 2.0**-24
     assert len(texts) == 1
     assert texts[0].startswith("The loss scale has come down to its floor")
     assert GRADIENTS in texts[0]

@@ -29,11 +29,6 @@ layers = tf.keras.layers
 FLOAT32 = "float32"
 
 
-@pytest.fixture(params=FAMILIES)
-def name(request):
-    return request.param
-
-
 class Seen(layers.Layer):
     """Assigns in `call`: with an addition that reads nothing before, and with a whole value."""
 
@@ -100,26 +95,22 @@ def assert_same(model, expected):
 
 
 @pytest.mark.parametrize(
-    ("mode", "between"),
+    ("mode", "between", "name"),
     [
-        *(({}, []), ({"run_eagerly": True}, []), ({"jit_compile": True}, [])),
-        *(({"steps_per_execution": 2}, []), ({}, [normalized])),
+        *(({}, [], name) for name in FAMILIES),
+        *(({"run_eagerly": True}, [], FAMILIES[0]), ({"jit_compile": True}, [], FAMILIES[0])),
+        *(({"steps_per_execution": 2}, [], FAMILIES[0]), ({}, [normalized], FAMILIES[0])),
     ],
-    ids=["graph", "eager", "jit", "steps", "normalized"],
 )
-def test_fit_as_if_the_batch_had_not_been_seen(mode, between):
-    model = fit(make_model(between=between), *data(4, bad=[1, 2]), **mode)
-    assert int(model.optimizer.steps_skipped) == 2
-    assert_same(model, fit(make_model(between=between), *without(4, [1, 2]), **mode))
-    assert int(value(model.layers[2].count)) == 2
-
-
-def test_good_steps_write_what_stock_writes(name):
+def test_fit_as_keras_does_without_the_batch(mode, between, name):
     # The last step is made with momentum, or slots, of the ones before.
-    assert_same(
-        fit(make_model(), *data(3, bad=[1]), name),
-        fit(make_model(), *without(3, [1]), name, policy="stock"),
-    )
+    model = fit(make_model(between=between), *data(4, bad=[1, 2]), name, **mode)
+    assert int(model.optimizer.steps_skipped) == 2
+    # Where an update may be skipped, it may be rounded in other places: by XLA, for one.
+    policy = "mp" if "jit_compile" in mode or between else "stock"
+    control = fit(make_model(between=between), *without(4, [1, 2]), name, policy, **mode)
+    assert_same(model, control)
+    assert int(value(model.layers[2].count)) == 2
 
 
 def test_layers_that_the_first_batch_builds():
@@ -193,8 +184,8 @@ def test_train_step_that_is_a_function():
         assert_same(layer, other)
 
 
-def own_loop(mode="eager", calls="rfc", between=()):
-    """A model, its optimizer, and a step in a `training_step`."""
+def own_step(calls, between=()):
+    """A model, its optimizer, and a step of one's own."""
     model = make_model(between=between)
     optimizer = keras_mp.LossScaleOptimizer(make_optimizer("new.SGD"))
     optimizer.build(model.trainable_variables)
@@ -202,13 +193,18 @@ def own_loop(mode="eager", calls="rfc", between=()):
     def loss(x, y):
         return tf.reduce_mean((model(x, training=True) - y) ** 2)
 
-    make = steps.WAYS[calls](optimizer, loss, model.trainable_variables)
+    return model, optimizer, steps.WAYS[calls](optimizer, loss, model.trainable_variables)
+
+
+def own_loop(mode="eager", calls="rfc", between=()):
+    """A model, and a step in a `training_step`."""
+    model, _, make = own_step(calls, between)
 
     def step(x, y):
         with keras_mp.training_step(model):
             make(x, y)
 
-    return model, optimizer, placed(mode, step)
+    return model, placed(mode, step)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +214,7 @@ def own_loop(mode="eager", calls="rfc", between=()):
 def test_own_loops(mode, calls):
     models = []
     for x, y in (data(4, bad=[1, 2]), without(4, [1, 2])):
-        model, _, step = own_loop(mode, calls, [normalized] if mode == "eager" else [])
+        model, step = own_loop(mode, calls, [normalized] if mode == "eager" else [])
         for i in range(0, len(x), 4):
             step(tf.constant(x[i : i + 4]), tf.constant(y[i : i + 4]))
         models.append(model)
@@ -310,7 +306,7 @@ def test_a_fixed_scale_skips_nothing():
 @once
 def test_only_what_was_written_is_held():
     # A buffer that is held is copied when it is updated: that must not be all weights.
-    model, _, step = own_loop("function")
+    model, step = own_loop("function")
     graph = step.get_concrete_function(*map(tf.constant, data(1))).graph
     branches = next(op for op in graph.get_operations() if op.type == "If")
     reads = [t.op.inputs[0] for t in branches.inputs if t.op.type == "ReadVariableOp"]
@@ -323,7 +319,7 @@ def test_only_what_was_written_is_held():
 
 @once
 def test_nothing_is_held_in_eager_while_a_step_is_made(monkeypatch):
-    _, _, step = own_loop()
+    _, step = own_loop()
     held, sizes = [], []
     kept, release = state_rollback.KeptValues, state_rollback.KeptValues.release
     monkeypatch.setattr(
@@ -337,7 +333,7 @@ def test_nothing_is_held_in_eager_while_a_step_is_made(monkeypatch):
 
 @once
 def test_a_model_is_not_kept_alive():
-    model, _, step = own_loop()
+    model, step = own_loop()
     step(*map(tf.constant, data(1, bad=[0])))
     handle = weakref.ref(model.layers[1].moving_mean.handle)
     del model, step
@@ -368,14 +364,8 @@ def test_takes_what_has_variables():
 @once
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_an_exception_after_good_steps_leaves_them(mode):
-    model = make_model()
-    optimizer = keras_mp.LossScaleOptimizer(make_optimizer("new.SGD"))
-    optimizer.build(model.trainable_variables)
-
-    def loss(x, y):
-        return tf.reduce_mean((model(x, training=True) - y) ** 2)
-
-    step = placed(mode, steps.keras_3(optimizer, loss, model.trainable_variables))
+    model, optimizer, step = own_step("keras_3")
+    step = placed(mode, step)
     batch = [tf.constant(a) for a in data(1)]
     for interrupted in (KeyboardInterrupt, OSError):
         with contextlib.suppress(interrupted), keras_mp.training_step(model):

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import FAMILIES, IS_KERAS_3, MODES, mirrored, once, placed, sgd, value
+from tests.common import FAMILIES, IS_KERAS_3, MODES, mirrored, once, pairs, placed, sgd, value
 from tests.steps import DIALECTS, KERAS_3, RFC, our_warnings
 
 SCALE = 1024.0
@@ -134,11 +134,15 @@ def test_copies_begin_anew(name):
     assert float(v) == float(w) == 6
 
 
-@pytest.mark.parametrize("calls", [RFC, KERAS_3])
-@pytest.mark.parametrize("mode", ["eager", "function", "split"])
-def test_a_step_in_parts_is_divided_by_the_scale_that_it_was_multiplied_by(name, calls, mode):
-    optimizer, v, w = scaling(name, doubling(), count=2)
-    compute, _ = steps.halves(optimizer, lambda: half_of_sum(v, w), [v, w], calls[:1])
+@pytest.mark.parametrize(
+    ("calls", "mode", "minimizes"),
+    pairs([RFC, KERAS_3], [*MODES, "one function"], [False, True]),
+)
+def test_a_step_in_parts_is_divided_by_the_scale_that_it_was_multiplied_by(
+    name, calls, mode, minimizes
+):
+    optimizer, u, v, w = scaling(name, doubling(), count=3)
+    compute, _ = steps.halves(optimizer, lambda: half_of_sum(u, v), [u, v], calls[:1])
 
     def part(gradient, variable):
         gradients = [gradient]
@@ -146,32 +150,24 @@ def test_a_step_in_parts_is_divided_by_the_scale_that_it_was_multiplied_by(name,
             gradients = optimizer.get_unscaled_gradients(gradients)
         optimizer.apply_gradients(zip(gradients, [variable]))
 
-    where = "function" if mode == "split" else "eager"
-    compute = placed(where, compute)
-    parts = [placed(where, lambda g, variable=variable: part(g, variable)) for variable in (v, w)]
-    step = placed(
-        "function" if mode == "function" else "eager",
-        lambda: [apply(gradient) for apply, gradient in zip(parts, compute())],
-    )
-    for i in (1, 2, 3):
-        step()  # Quietly, and the scale doubles after each part.
-        assert float(v) == float(w) == 8 - 0.5 * i
-        assert float(optimizer.loss_scale) == SCALE * 4**i
+    def between():
+        if minimizes:
+            optimizer.minimize(lambda: half_of_sum(w), [w])
 
+    where, whole = ("eager", "function") if mode == "one function" else (mode, "eager")
+    compute, between = placed(where, compute), placed(where, between)
+    parts = [placed(where, lambda g, variable=variable: part(g, variable)) for variable in (u, v)]
 
-@pytest.mark.parametrize("calls", [RFC, KERAS_3])
-@pytest.mark.parametrize("mode", MODES)
-def test_minimize_between_the_calls_of_a_step_disturbs_nothing(name, calls, mode):
-    optimizer, u, v, w = scaling(name, doubling(), count=3)
-    compute, _ = steps.halves(optimizer, lambda: half_of_sum(u, v), [u, v], calls)
-    compute = placed(mode, compute)
-    between = placed(mode, lambda: optimizer.minimize(lambda: half_of_sum(w), [w]))
-    parts = [placed(mode, lambda g, x=x: optimizer.apply_gradients([(g, x)])) for x in (u, v)]
-    for i in (1, 2):
+    def step():
         for gradient, apply in zip(compute(), parts, strict=True):
             between()
             apply(gradient)
-        assert [float(x) for x in (u, v, w)] == [8 - 0.5 * i, 8 - 0.5 * i, 8 - i]
+
+    step = placed(whole, step)
+    for i in (1, 2):
+        step()  # Quietly, and the scale doubles after each part, and each `minimize`.
+        assert [float(x) for x in (u, v, w)] == [8 - 0.5 * i, 8 - 0.5 * i, 8 - i * minimizes]
+        assert float(optimizer.loss_scale) == SCALE * 4 ** (i * (1 + minimizes))
 
 
 def test_a_step_does_not_report_the_loss_of_minimize_between_its_calls(name):
