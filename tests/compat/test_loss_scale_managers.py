@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import keras_mp
 from tests.common import batches, once
@@ -13,65 +11,35 @@ pytestmark = once
 v1 = keras_mp.compat.v1
 
 
-class Model:
-    """What the text of the schedule says, in plain Python."""
-
-    def __init__(
-        self,
-        init_loss_scale,
-        incr_every_n_steps,
-        decr_every_n_nan_or_inf,
-        incr_ratio,
-        decr_ratio,
-    ):
-        self.scale, self.good, self.bad = np.float32(init_loss_scale), 0, 0
-        self.incr_every, self.decr_every = incr_every_n_steps, decr_every_n_nan_or_inf
-        self.incr_ratio, self.decr_ratio = np.float32(incr_ratio), np.float32(decr_ratio)
-
-    def update(self, is_finite):
-        if is_finite:
-            self.good += 1
-            if self.good >= self.incr_every:
-                with np.errstate(over="ignore"):
-                    grown = self.scale * self.incr_ratio
-                self.scale = grown if np.isfinite(grown) else self.scale
-                self.good = self.bad = 0
-        else:
-            self.good = 0
-            self.bad += 1
-            if self.bad >= self.decr_every:
-                self.scale = max(np.float32(1), self.scale * self.decr_ratio)
-                self.good = self.bad = 0
+SLOW = {"incr_every_n_steps": 3, "decr_every_n_nan_or_inf": 2, "decr_ratio": 0.5}
+FAST = {"incr_every_n_steps": 1, "decr_every_n_nan_or_inf": 1}
 
 
-schedules = st.fixed_dictionaries(
-    {
-        "init_loss_scale": st.sampled_from([1, 3.5, 1000, 2.0**15, 2.0**126]),
-        "incr_every_n_steps": st.integers(1, 4),
-        "decr_every_n_nan_or_inf": st.integers(1, 4),
-        "incr_ratio": st.sampled_from([2, 1.5, 1e30]),
-        "decr_ratio": st.sampled_from([0.8, 0.5, 1e-30]),
-    }
+@pytest.mark.parametrize(
+    ("first", "arguments", "verdicts", "scales", "good", "bad"),
+    [
+        # What is not given is as in TensorFlow 1.
+        (100, {"incr_every_n_steps": 1}, "+--", [200, 200, 160], "000", "010"),
+        (8, SLOW, "+++++++", [8, 8, 16, 16, 16, 32, 32], "1201201", "0000000"),
+        # Good steps are counted in a row, and bad ones are not.
+        (8, SLOW, "-++-+-++-", [8, 8, 8, 4, 4, 4, 4, 4, 2], "012010120", "111001110"),
+        (8, SLOW, "-+++-", [8, 8, 8, 16, 16], "01200", "11101"),
+        (3.5, {**FAST, "incr_ratio": 1.5}, "++", [5.25, 7.875], "00", "00"),
+        (1000, {**FAST, "decr_ratio": 1e-30}, "-+-", [1, 2, 1], "000", "000"),
+        (1.5, {**FAST, "decr_ratio": 0.8}, "---", [np.float32(1.2), 1, 1], "000", "000"),
+        (0.5, FAST, "--+", [0.5, 0.5, 1], "000", "000"),  # below 1 from the start
+        (2.0**126, FAST, "++-", [2.0**127, 2.0**127, np.float32(0.8) * 2.0**127], "000", "000"),
+        (8, {**FAST, "incr_ratio": 1e30}, "++", [np.float32(8e30)] * 2, "00", "00"),
+    ],
 )
-
-
-@settings(max_examples=150, deadline=None)
-@given(schedules, st.lists(st.booleans(), max_size=25))
-def test_the_schedule_is_the_one_of_its_text(schedule, steps):
-    manager = v1.ExponentialUpdateLossScaleManager(**schedule)
-    model = Model(**schedule)
-    for is_finite in steps:
-        manager.update_loss_scale(tf.constant(is_finite))
-        model.update(is_finite)
-        assert manager.get_loss_scale().numpy() == model.scale
-        assert (int(manager.good_steps), int(manager.bad_steps)) == (model.good, model.bad)
-
-
-def test_defaults_are_those_of_tensorflow_1():
-    manager = v1.ExponentialUpdateLossScaleManager(init_loss_scale=100, incr_every_n_steps=1)
-    for is_finite, scale in ((True, 200), (False, 200), (False, 160)):
-        manager.update_loss_scale(is_finite)
-        assert float(manager.get_loss_scale()) == scale
+def test_the_schedule(first, arguments, verdicts, scales, good, bad):
+    manager = v1.ExponentialUpdateLossScaleManager(first, **arguments)
+    found = []
+    for verdict in verdicts:
+        manager.update_loss_scale(tf.constant(verdict == "+"))
+        numbers = manager.get_loss_scale(), manager.good_steps, manager.bad_steps
+        found.append(tuple(number.numpy() for number in numbers))
+    assert found == [*zip(scales, map(int, good), map(int, bad))]
 
 
 def test_a_manager_in_a_graph_and_in_a_function():

@@ -167,16 +167,3 @@ def test_a_loaded_model_that_is_saved_again_computes_the_same_losses(name, tmp_p
             model = K.models.load_model(str(path))
         np.testing.assert_allclose(model.evaluate(X, X, verbose=0), expected, rtol=1e-3)
     assert np.isfinite(expected)
-
-
-def test_a_loss_that_a_loaded_layer_adds_in_training_is_told_apart(tmp_path):
-    keras_mp.set_global_policy("mixed_float16")
-    model = sequential(AddsLossInTraining())
-    model.predict(X, verbose=0)
-    K.models.save_model(model, str(tmp_path / "model"))
-    loaded = K.models.load_model(str(tmp_path / "model"))
-    loaded(X, training=False)
-    assert not [loss for loss in loaded.losses if float(loss)]
-    loaded(X, training=True)
-    [loss] = loaded.losses
-    np.testing.assert_allclose(float(loss), 0.01 * np.sum(np.float64(X) ** 2), rtol=1e-3)
