@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, once
+from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer
 from tests.replicas import workers
 
 BATCH = 12
@@ -193,14 +193,9 @@ def test_epochs_of_so_many_steps(together):
         close(result, alone)
 
 
-@pytest.mark.skipif(IS_KERAS_3, reason="There three do.")
+@pytest.mark.skipif(IS_KERAS_3, reason="There three do, in `test_workers.py`.")
 def test_two_share_unevenly(together):
     check_uneven(together["uneven"])
-
-
-@once
-def test_three_share_unevenly():
-    check_uneven(*workers.run([(uneven, {})], 3))
 
 
 def check_uneven(of_workers):

@@ -22,6 +22,8 @@ from keras_mp.step import workers as workers_module
 from tests import steps
 from tests.common import FAMILIES, IS_KERAS_3, assert_all_equal, digits, make_optimizer, once, value
 from tests.replicas import workers
+from tests.replicas.test_fit import check_uneven
+from tests.replicas.test_fit import uneven as uneven_shares
 from tests.step.test_overflows import Program, expected_of, said, spoil
 
 # What each worker's loss is multiplied by, step by step: the first worker's, then the others'.
@@ -103,10 +105,12 @@ def test_one_bad_worker_skips_the_step_on_all(together, name):
 
 
 @once
-def test_one_bad_worker_of_three_skips_the_step_on_all():
+def test_three_workers_skip_a_step_of_one_and_share_a_batch_unevenly():
     name = FAMILIES[0]
-    [results] = workers.run([(own_loop, {"name": name, "in_float16": False})], 3)
-    check_own_loop(results, name, 3, in_float16=False)
+    calls = [(own_loop, {"name": name, "in_float16": False}), (uneven_shares, {})]
+    of_loop, of_shares = workers.run(calls, 3)
+    check_own_loop(of_loop, name, 3, in_float16=False)
+    check_uneven(of_shares)
 
 
 def check_own_loop(results, name, count, in_float16):
@@ -251,6 +255,40 @@ def test_workers_share_a_scaler(together):
     for seen, skipped in together["scaler"]:
         assert seen == [(8.0, 2.0**17), (7.96875, 2.0**17), (6.84375, 2.0**13)]
         assert skipped == 1
+
+
+# TensorFlow sends initial values to all workers, which it cannot with bfloat16 and int16.
+METHODS = {"copy": "float16", "stochastic_rounding": "float16", None: "float32"}
+
+
+def weights_in_16_bits(strategy, index, method, name):
+    """The float32 weight that each worker ends with, the weight and the optimizer's variables."""
+    with strategy.scope():
+        v = tf.Variable(tf.ones([64], METHODS[method]))
+        optimizer = make_optimizer(name, 1e-3)
+        if method is not None:
+            # Without a seed, which each worker would draw for itself.
+            optimizer = keras_mp.MasterWeightOptimizer(optimizer, method)
+        optimizer.build([v])
+
+    @tf.function
+    def step(factor):
+        gradient = lambda: tf.cast(tf.linspace(1.0, 2.0, 64) * factor, v.dtype)  # noqa: E731
+        strategy.run(lambda: optimizer.apply_gradients([(gradient(), v)]))
+
+    for i in range(6):
+        step(tf.constant(2.0 ** (index + i)))
+    kept = [*optimizer.float32_weights(), v, *optimizer.variables] if method else [v]
+    return [value(each) for each in kept]
+
+
+def test_weights_in_16_bits_are_the_same_on_all_workers_and_train_as_float32(together):
+    for method in METHODS:
+        first, second = together[f"weights in 16 bits, {method}"]
+        assert_all_equal(first, second)
+        assert (first[0] != 1).any()
+    in_16_bits, in_32 = (together[f"weights in 16 bits, {method}"][0] for method in ("copy", None))
+    np.testing.assert_array_equal(in_16_bits[0], in_32[0])
 
 
 PATTERNS = 20
@@ -476,6 +514,9 @@ def together(tmp_path_factory):
         loop = {"name": name, "in_float16": name == FAMILIES[0]}
         calls[f"own loop, {name}"] = (own_loop, loop)
         calls[f"fit, {name}"] = (fit, {"name": name, **folder})
+    for method in METHODS:
+        adam = {"name": FAMILIES[0].replace("SGD", "Adam")}
+        calls[f"weights in 16 bits, {method}"] = (weights_in_16_bits, {"method": method, **adam})
     if IS_KERAS_3:
         calls |= {
             "bfloat16": (bfloat16_loop, {}),
