@@ -36,13 +36,6 @@ class Notes(observers.Observer):
     def scaler_was_made(self):
         self.calls.append(("scaler_was_made",))
 
-    def step_begins(self):
-        self.calls.append(("step_begins",))
-
-    def gradients(self, pairs, divisor, scaled_by):
-        found = [float(tf.reduce_sum(gradient)) for gradient, _ in pairs]
-        self.calls.append(("gradients", found, divisor and float(divisor)))
-
 
 @pytest.fixture
 def notes():

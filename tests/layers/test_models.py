@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from keras_mp import layers
-from tests.common import MODES, digits, pairs
+from tests.common import MODES, pairs
 from tests.layers.common import POLICIES, SimpleDense, run
 
 
@@ -30,33 +30,6 @@ def test_the_layers_of_the_rfc(make, policy, mode):
     assert layer.compute_dtype == policy.compute_dtype
     assert layer.variable_dtype == layer.dtype == policy.variable_dtype
     assert layer.dtype_policy.name == policy.name
-
-
-def test_a_model_of_such_layers_trains_as_one_with_casts_by_hand():
-    class ByHand(tf.keras.layers.Layer):
-        def build(self, shape):
-            self.w = self.add_weight(shape=(64, 10), initializer="zeros", dtype="float32")
-
-        def call(self, x):
-            w = tf.convert_to_tensor(self.w)
-            return tf.cast(x, "bfloat16") @ tf.cast(w, "bfloat16")
-
-    class Ours(layers.Layer):
-        def build(self, shape):
-            self.w = self.add_weight(shape=(64, 10), initializer="zeros")
-
-        def call(self, x):
-            return x @ self.w
-
-    images, labels = digits()
-    weights = []
-    for layer in (ByHand(dtype="float32"), Ours(dtype="mixed_bfloat16")):
-        model = tf.keras.Sequential([tf.keras.Input([64]), layer])
-        loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("adam", loss)
-        model.fit(images[:512], labels[:512], epochs=2, shuffle=False, verbose=0)
-        weights.append(model.get_weights()[0])
-    np.testing.assert_array_equal(*weights)
 
 
 @tf.keras.utils.register_keras_serializable("keras_mp_tests")

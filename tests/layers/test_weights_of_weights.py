@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import Subclassed, pairs, unscaled
+from tests.common import Subclassed, pairs
 
 L = tf.keras.layers
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
@@ -87,25 +87,6 @@ def test_what_is_made_of_a_weight_is_float32(make, outer, run, policy):
     assert [each.dtype for each in layer.made] == ["float32"] * len(layer.made)
     kernel = layer.kernel if hasattr(layer, "kernel") else layer.layer.kernel
     np.testing.assert_array_equal(layer.copy.numpy(), tf.convert_to_tensor(kernel).numpy())
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_weight_of_a_weight_moves(policy):
-    class Scaled(L.Dense):
-        def build(self, shape):
-            super().build(shape)
-            five = tf.keras.initializers.Constant(5.0)
-            dtype = self.kernel.dtype
-            self.g = self.add_weight(name="g", shape=(4,), initializer=five, dtype=dtype)
-
-        def call(self, x):
-            return super().call(x) * tf.cast(self.g, x.dtype)
-
-    keras_mp.set_global_policy(unscaled(policy.removeprefix("mixed_")))
-    model = Subclassed(Scaled(4))
-    model.compile(tf.keras.optimizers.Adam(1e-3), "mse")
-    model.fit(X, X, epochs=10, verbose=0)
-    assert abs(model.inside[0].g.numpy() - 5.0).max() == pytest.approx(0.01, rel=0.2)
 
 
 def test_a_dtype_that_a_layer_says_itself_stays():

@@ -280,31 +280,6 @@ def test_a_training_step_that_raises_puts_back_what_the_forward_pass_wrote(name,
     assert (float(statistic), float(program.v)) == (1, 0.5)
 
 
-def test_fit_in_eager(name):
-    keras_mp.set_global_policy("mixed_float16")
-    faults = Faults()
-    model = tf.keras.Sequential(
-        [tf.keras.Input([2]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
-    )
-    model.compile(breaking(make_optimizer(name), faults), "mse", run_eagerly=True)
-    x, y = np.random.default_rng(0).normal(size=[8, 2]), np.ones([8, 1])
-    model.fit(x, y, batch_size=4, verbose=0)
-
-    def state():
-        scale = model.optimizer.loss_scale
-        others = [*model.optimizer.variables, scale.loss_scale, scale.num_good_steps]
-        return [*model.get_weights(), *map(value, others)]
-
-    before = state()
-    faults.armed = True
-    with pytest.raises(RuntimeError, match=BROKEN):
-        model.fit(x, y, batch_size=4, verbose=0)
-    assert_all_equal(state(), before)
-    model.fit(x, y, batch_size=4, verbose=0)
-    made = int(value(model.optimizer.iterations)) + int(model.optimizer.steps_skipped)
-    assert made == 4
-
-
 def in_threads(count, run):
     """Calls `run(i, meet)` in so many threads at once; `meet` waits for all of them."""
     barrier = threading.Barrier(count)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import MODES, mirrored, once, pairs, placed, value
+from tests.common import MODES, made, mirrored, once, pairs, placed, value
 
 V1 = tf.compat.v1
 # The scaled gradient is finite up to a scale of 2**-5, which takes five steps from a scale of 1.
@@ -185,26 +185,20 @@ def test_a_fixed_scale(kind):
 # In `fit`.
 
 
-def model_that_overflows(loss_scale, **compile_arguments):
-    """Its loss is 4e10 and finite; the gradient of its float16 output is 4e5."""
-    policy = keras_mp.Policy("mixed_float16", loss_scale=loss_scale)
-    with keras_mp.policy_scope(policy):
-        model = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)])
-        model.compile(tf.keras.optimizers.SGD(0.01), "mse", **compile_arguments)
-    return model
-
-
-X, Y = np.ones([1, 2], "float32"), np.full([1, 1], -2e5, "float32")
-
-
 @pytest.mark.parametrize(
     "arguments", [{"run_eagerly": True}, {"jit_compile": False}, {"jit_compile": True}], ids=str
 )
 def test_fit_trains(arguments):
-    model = model_that_overflows(dynamic(), **arguments)
-    before = float(model.evaluate(X, Y, verbose=0))
+    # The loss is 4e10 and finite; the gradient of the float16 output is 4e5.
+    x, y = np.ones([1, 2], "float32"), np.full([1, 1], -2e5, "float32")
+    model = made(
+        lambda: tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)]),
+        keras_mp.Policy("mixed_float16", dynamic()),
+    )
+    model.compile(tf.keras.optimizers.SGD(0.01), "mse", **arguments)
+    before = float(model.evaluate(x, y, verbose=0))
     for _ in range(5):
-        model.train_on_batch(X, Y)
+        model.train_on_batch(x, y)
     assert 2.0**-5 <= float(model.optimizer.loss_scale) < 0.25
     assert int(model.optimizer.steps_skipped) < 5
-    assert float(model.evaluate(X, Y, verbose=0)) < 0.95 * before
+    assert float(model.evaluate(x, y, verbose=0)) < 0.95 * before
