@@ -2,36 +2,23 @@
 
 import ast
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 import keras_mp
 from keras_mp import keras_api
-from tests.common import IS_KERAS_3, once
+from tests.common import IS_KERAS_3, once, run_program
 
 
 @pytest.fixture(scope="module")
 def raised():
     """What programs find in processes of their own: {name: list of messages}."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.keras_api.programs"],
-        cwd=pathlib.Path(__file__).parents[2],
-        env={
-            **os.environ,
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "TF_USE_LEGACY_KERAS": "0" if IS_KERAS_3 else "1",
-        },
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    is_legacy = "0" if IS_KERAS_3 else "1"
+    printed = run_program("-m", "tests.keras_api.programs", TF_USE_LEGACY_KERAS=is_legacy)
+    return json.loads(printed.splitlines()[-1])
 
 
 def test_a_scope_without_any_policy_does_the_same(raised):

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3
+from tests.common import IS_KERAS_3, pairs
 
 K = tf.keras
 INITIALIZERS = ["glorot_uniform", "he_normal", "random_uniform", "truncated_normal", "orthogonal"]
@@ -19,10 +19,10 @@ def fill(shape, dtype=None, **kwargs):
     return tf.fill(shape, tf.constant(1 / 3, dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", INITIALIZERS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "way"), pairs(INITIALIZERS, ["float16", "bfloat16"], ["call", "build", "fit"])
+)
 @pytest.mark.filterwarnings("ignore:The model .* has 1 layers whose variables are in")
-@pytest.mark.parametrize("way", ["call", "build", "fit"])
 def test_a_model_in_16_bits_begins_where_one_in_float32_does(dtype, name, way):
     def kernel(policy):
         initializer = type(K.initializers.get(name))(seed=3)

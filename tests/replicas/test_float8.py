@@ -56,7 +56,7 @@ def weights(make_optimizer, loop, replicas):
     [
         *(("fit", True, 1), ("fit", False, 1), ("accumulating fit", True, 1)),
         *(("train_step", False, 1), ("compiled fit", True, 1)),
-        *(("fit", False, 2), ("fit", True, 2), ("train_step", False, 2)),
+        *(("fit", True, 2), ("train_step", False, 2)),
     ],
 )
 def test_it_trains_as_with_the_optimizers_of_keras(loop, scales_loss, replicas):

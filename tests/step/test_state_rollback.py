@@ -143,27 +143,21 @@ def of_replicas(model):
 class Counting(tf.keras.Sequential):
     """Has a `train_step` and a metric of its own."""
 
-    traces = 0
-
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.mean = tf.keras.metrics.Mean(name="mean")
 
     def train_step(self, data):
-        Counting.traces += 1
         self.mean.update_state(1.0)
         return super().train_step(data)
 
 
 def test_train_step_of_ones_own():
-    traces, models = [], []
+    models = []
     for policy in ("mp", "stock"):
-        Counting.traces = 0
         model = fit(make_model(Counting), *data(4, bad=[1, 3]), policy=policy)
         model.fit(*data(4), batch_size=4, verbose=0)
-        traces.append(Counting.traces)
         models.append(model)
-    assert traces[0] <= traces[1]
     assert [int(value(model.layers[2].count)) for model in models] == [6, 8]
     assert [float(model.mean.count) for model in models] == [4, 4]  # Metrics tell what happened.
 
