@@ -98,7 +98,6 @@ setuptools.setup(
             *_LEGACY,
             *_PARITY,
             "coverage>=7.10",
-            "hypothesis",
             "pyright[nodejs]",
             "pytest>=8",
             "pytest-xdist",
