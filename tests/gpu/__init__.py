@@ -12,8 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
+import keras_mp
 from keras_mp.support import messages
-from tests.gpu import machine, promises, replicas, speeds, steps
+from tests.gpu import machine, promises, replicas, steps
 from tests.gpu.promises import judge
 
 
@@ -23,7 +24,8 @@ def check(quick: bool = False) -> dict[str, Any]:
     If it has GPUs, TensorFlow must not have initialized its devices.
 
     Args:
-        quick: bool. Takes sizes too small to tell a speed, to see that it runs. Defaults to False.
+        quick: bool. Takes models too small to tell a speed, to see that they run. Defaults to
+            False.
 
     Returns:
         dict of what JSON can hold: "machine", "promises", "kernels", "speeds" and "steps".
@@ -46,7 +48,7 @@ def check(quick: bool = False) -> dict[str, Any]:
             "quick": quick,
             "promises": [each._asdict() for each in judged],
             "kernels": [each._asdict() for each in kernels],
-            "speeds": speeds.measure(quick),
+            "speeds": keras_mp.hardware.speeds(anew=True),
             "steps": seconds,
         }
 

@@ -19,11 +19,11 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _promises(found["promises"])
     yield ""
     yield from _kernels(found["kernels"])
-    if found["quick"]:
-        yield "Sizes were too small to tell a speed: this was a quick check."
-        return
     yield ""
     yield from _speeds(found["speeds"])
+    if found["quick"]:
+        yield "Models were too small to tell a speed: this was a quick check."
+        return
     yield ""
     yield from _steps(found["steps"])
 
@@ -71,18 +71,17 @@ def _kernels(kernels: list[Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
-def _speeds(speeds: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    rows: list[tuple[str, ...]] = [("a second (times float32)", "", *DTYPES)]
+def _speeds(speeds: Mapping[str, Mapping[str, float]] | None) -> Iterator[str]:
+    if speeds is None:
+        yield "This device has no kernel for a product or a convolution in one of the dtypes."
+        return
+    rows: list[tuple[str, ...]] = [("GF/s (times float32)", *DTYPES)]
     for name, by_dtype in speeds.items():
-        cells = (_speed(by_dtype[dtype], by_dtype["float32"]) for dtype in DTYPES)
-        rows.append((name, by_dtype["unit"], *cells))
-    yield from text_tables.aligned(rows, left=(0, 1))
-
-
-def _speed(speed: float | None, of_float32: float | None) -> str:
-    if speed is None or of_float32 is None:
-        return "no kernel"
-    return f"{speed / 1e9:,.4g} ({speed / of_float32:.2f})"
+        cells = (
+            f"{by_dtype[d] / 1e9:,.4g} ({by_dtype[d] / by_dtype['float32']:.2f})" for d in DTYPES
+        )
+        rows.append((name, *cells))
+    yield from text_tables.aligned(rows)
 
 
 def _steps(steps: Mapping[str, Any]) -> Iterator[str]:
