@@ -1,13 +1,13 @@
 """Runs graphs that were rewritten for a GPU, on this machine's CPU."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.grappler import optimize, passes
+from keras_mp.grappler import optimize
 from keras_mp.grappler import report as reports
 
 V1 = tf.compat.v1
@@ -78,53 +78,6 @@ def update(model: Any, step: Callable[..., Any], *arguments: Any) -> np.ndarray:
 def distance(found: np.ndarray, exact: np.ndarray) -> float:
     """How far numbers are from others, relative to these."""
     return np.linalg.norm(found - exact) / np.linalg.norm(exact)
-
-
-def of_session(
-    fetches: Sequence[Any], session: Any, feeds: Mapping[Any, np.ndarray], device: str | None
-) -> list[np.ndarray]:
-    """Runs once, with a session's variables, what TensorFlow would make of its graph.
-
-    Args:
-        fetches: operations and tensors of the session's graph.
-        session: the session, which has initialized its variables and which this leaves alone.
-        feeds: mapping of placeholders and values.
-        device: str, such as "GPU 7.0"; None for the graph as it is.
-
-    Returns:
-        list of the values of the fetches that are tensors, and of all variables afterwards.
-    """
-    variables = V1.global_variables()
-    before = session.run(variables)
-    graph = reports.of_fetches([*fetches, *(v.op for v in variables)])
-    definition = graph.graph_def
-    if device is not None:
-        definition = optimize.graph(passes.config_for_sessions(None, "float16"), graph, device)
-    definition = for_this_cpu(definition)
-    config = V1.ConfigProto()
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
-    with tf.Graph().as_default() as again, V1.Session(config=config) as other:
-        tf.import_graph_def(definition, name="")
-        handles = [again.get_tensor_by_name(v.op.name + ":0") for v in variables]
-        for handle, value in zip(handles, before, strict=True):
-            other.run(_assign(handle, tf.constant(value)))
-        found = other.run(
-            [fetch.name for fetch in fetches], {key.name: value for key, value in feeds.items()}
-        )
-        after = [other.run(_read(h, v.dtype.base_dtype)) for h, v in zip(handles, variables)]
-    return [value for value in found if value is not None] + after
-
-
-def _assign(handle: tf.Tensor, value: tf.Tensor) -> tf.Operation:
-    if handle.dtype == tf.resource:
-        return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-    return tf.raw_ops.Assign(ref=handle, value=value).op
-
-
-def _read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    if handle.dtype == tf.resource:
-        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
-    return tf.identity(handle)
 
 
 def for_this_cpu(graph: Any) -> Any:
