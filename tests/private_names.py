@@ -2,11 +2,8 @@
 
 A name is private if it begins with an underscore or is under `__internal__`, and so is what is
 imported from `keras.src`, `tf_keras.src` and `tensorflow.python`. The package has such names of its
-own, too. One counts as not its own if
-
-- no code of the package defines it, or it is a method that no code of the package calls;
-- it is used on `self`, and a base class outside of the package has it, or sets it;
-- it is used on another object, and a base class of any class of the package has it.
+own, too. One counts as not its own if no code of the package defines it, if it is a method that no
+code of the package calls, or if a base class of any class of the package has it, or sets it.
 """
 
 import ast
@@ -18,7 +15,6 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import keras_mp
 from tests.common import IS_KERAS_3
@@ -34,26 +30,11 @@ _LIBRARIES = ("keras", "tf_keras", "tensorflow")
 _NAME = re.compile(r"_[A-Za-z]\w*|[A-Za-z]\w*__")
 # namedtuple documents them.
 _PUBLIC = {"_asdict", "_fields", "_make", "_replace"}
+# Those of the package's own that base classes of other classes have as well.
+_OWN = {"_called", "_layers", "_lock", "_model", "_name", "_shape", "_updates", "_value"}
+_OWN |= {"_variables", "_weights"}
 # What is for the Keras that is not there cannot be imported.
 _OTHER_ADAPTER = "keras2" if IS_KERAS_3 else "keras3"
-
-
-class _Use(NamedTuple):
-    """One place where a name stands.
-
-    Attributes:
-        name: the name.
-        place: file and line.
-        owner: the class in which it stands, where it stands for something of that class.
-        is_definition: is a method of that name defined there?
-        is_call_of_base: is it `super().name`?
-    """
-
-    name: str
-    place: str
-    owner: type | None = None
-    is_definition: bool = False
-    is_call_of_base: bool = False
 
 
 def find() -> dict[str, list[str]]:
@@ -64,22 +45,27 @@ def find() -> dict[str, list[str]]:
         if path.name != "__main__.py" and not path.name.startswith(_OTHER_ADAPTER)
     }
     found: dict[str, list[str]] = defaultdict(list)
-    uses, own = [], set()
+    uses: dict[str, list[str]] = defaultdict(list)
+    methods: dict[str, list[str]] = defaultdict(list)
+    own, of_bases = set(_OWN), set()
     for path, tree in trees.items():
+        relative = path.relative_to(ROOT)
         for name, line in _imported(tree):
-            found[name].append(f"{path.relative_to(ROOT)}:{line}")
+            found[name].append(f"{relative}:{line}")
         own |= _defined(tree)
-        uses += _uses(path, tree)
-    foreign = set().union(*(_names_of_bases(use.owner) for use in uses if use.owner))
-    used = {use.name for use in uses if not use.is_definition and not use.is_call_of_base}
-    for use in uses:
-        if use.owner is not None:
-            is_foreign = use.name in _names_of_bases(use.owner)
-            is_foreign |= use.is_definition and use.name not in used
-        else:
-            is_foreign = use.name in foreign
-        if is_foreign or (use.name not in own and not use.is_definition):
-            found[use.name].append(use.place)
+        of_bases |= _names_of_bases(relative)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and _NAME.fullmatch(node.attr):
+                uses[node.attr].append(f"{relative}:{node.lineno}")
+            elif _is_text(node, _NAME.fullmatch):
+                uses[node.value].append(f"{relative}:{node.lineno}")
+            elif isinstance(node, ast.ClassDef):
+                for each in node.body:
+                    if isinstance(each, ast.FunctionDef) and _NAME.fullmatch(each.name):
+                        methods[each.name].append(f"{relative}:{each.lineno}")
+    found |= {name: places for name, places in methods.items() if name not in uses}
+    is_foreign = {name for name in uses if name not in own or name in of_bases - _OWN}
+    found |= {name: uses[name] + methods[name] for name in is_foreign}
     # The last part of a path has been found as a part of it.
     known = _PUBLIC | {name.rpartition(".")[2] for name in found if "." in name}
     return {name: places for name, places in found.items() if name not in known}
@@ -156,36 +142,13 @@ def _module(relative: pathlib.Path) -> object:
     return importlib.import_module(name.removesuffix(".__init__"))
 
 
-def _uses(path: pathlib.Path, tree: ast.Module) -> Iterator[_Use]:
-    relative = path.relative_to(ROOT)
-
-    def walk(node: ast.AST, owner: type | None, scope: object) -> Iterator[_Use]:
-        for child in ast.iter_child_nodes(node):
-            place = f"{relative}:{getattr(child, 'lineno', 0)}"
-            child_owner, child_scope = owner, scope
-            if isinstance(child, ast.ClassDef):
-                child_scope = child_owner = getattr(scope, child.name, None)
-            elif isinstance(child, ast.FunctionDef):
-                if owner is not None and scope is owner and _NAME.fullmatch(child.name):
-                    yield _Use(child.name, place, owner, is_definition=True)
-                child_scope = None
-            elif isinstance(child, ast.Attribute) and _NAME.fullmatch(child.attr):
-                on = ast.unparse(child.value)
-                is_base = on == "super()"
-                is_own = is_base or on in ("self", "cls", "vars(self)")
-                yield _Use(child.attr, place, owner if is_own else None, is_call_of_base=is_base)
-            elif _is_text(child, _NAME.fullmatch):
-                yield _Use(child.value, place)
-            yield from walk(child, child_owner, child_scope)
-
-    return walk(tree, None, _module(relative))
-
-
-@functools.cache
-def _names_of_bases(cls: type) -> frozenset[str]:
-    """Private names that the base classes of a class of ours have, or give to their instances."""
-    bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] in _LIBRARIES]
-    return frozenset().union(*map(_names_of, bases))
+def _names_of_bases(relative: pathlib.Path) -> set[str]:
+    """Private names that base classes of a module's classes have, or give to their instances."""
+    module = _module(relative)
+    own = [each for each in vars(module).values() if inspect.isclass(each)]
+    bases = {base for cls in own if cls.__module__ == module.__name__ for base in cls.__mro__}
+    of_libraries = (b for b in bases if b.__module__.partition(".")[0] in _LIBRARIES)
+    return set().union(*map(_names_of, of_libraries))
 
 
 @functools.cache
