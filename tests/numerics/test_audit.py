@@ -47,21 +47,6 @@ def classifier(*layers, dtype="float16", **kwargs):
     return sequential(*layers, head, shape=[16], policy=policy, loss=FROM_LOGITS, **kwargs)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_clean_model_gets_an_empty_report(dtype):
-    keras_mp.set_global_policy(f"mixed_{dtype}")
-    layers = [L.Conv2D(8, 3, padding="same"), L.BatchNormalization(), L.Activation("relu")]
-    layers += [L.MaxPooling2D(), L.Reshape([16, 8]), L.LayerNormalization(), L.Dropout(0.1)]
-    layers += [L.GlobalAveragePooling1D(), L.Dense(4, "softmax")]
-    compiled = {"optimizer": "adam", "metrics": ["accuracy"]}
-    loss = "sparse_categorical_crossentropy"
-    model = sequential(*layers, shape=[8, 8, 3], loss=loss, **compiled)
-    images = RANDOM.normal(size=(8, 8, 8, 3)).astype("float32")
-    report = audit(model, (images, CLASSES, np.ones(8, "float32")))
-    assert report.findings == ()
-    assert str(report).endswith(f"policy mixed_{dtype}: nothing found.")
-
-
 class Counter(tf.keras.metrics.Metric):
     """A metric whose result is its variable."""
 

@@ -9,22 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests import common
-from tests.numerics.tools import (
-    Distance,
-    RandomNumbers,
-    Runner,
-    apart,
-    array,
-    batches,
-    compare,
-    dense,
-    main,
-    of_keras,
-    of_model,
-    relative,
-    sequential,
-    underflow,
-)
+from tests.numerics.tools import Distance, compare, dense, main, of_keras, sequential
 
 # A number that is made in float16 by way of NumPy is infinite there: a Python number is not.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
@@ -239,16 +224,8 @@ def test_both_draw_the_same_numbers():
     model = small_model(L.Dropout(0.5), L.GaussianNoise(0.3))
     comparison = clean(compare(model, *batch(), policy="mixed_float16"))
     assert comparison.layers[1].kind == "Dropout"
-    assert comparison.layers[2].output.relative < 1e-3
-    numbers = RandomNumbers()
-    narrow = keras_mp.convert(model, "mixed_float16")
-    calls = [
-        Runner(each, batches.Batch(*batch()), of_model(), numbers=numbers).run()
-        for each in (narrow, model)
-    ]
-    dropped = [array(run.calls[1].outputs[0]) == 0 for run in calls]
-    np.testing.assert_array_equal(*dropped)
-    assert 0.6 < dropped[0].mean() < 0.9
+    # Were other numbers dropped, it would be off by more than its size.
+    assert 0 < comparison.layers[2].output.relative < 1e-3
 
 
 def test_metrics_are_as_they_were():
@@ -282,22 +259,6 @@ def test_units_are_those_of_rounding():
     assert layer.own_output.relative == pytest.approx(100 * 2.0**-11, rel=0.02)
     # Noise of up to two unit roundoffs, once before and once after.
     assert 100 / (2 * math.sqrt(2)) < layer.own_output.units < 100
-
-
-def test_distances():
-    one, other = np.array([1.0, 2.0, 0.0]), np.array([1.0, 1.0, 0.0])
-    assert apart(one, other) == pytest.approx(math.sqrt(1 / 3))
-    assert relative(one, other) == pytest.approx(math.sqrt(1 / 2))
-    assert apart(np.array([np.inf]), np.array([1.0])) == math.inf
-    assert apart(np.array([1.0]), np.array([np.nan])) == 0
-    assert apart(np.array([1e-200]), np.array([3e-200])) == pytest.approx(2e-200)
-    assert underflow(np.array([0.0, 0.0, 1.0]), np.array([1.0, 0.0, 1.0])) == 0.5
-    assert Distance.of(one, other[:2], 1.0, 1.0).units == math.inf
-    # Of what is nothing but rounding, relative distances say nothing.
-    noise, real = Distance(30.0, 0.4), Distance(0.01, 0.3)
-    assert Distance.worst([noise, real]) is real
-    assert Distance.worst([noise]) is noise
-    assert Distance.worst([Distance(30.0, 40.0), real]).units == 40
 
 
 @common.once
@@ -387,8 +348,10 @@ def test_what_a_model_does_between_its_layers_is_its_own():
     wide(x)
     wide.set_weights(narrow.get_weights())
     comparison = compare(narrow, x, reference=wide)
-    assert comparison.findings[0].path == "mine"
-    assert comparison.findings[0].why.startswith("Overflow: MatMul")
+    first = comparison.findings[0]
+    assert first.path == "mine"
+    assert first.why.startswith("Overflow: MatMul")
+    assert 'create the layer with dtype="float32"' in first.cure
 
 
 def test_a_loss_takes_weights_of_samples_and_computes_in_float32():
@@ -509,4 +472,5 @@ def test_a_loss_that_amplifies_is_not_0_times_as_far_off():
     [finding] = keras_mp.numerics.check(model, (x, x + 0.01)).findings
     assert finding.where == "loss (loss)"
     assert "amplifies rounding" in finding.why
+    assert "Cast to float32 in the loss" in finding.cure
     assert "0 times as far" not in finding.why

@@ -211,14 +211,3 @@ def test_a_constant_is_said_where_it_is_used_first():
     other = narrow("Softmax", 2), narrow("Log"), narrow("Sum", 4)
     said = judged(*chain[:3], *other, infinite=[0, 2], nan=[4, 5])
     assert (said.hazard, said.at) == ("an overflow in the forward pass", "Log")
-
-
-def test_an_input_that_is_too_large_is_named():
-    cast = Result("Cast", "Cast", "float16", True, inputs=[0])
-    chain = Result("Placeholder", "Placeholder", "float32"), cast, narrow("Mean", 1)
-    said = judged(*chain, infinite=[1, 2], sizes=np.array([0.0, 7e4]))
-    assert said.hazard == "an input that 16 bits do not hold"
-    assert said.where == "the model's input"
-    assert "It reaches 7e+04, and float16" in said.why
-    said = judged(*chain, infinite=[1, 2], sizes=np.array([0.0, 7.0]))
-    assert said.hazard == "an overflow in the forward pass"

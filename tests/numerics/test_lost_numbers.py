@@ -3,7 +3,6 @@
 Under a policy of keras_mp each of them is right, and `check` has nothing to say about them.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +11,10 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from keras_mp import keras_api
+from tests import steps
 from tests.common import IS_KERAS_3
+from tests.numerics.tools import of_keras
 
 K = tf.keras
 L = K.layers
@@ -74,32 +76,20 @@ PROGRAMS = {
 HERE = {name: each for name, each in PROGRAMS.items() if (3 if IS_KERAS_3 else 2) in each.keras}
 
 
-def _model(program: Program, policy: Any) -> tuple[Any, tuple[np.ndarray, np.ndarray]]:
+def _findings(program: Program, policy: Any) -> list[Any]:
+    """What `check` finds in the first layer of a model with a policy, which may be Keras's own."""
     K.utils.set_random_seed(1)
-    before = K.mixed_precision.global_policy()
-    K.mixed_precision.set_global_policy(policy)
-    try:
-        with warnings.catch_warnings():
-            model = K.Sequential([K.Input(program.x.shape[1:]), *program.layers(), L.Dense(1)])
-            # That it is Keras's own policy, and not one of keras_mp.
-            warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
-            model.compile("sgd", "mse")
-    finally:
-        K.mixed_precision.set_global_policy(before)
-    return model, (program.x, np.ones([len(program.x), 1], "float32"))
-
-
-def _findings(model: Any, batch: Any) -> list[Any]:
-    name = model.layers[0].name
-    return [each for each in keras_mp.numerics.check(model, batch).findings if name in each.where]
+    with keras_api.policy_scope(policy), steps.our_warnings():
+        model = K.Sequential([K.Input(program.x.shape[1:]), *program.layers(), L.Dense(1)])
+        model.compile("sgd", "mse")
+    checked = keras_mp.numerics.check(model, (program.x, np.ones([len(program.x), 1], "float32")))
+    return [each for each in checked.findings if model.layers[0].name in each.where]
 
 
 @pytest.mark.parametrize("name", HERE)
 def test_check_finds_them_under_keras_own_policies_only(name: str) -> None:
     program = HERE[name]
-    model, batch = _model(program, K.mixed_precision.Policy(f"mixed_{program.dtype}"))
-    found = _findings(model, batch)
+    found = _findings(program, of_keras(program.dtype))
     assert found
     assert "float32" in found[0].cure
-    # And nothing is lost under those of keras_mp.
-    assert not _findings(*_model(program, keras_mp.Policy(f"mixed_{program.dtype}")))
+    assert not _findings(program, keras_mp.Policy(f"mixed_{program.dtype}"))

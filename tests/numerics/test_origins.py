@@ -4,29 +4,9 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import once
 from tests.numerics.tools import ExponentHistograms, audit, of_keras, origins, sequential
 
 L = tf.keras.layers
-TAPE, TOOL = "tensorflow/python/eager/backprop.py", keras_mp.numerics.run.__file__
-
-
-def origin(*files):
-    return origins.of_stack((file, i, "") for i, file in enumerate(files, 1))
-
-
-@once
-def test_the_line_of_a_gradient_is_not_that_of_who_asks_for_it():
-    assert origin(TAPE, TOOL, __file__).line is None
-    assert origin(__file__, TAPE, TOOL).line == (__file__, 1)
-    assert origin(TOOL, __file__).line == (__file__, 2)
-
-
-@once
-def test_what_a_layer_computes_again_for_a_gradient_is_none():
-    assert origin(__file__, TAPE).is_gradient
-    in_layer = keras_mp.layer_calls.layer_observers.__file__
-    assert not origin(__file__, in_layer, TAPE).is_gradient
 
 
 class Model(tf.keras.Model):

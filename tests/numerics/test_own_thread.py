@@ -2,6 +2,7 @@
 
 import random
 import threading
+from concurrent import futures
 
 import numpy as np
 import pytest
@@ -81,19 +82,14 @@ def test_the_program_draws_what_it_would_have_drawn(tool, drawn_without_a_tool):
 
 def run_together(*work):
     """Runs functions in threads that begin together, and returns their results."""
-    begin, results = threading.Barrier(len(work)), [None] * len(work)
+    begin = threading.Barrier(len(work))
 
-    def run(i):
+    def run(function):
         begin.wait()
-        results[i] = work[i]()
+        return function()
 
-    threads = [threading.Thread(target=run, args=[i]) for i in range(len(work))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(result is not None for result in results)
-    return results
+    with futures.ThreadPoolExecutor(len(work)) as pool:
+        return list(pool.map(run, work))
 
 
 def replaced():
@@ -183,8 +179,7 @@ def test_warnings_of_copies_are_left_out_in_this_thread_only():
     def warned():
         with messages.unheard():
             messages.warn("a")
-        return True
 
     with pytest.warns(keras_mp.MixedPrecisionWarning) as found:
-        run_together(warned, lambda: messages.warn("b") or True)
+        run_together(warned, lambda: messages.warn("b"))
     assert [str(each.message) for each in found] == ["b"]

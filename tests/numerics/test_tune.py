@@ -95,11 +95,6 @@ def test_layers_go_back_for_the_batches_that_are_kept_aside():
     [norm] = [layer for layer in tuned.layers if layer.path == "norm"]
     assert norm.reason.startswith("held out: ")
     assert all(each.largest <= 0.05 for each in tuned.held_out)
-    # The distances are those of really running.
-    x, _ = held_out[0]
-    outputs, exact = (m(x).numpy().astype("float64") for m in (tuned.model, model))
-    distance = np.linalg.norm(outputs - exact) / np.linalg.norm(exact)
-    assert 0 < distance < 0.002
 
 
 def results(model, x, y, scale):

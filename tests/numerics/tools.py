@@ -15,18 +15,17 @@ from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.numerics import audit as auditing
 from keras_mp.numerics import batches, commands, hazards, not_finite, origins, own_thread, patterns
 from keras_mp.numerics import compare as comparing
-from keras_mp.numerics.census import Cast, Census, Graph, Operation, census
+from keras_mp.numerics.census import Graph, census
 from keras_mp.numerics.check import Check
 from keras_mp.numerics.counting import ExponentHistograms
 from keras_mp.numerics.first_bad import FirstBadOperation
 from keras_mp.numerics.histogram import EVERYWHERE, FORMATS, Histogram, Window, count_exponents
 from keras_mp.numerics.profile import StepTimes, class_of, step_times
-from keras_mp.numerics.records import Distance, apart, array, relative, underflow
+from keras_mp.numerics.records import Distance, underflow
 from keras_mp.numerics.report import Row, advise
-from keras_mp.numerics.run import RandomNumbers, Runner, compiled, of_model
+from keras_mp.numerics.run import compiled
 from keras_mp.numerics.run import runners as made
 from keras_mp.numerics.traced_step import trace
-from keras_mp.numerics.tune import Errors
 
 # What makes a `Dense`, in the policy that is in force then.
 dense = functools.partial(functools.partial, tf.keras.layers.Dense)

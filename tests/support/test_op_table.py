@@ -28,12 +28,6 @@ def test_tensorflow_has_each_operation():
     assert {op for op in OPS if op_def_registry.get(op) is None} <= ELSEWHERE
 
 
-def test_operations_of_several_kinds():
-    assert op_table.ops("roots", "multiplications") == {"Sqrt", "Mul"}
-    with pytest.raises(KeyError, match="no such kind"):
-        op_table.ops("no such kind")
-
-
 @pytest.mark.parametrize(
     ("op", "function"),
     [
