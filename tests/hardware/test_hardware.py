@@ -3,9 +3,9 @@ import inspect
 import pathlib
 import subprocess
 import sys
-import threading
 import time
 import warnings
+from concurrent import futures
 
 import pytest
 import tensorflow as tf
@@ -221,13 +221,9 @@ def test_what_cannot_be_measured_has_no_speeds(clock):
 
 def test_threads_that_ask_at_once_get_one_measurement(clock):
     asked = clock(SPEEDS)
-    got = []
-    threads = [threading.Thread(target=lambda: got.append(hardware.speeds())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == [SPEEDS] * 4
+    with futures.ThreadPoolExecutor(4) as pool:
+        got = [pool.submit(hardware.speeds) for _ in range(4)]
+    assert [each.result() for each in got] == [SPEEDS] * 4
     assert asked == ["CPU:0"]
 
 

@@ -10,7 +10,7 @@ import keras_mp
 from keras_mp import kernels
 from keras_mp.kernels import sums
 from tests import inside
-from tests.common import mirrored, once
+from tests.common import Mixes, differentiated, mirrored, once
 
 K = tf.keras
 ROWS = 10_000
@@ -170,22 +170,16 @@ def test_a_layer_of_others_inside_of_ours_is_not_ours():
 def test_gradients_of_gradients():
     x, w = tf.ones([ROWS, 1], tf.bfloat16), tf.ones([1], tf.bfloat16)
 
-    def second(compute):
-        with tf.GradientTape() as outer:
-            outer.watch(w)
-            with tf.GradientTape() as tape:
-                tape.watch(w)
-                y = compute(x, w)
-            gradient = tape.gradient(y, w)
-        return outer.gradient(gradient, w)
-
-    def compute(x, w):
+    def compute():
         with inside.in_reach("bfloat16"):
             return tf.nn.bias_add(x, w) ** 2
 
+    def second():
+        return differentiated(lambda: differentiated(compute, w)[1], w)[1]
+
     for run in (second, tf.function(second)):
         # The gradient of a bias is 2 * (x + w), added up; the second is 2, added up.
-        assert float(run(compute)[0]) == float(tf.cast(2.0 * ROWS, tf.bfloat16))
+        assert float(run()[0]) == float(tf.cast(2.0 * ROWS, tf.bfloat16))
 
 
 @once
@@ -253,13 +247,12 @@ def test_what_keras_mp_has_decided_says_so():
 def test_forward_mode_counts_what_takes_a_float32_face(policy):
     """The input of a layer has one, which is another tensor than the one that is watched."""
 
-    class Layer(K.layers.Layer):
-        def call(self, x):
-            with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
-                y = 2 * x + tf.exp(x)
-            return accumulator.jvp(y)
+    def derivative(x):
+        with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+            y = 2 * x + tf.exp(x)
+        return accumulator.jvp(y)
 
     x = tf.constant([[0.0, 1.0]])
-    layer = Layer(dtype=keras_mp.Policy(policy))
+    layer = Mixes(derivative, dtype=keras_mp.Policy(policy))
     for run in (layer, tf.function(layer)):
         np.testing.assert_allclose(tf.cast(run(x), tf.float32), 2 + tf.exp(x), rtol=1e-2)

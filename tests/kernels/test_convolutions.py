@@ -7,7 +7,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.kernels import convolutions, trials
 from tests import inside
-from tests.common import needs_onednn, once
+from tests.common import differentiated, needs_onednn, once
 
 K = tf.keras
 VALID, SAME = "VALID", "SAME"
@@ -55,10 +55,8 @@ def case(name, dtype="bfloat16"):
 
 
 def with_gradients(function, *arguments):
-    with tf.GradientTape() as tape:
-        tape.watch(arguments)
-        y = function(*arguments)
-    return [y, *tape.gradient(y, arguments)]
+    y, gradients = differentiated(lambda: function(*arguments), arguments)
+    return [y, *gradients]
 
 
 def expect_equal(found, exact, rtol=0.01):

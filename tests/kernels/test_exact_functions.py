@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests import inside
-from tests.common import IS_KERAS_3, once
+from tests.common import IS_KERAS_3, Mixes, once
 
 ROWS = tf.constant([[300.0, 400.0], [1e-4, 2e-4], [3.0, 4.0]])
 IMAGES = tf.constant(np.random.default_rng(0).integers(0, 256, [1, 12, 12, 3]), tf.float32)
@@ -332,13 +332,10 @@ def test_those_of_keras(name: str, dtype: str) -> None:
     except AttributeError:
         pytest.skip("An older Keras does not have it.")
 
-    class Ops(tf.keras.layers.Layer):
-        def call(self, x: tf.Tensor) -> Any:
-            return OPS[name](lambda x: _rounded(x, dtype))
-
     with inside.in_reach(None):
         right = tf.nest.flatten(OPS[name](lambda x: tf.cast(tf.cast(x, dtype), tf.float32)))
-    layer = Ops(dtype=keras_mp.Policy(f"mixed_{dtype}"))
+    policy = keras_mp.Policy(f"mixed_{dtype}")
+    layer = Mixes(lambda x: OPS[name](lambda x: _rounded(x, dtype)), dtype=policy)
     # Functions refuse its `if`, and XLA their branches, in float32, too.
     in_functions = not name.startswith("corrcoef")
     compiles = not name.startswith(("nanquantile", "nanpercentile"))
@@ -367,13 +364,12 @@ def test_inputs_of_other_dtypes_may_be_lists(compute: Callable[[tf.Tensor], tf.T
     with inside.in_reach(None):
         right = compute(ROWS)
 
-    class Layer(tf.keras.layers.Layer):
-        def call(self, x: tf.Tensor) -> tf.Tensor:
-            y = compute(x)
-            assert y.dtype == tf.float16
-            return tf.cast(y, tf.float32)
+    def widened(x: tf.Tensor) -> tf.Tensor:
+        y = compute(x)
+        assert y.dtype == tf.float16
+        return tf.cast(y, tf.float32)
 
-    layer = Layer(dtype=keras_mp.Policy("mixed_float16"))
+    layer = Mixes(widened, dtype=keras_mp.Policy("mixed_float16"))
     for run in (layer, tf.function(layer)):
         np.testing.assert_array_equal(run(ROWS), right)
 
@@ -405,13 +401,11 @@ def test_classes_that_are_hidden_by_the_lowest_number(policy: str) -> None:
     sampled = (tf.range(3, dtype=tf.int64), tf.fill([4, 1], 0.5), tf.fill([3], 0.5))
     labels = tf.range(4)[:, tf.newaxis]
 
-    class Layer(tf.keras.layers.Layer):
-        def call(self, x: tf.Tensor) -> tf.Tensor:
-            biases = tf.zeros([4], x.dtype)
-            return tf.nn.sampled_softmax_loss(x, biases, labels, x, 3, 4, sampled_values=sampled)
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        biases = tf.zeros([4], x.dtype)
+        return tf.nn.sampled_softmax_loss(x, biases, labels, x, 3, 4, sampled_values=sampled)
 
-    layer = Layer(dtype=keras_mp.Policy(policy))
-    x = tf.eye(4)
-    right = Layer(dtype="float32")(x)
+    layer, x = Mixes(loss, dtype=keras_mp.Policy(policy)), tf.eye(4)
+    right = loss(x)
     for run in (layer, tf.function(layer)):
         np.testing.assert_allclose(tf.cast(run(x), tf.float32), right, rtol=1e-2)

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import MODES
+from tests.common import MODES, differentiated
 
 # With the tails, where it is small, and numbers whose cubes are beyond float16.
 X = np.concatenate([np.linspace(-5, 5, 41), [-300, -50, 50, 300, 30000]]).astype("float32")
@@ -30,13 +30,9 @@ def layer(dtype, approximate, units):
 
 def with_derivatives(function, x):
     """Values, gradients, and the derivatives of these."""
-    with tf.GradientTape() as second:
-        second.watch(x)
-        with tf.GradientTape() as first:
-            first.watch(x)
-            y = function(x)
-        gradient = first.gradient(y, x)
-    return y, gradient, second.gradient(gradient, x)
+    once = functools.partial(differentiated, lambda: function(x), x)
+    (y, gradient), second = differentiated(once, x, lambda pair: pair[1])
+    return y, gradient, second
 
 
 @LOW

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from keras_mp.kernels import slow
-from tests.common import IS_KERAS_3, distances, pairs, unscaled, value
+from tests.common import IS_KERAS_3, differentiated, distances, pairs, unscaled, value
 from tests.kernels.stock_layers import results_and_gradients
 
 pytestmark = pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has one kernel itself.")
@@ -136,13 +136,12 @@ def test_second_derivatives(calls):
     x = tf.cast(data(shape), tf.bfloat16)
 
     def second(layer, x):
-        with tf.GradientTape() as outer:
-            outer.watch(x)
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                loss = tf.reduce_sum(tf.cast(layer(x, training=True), tf.float32) ** 3)
-            penalty = tf.reduce_sum(tf.cast(inner.gradient(loss, x), tf.float32) ** 2)
-        return outer.gradient(penalty, x)
+        def of_power(power):
+            return lambda y: tf.reduce_sum(tf.cast(y, tf.float32) ** power)
+
+        call = functools.partial(layer, x, training=True)
+        gradient = lambda: differentiated(call, x, of_power(3))[1]  # noqa: E731
+        return differentiated(gradient, x, of_power(2))[1]
 
     expected = second(layer_of("float32", shape), tf.cast(x, tf.float32)).numpy()
     found = tf.cast(second(layer_of("bfloat16", shape), x), tf.float32).numpy()

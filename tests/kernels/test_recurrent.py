@@ -9,7 +9,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.kernels import recurrent
 from tests import inside
-from tests.common import IS_KERAS_3, MODES, distances, once, pairs, unscaled
+from tests.common import IS_KERAS_3, MODES, differentiated, distances, once, pairs, unscaled
 from tests.kernels.stock_layers import results_and_gradients
 
 K = tf.keras
@@ -159,13 +159,9 @@ def test_second_derivatives():
 
     def second(layer):
         x = tf.constant(data())
-        with tf.GradientTape() as outer:
-            outer.watch(x)
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                y = tf.reduce_sum(tf.cast(layer(x), tf.float32))
-            squares = tf.reduce_sum(tf.square(inner.gradient(y, x)))
-        return outer.gradient(squares, x)
+        total = lambda y: tf.reduce_sum(tf.cast(y, tf.float32))  # noqa: E731
+        gradient = lambda: differentiated(lambda: layer(x), x, total)[1]  # noqa: E731
+        return differentiated(gradient, x, lambda g: tf.reduce_sum(g**2))[1]
 
     for each in (second, tf.function(second)):
         assert distances([each(layer).numpy()], [second(exact).numpy()])[0] < 0.05
