@@ -6,11 +6,10 @@ import re
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import keras_mp
 from tests.ci.advised_models import HEALTHY, SUFFERING
-from tests.numerics.tools import ExponentHistograms, advise, dtypes, runners, underflow
+from tests.numerics.tools import dtypes, runners, underflow
 
 INITIAL_LOSS_SCALE = 2.0**15
 TOLERANCE = 0.001
@@ -97,57 +96,3 @@ def test_a_healthy_model_is_told_nothing(name):
     case = HEALTHY[name]
     checked = check(case, case.model())
     assert (checked.findings, checked.advice()) == ((), ([], {}, None))
-
-
-FIX = re.compile(
-    r"^Fix the loss scale at 2\^(\d+): between 2\^(-?\d+) and 2\^(\d+) no gradient loses more than "
-    r"0\.1 %, in 1 of 1 steps\. That only covers finite gradients\. .* a dynamic loss scale finds "
-    r"it\.$"
-)
-
-
-def report_of(case, model, optimizer, steps=2, **kinds):
-    """Some steps of one batch, counted."""
-    histograms = ExponentHistograms(model, every=1, optimizer=optimizer, **kinds)
-    x, y = case.batch()
-    for _ in range(steps):
-        with histograms.step():
-            with tf.GradientTape() as tape:
-                scaled = optimizer.scale_loss(case.loss(y, model(x, training=True)))
-            gradients = tape.gradient(scaled, model.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-    return histograms.read()
-
-
-def sgd(rate, *scale):
-    return keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(rate), *scale)
-
-
-def test_a_report_of_infinite_gradients_has_the_loss_scale_move_which_finds_one():
-    case = SUFFERING["gradients that are too large for the loss scale"]
-    unknown = advise(report_of(case, case.model(), sgd(1e-9, INITIAL_LOSS_SCALE), steps=1))
-    assert unknown.loss_scale is None
-    assert re.match(
-        r"Use a dynamic loss scale, which finds one: at 2\^15 all of `first/kernel` \(and of "
-        r"3 more\) is infinite or NaN, in 1 of 1 steps, so its size is unknown\.",
-        str(unknown),
-    )
-    model, moving = case.model(), sgd(1e-9)
-    advice = advise(report_of(case, model, moving, steps=12))
-    assert 0 < int(moving.steps_skipped) < 12
-    assert str(advice) == "Nothing is lost."
-    found = float(moving.loss_scale)
-    assert not lost_gradients(case, model, found, check(case, model).report.noise)
-
-
-def test_a_report_of_gradients_of_which_some_are_infinite_names_a_scale_that_is_good():
-    case = SUFFERING["gradients that are too large for the loss scale"]
-    # A fixed scale skips no step: what is infinite goes into this model's weights.
-    advice = advise(report_of(case, case.model(), sgd(1e-9, 2.0**10), steps=1))
-    model = case.model()
-    best, low, high = (2.0 ** int(exponent) for exponent in FIX.match(str(advice)).groups())
-    assert advice.loss_scale == best
-    noise = check(case, model).report.noise
-    for each in (low, best, high):
-        assert not lost_gradients(case, model, each, noise)
-    assert str(advise(report_of(case, model, sgd(1e-9, best)))) == "Nothing is lost."

@@ -9,7 +9,7 @@ import tensorflow as tf
 import keras_mp
 from tests.common import Times, once
 from tests.numerics.test_reports import report, row
-from tests.numerics.tools import Norm, advise, both, sequential
+from tests.numerics.tools import advise, both, sequential
 
 K = tf.keras
 
@@ -139,21 +139,6 @@ def test_what_is_lost_inside_of_a_layer_narrows_the_window():
     assert advise(of_a_run(lossy, loss_scale=2.0**4)).loss_scale > 2.0**4
 
 
-def test_an_output_that_becomes_zero_is_lost():
-    layers = lambda: Times(300.0, name="large"), lambda: Norm(name="norm"), HEAD
-    model = sequential(*layers, policy="mixed_float16", loss=None)
-    x = np.random.default_rng(0).uniform(1, 2, size=[96, 8]).astype(np.float32)
-    batch = x, np.ones([96, 1], np.float32)
-    checked = keras_mp.numerics.check(model, batch, loss=squares)
-    advice = checked.advice()
-    assert advice.policies == {"norm": "float32"}
-    assert advice.sentences[0].startswith("Run `norm` in float32: Overflow")
-    cured = keras_mp.convert(model, advice.policies)
-    # Its product is half of this model's work, so that a float32 layer is worth a line.
-    findings = keras_mp.numerics.check(cured, batch, loss=squares).findings
-    assert {each.hazard for each in findings} <= {"a layer of another policy"}
-
-
 @once
 def test_zeros_of_a_run_in_16_bits_are_unknown():
     lossy = row(values=[*[0.0] * 29, *[2.0**-24] * 71])
@@ -176,6 +161,22 @@ def test_zeros_of_a_run_in_16_bits_are_unknown():
     assert "for the steps that overflowed is unknown" in str(both)
     in_float32 = row(dtype="float32", values=[0.0, 2.0**-24])
     assert advise(report(in_float32, loss_scale=1.0)).sentences == []
+
+
+@once
+def test_of_infinite_gradients_only_a_dynamic_scale_finds_the_size():
+    infinite = [row(path=f"{n}/kernel", values=[np.inf], overflowed_at=2.0**15) for n in "abcd"]
+    unknown = advise(report(*infinite, step=1, counted=1, loss_scale=2.0**15))
+    assert unknown.loss_scale is None
+    assert str(unknown).startswith(
+        "Use a dynamic loss scale, which finds one: at 2^15 all of `a/kernel` (and of 3 more) is "
+        "infinite or NaN, in 1 of 1 steps, so its size is unknown."
+    )
+    some = row(values=[*[2.0**3] * 99, np.inf], overflowed_at=2.0**10)
+    fixed = advise(report(some, step=1, counted=1))
+    assert fixed.loss_scale < 2.0**10
+    assert "That only covers finite gradients." in str(fixed)
+    assert str(fixed).endswith("a dynamic loss scale finds it.")
 
 
 @once

@@ -457,8 +457,13 @@ def test_files_that_cannot_be_used(tmp_path, capsys):
     assert raised.value.code == 2
     assert "model.keras cannot be checked: " in capsys.readouterr().err
     np.savez(tmp_path / "batch.npz", x=inputs, y=np.full([16, 3], math.nan))
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", model, data])  # It computes in float32.
+    assert "pass policy=" in capsys.readouterr().err
     assert main(arguments) == 1
-    assert "a batch that is not finite" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "policy mixed_float16: " in printed
+    assert "a batch that is not finite" in printed
     np.savez(tmp_path / "batch.npz", **{"x.a": [1.0], "x.b": [2.0], "y": [0.0]})
     batch = keras_mp.numerics.commands.load_batch(data)
     assert (sorted(batch.x), batch.y.tolist()) == (["a", "b"], [0.0])
