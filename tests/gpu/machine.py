@@ -5,7 +5,6 @@ import os
 import pathlib
 import platform
 import re
-from typing import Any
 
 import tensorflow as tf
 
@@ -17,34 +16,28 @@ from keras_mp.support import cpu
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
-def describe() -> dict[str, Any]:
-    """Returns devices, libraries and versions.
-
-    Returns:
-        dict of str, numbers and lists. Nothing in it names a person or a host.
-    """
-    build = tf.sysconfig.get_build_info()
-    units, used = cpu.units()
+def describe() -> list[str]:
+    """Returns lines about versions, devices and libraries. Nothing names a person or a host."""
     keras = importlib.import_module(keras_api.ROOT_PACKAGE)
-    return {
-        "gpus": [
-            {"name": gpu.name, "compute_capability": gpu.capability} for gpu in devices.gpus()
-        ],
-        "tpu": devices.has_tpu(),
-        "driver": _driver(),
-        "cuda": build.get("cuda_version"),
-        "cudnn": build.get("cudnn_version"),
-        "cpu": cpu.name(),
-        "cpu_units": units,
-        "cpu_units_of_onednn": used,
-        "threads": tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count(),
-        "tensor_float_32": tf.config.experimental.tensor_float_32_execution_enabled(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "tensorflow": tf.version.VERSION,
-        "keras": f"{keras_api.ROOT_PACKAGE} {keras.__version__}",
-        "keras_mp": keras_mp.__version__,
-    }
+    threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count()
+    units, used = (", ".join(names) or "none" for names in cpu.units())
+    lines = [
+        f"keras_mp {keras_mp.__version__}, TensorFlow {tf.version.VERSION}, "
+        f"{keras_api.ROOT_PACKAGE} {keras.__version__}, Python {platform.python_version()}, "
+        f"{platform.system()} {platform.machine()}",
+        f"CPU: {cpu.name()}, {threads} threads; 16-bit units: {units}; used: {used}",
+    ]
+    if not devices.gpus():
+        return [*lines, "A TPU was seen." if devices.has_tpu() else "No GPU was seen."]
+    build = tf.sysconfig.get_build_info()
+    cuda, cudnn = (build.get(f"{name}_version", "unknown") for name in ("cuda", "cudnn"))
+    tensor_float_32 = tf.config.experimental.tensor_float_32_execution_enabled()
+    return [
+        *lines,
+        *(f"GPU: {gpu}" for gpu in devices.gpus()),
+        f"driver {_driver() or 'unknown'}, CUDA {cuda}, cuDNN {cudnn}; "
+        f"TensorFloat-32 {'on' if tensor_float_32 else 'off'}",
+    ]
 
 
 def _driver() -> str | None:

@@ -14,42 +14,19 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     Args:
         found: what `gpu.check` returned.
     """
-    yield from _machine(found["machine"])
+    for line in found["machine"]:
+        yield from text_tables.wrapped(line)
     yield ""
     yield from _promises(found["promises"])
     yield ""
     yield from _kernels(found["kernels"])
+    if found["quick"]:
+        yield "Sizes were too small to tell a speed: this was a quick check."
+        return
     yield ""
     yield from _speeds(found["speeds"])
-    if found["quick"]:
-        yield "Models were too small to tell a speed: this was a quick check."
-        return
     yield ""
     yield from _steps(found["steps"])
-
-
-def _machine(machine: Mapping[str, Any]) -> Iterator[str]:
-    yield from text_tables.wrapped(
-        f"keras_mp {machine['keras_mp']}, TensorFlow {machine['tensorflow']}, {machine['keras']}, "
-        f"Python {machine['python']}, {machine['system']}"
-    )
-    units, used = (
-        ", ".join(machine[name]) or "none" for name in ("cpu_units", "cpu_units_of_onednn")
-    )
-    cpu = f"{machine['cpu']}, {machine['threads']} threads; 16-bit units: {units}; used: {used}"
-    yield from text_tables.wrapped(f"CPU: {cpu}")
-    if not machine["gpus"]:
-        yield "No GPU was seen."
-        return
-    for gpu in machine["gpus"]:
-        capability = ".".join(map(str, gpu["compute_capability"] or ["unknown"]))
-        yield f"GPU: {gpu['name']}, compute capability {capability}"
-    libraries = [
-        f"{name} {machine[key] or 'unknown'}"
-        for name, key in (("driver", "driver"), ("CUDA", "cuda"), ("cuDNN", "cudnn"))
-    ]
-    tensor_float_32 = "on" if machine["tensor_float_32"] else "off"
-    yield f"{', '.join(libraries)}; TensorFloat-32 {tensor_float_32}"
 
 
 def _promises(promises: list[Mapping[str, Any]]) -> Iterator[str]:
@@ -86,8 +63,8 @@ def _speeds(speeds: Mapping[str, Mapping[str, float]] | None) -> Iterator[str]:
 
 def _steps(steps: Mapping[str, Any]) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [
-        ("ms of a batch", "float32", "float16,", "float16,", "bfloat16,", "bfloat16,"),
-        ("(times float32)", "", "Keras's own", "keras_mp", "Keras's own", "keras_mp"),
+        ("ms of a batch", "float32", "float16", "bfloat16", "float16,", "bfloat16,"),
+        ("(times float32)", "", "", "", "Keras's own", "Keras's own"),
     ]
     for model, of_model in steps.items():
         if isinstance(of_model, str):  # What it raised is among the promises.

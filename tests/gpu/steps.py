@@ -3,33 +3,26 @@
 The times are for one batch.
 """
 
-import contextlib
 import functools
 
 import tensorflow as tf
 
-import keras_mp
-from benchmarks import models
+from benchmarks import common, models
 from benchmarks.models import Sizes
-from keras_mp import keras_api
 from keras_mp.hardware import devices, turns
 from tests.gpu import promises
 
-VARIANTS = (
-    *("float32", "Keras's mixed_float16", "mixed_float16"),
-    *("Keras's mixed_bfloat16", "mixed_bfloat16"),
-)
+VARIANTS = tuple(common.POLICIES)
 _TURNS, _STEPS = 5, 10
-_NAMES = {"dense": "MLP", "residual": "ResNet", "transformer": "transformer"}
-_QUICK = {"dense": Sizes(4, 8, 256)}
+_QUICK = {"MLP": Sizes(4, 8, 256)}
 _OF_CPUS = {
-    "dense": Sizes(4, 1024, 256),
-    "residual": Sizes(3, 16, 32, 32),
+    "MLP": Sizes(4, 1024, 256),
+    "ResNet": Sizes(3, 16, 32, 32),
     "transformer": Sizes(2, 128, 32, 64, 1000),
 }
 _OF_GPUS = {
-    "dense": Sizes(4, 8192, 256),
-    "residual": Sizes(3, 128, 32, 32),
+    "MLP": Sizes(4, 8192, 256),
+    "ResNet": Sizes(3, 128, 32, 32),
     "transformer": Sizes(2, 1024, 32, 64, 1000),
 }
 
@@ -73,8 +66,8 @@ def _seconds_or_error(name: str, size: Sizes, count: int) -> Seconds | str:
 def _seconds(name: str, size: Sizes, count: int) -> Seconds:
     forward, step = {}, {}
     for variant in VARIANTS:
-        with _in_force(variant):
-            model, x, y = models.make(_NAMES[name], size)
+        with common.policy(*common.POLICIES[variant]):
+            model, x, y = models.make(name, size)
             loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile("adam", loss)
         forward[variant] = functools.partial(model.predict_on_batch, x)  # pyright: ignore
@@ -84,11 +77,3 @@ def _seconds(name: str, size: Sizes, count: int) -> Seconds:
         turns.take(calls, 2)  # Keras traces and compiles.
         seconds[what] = turns.medians(turns.take(calls, count))
     return seconds
-
-
-def _in_force(variant: str) -> contextlib.AbstractContextManager[object]:
-    """Puts a policy of keras_mp, or one of Keras's own, in force."""
-    name = variant.removeprefix("Keras's ")
-    if name == variant:
-        return keras_mp.policy_scope(name)
-    return keras_api.policy_scope(keras_api.BasePolicy(name))
