@@ -2,20 +2,14 @@
 
 import doctest
 import inspect
-import os
-import pathlib
 import pkgutil
-import subprocess
 import sys
 import zlib
 
 import pytest
 
 import keras_mp
-from tests.common import once
-
-ROOT = pathlib.Path(__file__).parent.parent.parent
-
+from tests.common import once, run_program
 
 VALUES = {name: getattr(keras_mp, name) for name in keras_mp.__all__}
 PUBLIC = {f"keras_mp.{name}": value for name, value in VALUES.items() if callable(value)}
@@ -42,15 +36,7 @@ PLACES = {name: f"{value.__module__}.{value.__qualname__}" for name, value in PU
 def listed(tmp_path_factory):
     """The names in a reference that was built just now."""
     folder = tmp_path_factory.mktemp("reference")
-    run = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "docs", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    run_program("-m", "sphinx", "-W", "--keep-going", "-q", "docs", str(folder))
     # The format of Sphinx's inventories: four lines, then compressed ones of a name, a kind, a
     # priority (-1 for the place where something is defined that is public elsewhere) and more.
     inventory = zlib.decompress((folder / "objects.inv").read_bytes().split(b"\n", 4)[4])

@@ -1,10 +1,8 @@
 """`python -m keras_mp`, as a user starts it."""
 
 import math
-import pathlib
 import re
 import struct
-import subprocess
 import sys
 import time
 import types
@@ -14,9 +12,9 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.__main__ import main
+from tests import common
 from tests.common import once
 
-_ROOT = pathlib.Path(__file__).parents[3]
 _STEPS_PER_EPOCH = 44
 _EPOCHS = 5  # the default
 _ROW = re.compile(
@@ -28,10 +26,8 @@ _ROW = re.compile(
 
 def run_program(*arguments):
     """Returns what the program printed and its table: {policy: {column: text}}."""
-    command = [sys.executable, "-m", "keras_mp", *map(str, arguments)]
-    process = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process.stdout, {row["policy"]: row.groupdict() for row in _ROW.finditer(process.stdout)}
+    printed = common.run_program("-m", "keras_mp", *map(str, arguments))
+    return printed, {row["policy"]: row.groupdict() for row in _ROW.finditer(printed)}
 
 
 def check_picture(path):

@@ -3,7 +3,6 @@
 `.ci/run` runs the notebooks on both Kerases: `python -m tutorials --check`.
 """
 
-import os
 import pathlib
 import re
 import subprocess
@@ -13,22 +12,11 @@ import tempfile
 import nbformat
 import pytest
 
-from tests.common import once
+from tests.common import once, run_program
 from tutorials.__main__ import differences
 
 ROOT = pathlib.Path(__file__).parents[3]
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
-
-
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def code_cells(path):
@@ -72,16 +60,16 @@ def test_stored_outputs_are_of_one_run_and_of_no_machine(path):
 
 @once
 def test_a_wrong_name_is_refused():
-    done = run("tutorials", "speed")
+    command = [sys.executable, "-m", "tutorials", "speed"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert "unknown notebooks ['speed']" in done.stderr
 
 
 @once
 def test_the_program_with_a_dtype_flag():
-    done = run("tutorials.dtype_flag", "--dtype=mixed_float16", "--epochs=3")
-    assert done.returncode == 0, done.stderr
-    dtype, accuracy, *scale = done.stdout.splitlines()
+    printed = run_program("-m", "tutorials.dtype_flag", "--dtype=mixed_float16", "--epochs=3")
+    dtype, accuracy, *scale = printed.splitlines()
     assert dtype == "mixed_float16: layers compute in float16"
     assert float(accuracy.split()[-1]) > 0.8
     assert scale == ["loss scale 32768", "steps skipped 0"]
