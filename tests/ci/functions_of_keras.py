@@ -7,6 +7,7 @@ import re
 import tensorflow as tf
 
 import keras_mp
+from tests.op_autocast import operations
 
 L, A = tf.keras.layers, tf.keras.activations
 VECTOR, SEQUENCE, IMAGE, VOLUME = [4, 16], [4, 8, 16], [2, 12, 12, 3], [1, 6, 6, 6, 4]
@@ -64,29 +65,20 @@ _OTHERS = {
     "RNN": (lambda: L.RNN(L.LSTMCell(8)), SEQUENCE),
     "SpectralNormalization": (lambda: L.SpectralNormalization(L.Dense(8)), VECTOR),
 }
+_NAMES = """
+    nn.softmax nn.log_softmax nn.gelu nn.silu nn.elu nn.selu nn.leaky_relu nn.l2_loss
+    nn.l2_normalize nn.moments math.reduce_sum math.reduce_mean math.reduce_logsumexp
+    math.reduce_std math.cumsum math.cumprod math.unsorted_segment_sum nn.embedding_lookup
+    tensor_scatter_nd_add einsum norm
+"""
 FUNCTIONS = {
-    "softmax": tf.nn.softmax,
-    "log_softmax": tf.nn.log_softmax,
-    "gelu": tf.nn.gelu,
-    "gelu by tanh": lambda x: tf.nn.gelu(x, approximate=True),
-    "silu": tf.nn.silu,
-    "elu": tf.nn.elu,
-    "selu": tf.nn.selu,
-    "leaky_relu": tf.nn.leaky_relu,
-    "l2_loss": tf.nn.l2_loss,
-    "l2_normalize": lambda x: tf.nn.l2_normalize(x, -1),
-    "moments": lambda x: tf.stack(tf.nn.moments(x, [0])),
-    "reduce_sum": lambda x: tf.reduce_sum(x, 0),
-    "reduce_mean": lambda x: tf.reduce_mean(x, 0),
-    "reduce_logsumexp": lambda x: tf.reduce_logsumexp(x, -1),
-    "reduce_std": lambda x: tf.math.reduce_std(x, 0),
-    "cumsum": tf.cumsum,
-    "cumprod": tf.math.cumprod,
-    "unsorted_segment_sum": lambda x: tf.math.unsorted_segment_sum(x, [0, 1, 0, 2], 3),
-    "gather": lambda x: tf.gather(x, [0, 2, 2]),
-    "scatter": lambda x: tf.tensor_scatter_nd_add(x, [[0], [0]], x[:2]),
-    "einsum": lambda x: tf.einsum("ij,kj->ik", x, x),
-    "norm": lambda x: tf.norm(x, axis=0),
+    "gelu by tanh": functools.partial(tf.nn.gelu, approximate=True),
+    **{
+        name: function
+        for group in operations.GROUPS.values()
+        for name, function in group.items()
+        if name in _NAMES.split()
+    },
 }
 # In one module, so that XLA compiles many at once and a fault is not one of a hundred.
 _TOGETHER = 12
