@@ -24,8 +24,8 @@ def check(quick: bool = False) -> dict[str, Any]:
     If it has GPUs, TensorFlow must not have initialized its devices.
 
     Args:
-        quick: bool. Takes models too small to tell a speed, to see that they run. Defaults to
-            False.
+        quick: bool. Takes models too small to tell a speed, to see that they run, and times no
+            operations. Defaults to False.
 
     Returns:
         dict of what JSON can hold: "machine", "promises", "kernels", "speeds" and "steps".

@@ -275,6 +275,18 @@ def test_commands_import_the_layers_of_a_model(tmp_path, monkeypatch, capsys):
     assert "--import MODULE" in capsys.readouterr().err
 
 
+def test_watch_is_told_a_number_or_a_name(tmp_path, monkeypatch, capsys):
+    made = []
+    monkeypatch.setattr(watch, "on_train_begin", lambda self, logs=None: made.append(self))
+    files = saved(tmp_path, small_model(dense(1), policy="mixed_bfloat16"), x=X, y=Y)
+    for text, frequency in (("2", 2), ("epoch", "epoch")):
+        assert main(["watch", *files, "--read-freq", text]) == 0
+        assert made.pop().read_freq == frequency
+    with pytest.raises(SystemExit, match="2"):
+        main(["watch", *files, "--read-freq", "day"])
+    assert "read_freq" in capsys.readouterr().err
+
+
 def test_commands_do_without_a_metric_that_is_missing(tmp_path, capsys):
     def missing(y, predictions):
         return tf.reduce_mean(y)
