@@ -30,9 +30,10 @@ _LIBRARIES = ("keras", "tf_keras", "tensorflow")
 _NAME = re.compile(r"_[A-Za-z]\w*|[A-Za-z]\w*__")
 # namedtuple documents them.
 _PUBLIC = {"_asdict", "_fields", "_make", "_replace"}
-# Those of the package's own that base classes of other classes have as well.
+# Those of the package's own that base classes of other classes have as well; and those that no
+# definition and no assignment gives.
 _OWN = {"_called", "_layers", "_lock", "_model", "_name", "_shape", "_updates", "_value"}
-_OWN |= {"_variables", "_weights"}
+_OWN |= {"_variables", "_weights"} | {"_bare", "_noinline", "_strict_dtypes", "_weights_to_come"}
 # What is for the Keras that is not there cannot be imported.
 _OTHER_ADAPTER = "keras2" if IS_KERAS_3 else "keras3"
 
@@ -107,29 +108,9 @@ def _defined(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if node.attr.startswith("_keras_mp_") or ast.unparse(node.value) == "self":
-                names.add(node.attr)
-        elif isinstance(node, ast.arg | ast.keyword):
-            names.add(node.arg)
-        elif isinstance(node, ast.alias):
-            names.add(node.asname or node.name)
-        elif isinstance(node, ast.Dict):
-            names |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
-        elif _is_of_self(node):
-            names.add(node.slice.value)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__":
-            names |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+            is_own = node.attr.startswith("_keras_mp_") or ast.unparse(node.value) == "self"
+            names |= {node.attr} if is_own else set()
     return names
-
-
-def _is_of_self(node: ast.AST) -> bool:
-    """Is it `vars(self)["name"]`, where something is assigned to it?"""
-    return (
-        isinstance(node, ast.Subscript)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.slice, ast.Constant)
-        and ast.unparse(node.value) == "vars(self)"
-    )
 
 
 def _is_text(node: ast.AST, matches: Callable[[str], object]) -> bool:
