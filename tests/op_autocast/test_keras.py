@@ -1,7 +1,5 @@
 """Keras inside of a region: float32 models, unchanged, on both Kerases."""
 
-import warnings
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -83,8 +81,7 @@ def test_float16_with_loss_scaling():
     K.utils.set_random_seed(0)
     model = K.Sequential([K.Input([64]), *mlp()])
     optimizer = keras_mp.LossScaleOptimizer(K.optimizers.SGD(0.1))
-    with keras_mp.autocast("float16"), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with keras_mp.autocast("float16"):
         model.compile(optimizer, "sparse_categorical_crossentropy")
         losses = model.fit(x, y, 32, 3, verbose=0).history["loss"]
     assert losses[-1] < losses[0]

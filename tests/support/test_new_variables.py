@@ -57,9 +57,10 @@ def _fitted(cls: type, policy: str, *, optimizer, build=lambda _: None, **kwargs
     return model
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("cls", [Network, OwnStep])
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    ("policy", "cls", "make"),
+    common.pairs(["mixed_float16", "mixed_bfloat16"], [Network, OwnStep], OPTIMIZERS),
+)
 def test_a_step_is_traced_once(policy, cls, make, monkeypatch):
     # Keras 3 makes metrics in the graph.
     metrics = {"metrics": ["mae"]} if cls is Network and not common.IS_KERAS_3 else {}
