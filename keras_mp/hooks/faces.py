@@ -86,7 +86,7 @@ class Lazy:
 
     Args:
         op: str. The operation that made the 16-bit tensor.
-        inputs: its inputs; none if the operation may be done again, with what it has returned.
+        inputs: its inputs.
         pairs: names and values of its attributes in turn.
         position: int. Which of its results the tensor is; None for its only one.
     """
@@ -116,7 +116,7 @@ class Lazy:
                 return None  # A tape may be new, and know an input only.
             stopped = contextlib.nullcontext() if is_recorded else gradients.stop_recording()
             with stopped:
-                wide = [widened(each) for each in self._inputs] or [cast(tensor)]
+                wide = [widened(each) for each in self._inputs]
                 with reach.decided():
                     results = run(self._op, wide, self._pairs)
             self.made = results if self._position is None else results[self._position]
@@ -229,14 +229,14 @@ def lazily(
     args: Sequence[Any],
     pairs: Sequence[Any],
     results: Any,
-    kind: int = MADE,
-    is_move: bool = False,
+    kind: int,
+    is_move: bool,
 ) -> None:
     """Notes faces on the results of an operation that are made when they are taken.
 
     Args:
         op: str. The operation.
-        args: its inputs; none if it may be done again, with what it has returned.
+        args: its inputs.
         pairs: names and values of its attributes in turn.
         results: its result, or a list of them.
         kind: int, as in `Face`.

@@ -193,10 +193,10 @@ _ARITHMETIC = op_table.ops(
     *("additions", "multiplications", "signs", "softmax", "sigmoids"),
     *("maxima of two", "maxima over axes", "selections"),
 ) - {*("BiasAdd", "BiasAddV1")}
-# Of a relu that is 0, no gradient passes, however large: where a face is taken it is done again.
-_AGAIN = op_table.ops("relu")
-# Operations whose results have faces that are made when they are taken.
+# Operations whose results have faces that are made when they are taken. A relu that is 0 stops a
+# gradient that is infinite in float16; in eager it would keep one more tensor for that.
 _LAZY = op_table.MOVES | _ARITHMETIC
+_LAZY_IN_GRAPHS = op_table.ops("relu")
 
 
 # An operation in its faces. `make` takes inputs, and names and values of attributes in turn, and
@@ -226,11 +226,11 @@ def _made(
     choice = _choice_of(known, given, pairs, low)
     if choice is None:
         results = make(given, pairs)
-        if not _follows_others():
-            if known.name in _LAZY:
-                _note_lazily(known, given, pairs, results)
-            elif known.name in _AGAIN:
-                faces.lazily(known.name, (), pairs, _only(results))
+        is_lazy = known.name in _LAZY or (
+            known.name in _LAZY_IN_GRAPHS and not tf.executing_eagerly()
+        )
+        if is_lazy and not _follows_others():
+            _note_lazily(known, given, pairs, results)
         return results
     is_exact_product = known.kind == "product" and choice.kind == LAST
     widen = faces.factor if is_exact_product else _WIDEN[choice.kind]
@@ -429,7 +429,6 @@ def _is_plain(known: Operation, args: Sequence[Any]) -> bool:
         type(args[known.positions[0]]) in _NUMBERS
         or known.has_list
         or known.name in _ARITHMETIC
-        or known.name in _AGAIN
         or _thread.is_exact
     ):
         return False

@@ -18,6 +18,8 @@ from keras_mp.tensorflow_api import operations
 
 FLOAT32, _RESOURCE = tf.float32.as_datatype_enum, tf.resource.as_datatype_enum
 _LOW = {dtype.as_datatype_enum: dtype for dtype in LOW_PRECISION}
+# What TensorFlow makes one tensor of.
+_LISTS: Any = (list, tuple, tf.TensorShape, np.ndarray)
 # The tables of kernels that may be wrong, by operations.
 TRIED = {
     op: table for table in (sums.TABLE, convolutions.TABLE, cudnn.TABLE) for op in table.kernels
@@ -71,8 +73,7 @@ class Operation:
         """
         if isinstance(value, tf.Tensor) or position not in self.others:
             return value
-        is_list = isinstance(value, list | tuple | tf.TensorShape | np.ndarray)
-        if not is_list and not tf.is_tensor(value):
+        if not isinstance(value, _LISTS) and not tf.is_tensor(value):
             return value
         # An empty list, such as the shape of a scalar, does not say what it is a list of.
         is_empty = isinstance(value, list | tuple) and not value
