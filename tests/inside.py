@@ -53,6 +53,7 @@ def set_units(has_units: Any, patch: Any = setattr) -> None:
 def set_slow(monkeypatch: Any, are_slow: bool = True) -> None:
     """Says whether kernels in 16 bits are slower than those in float32."""
     kernels.install()
+    forget_operations(monkeypatch)
     for module in (slow, recurrent):
         monkeypatch.setattr(module, "is_slow", lambda *_: are_slow)
 
@@ -66,6 +67,7 @@ def set_wrong(monkeypatch: Any, table: Any, is_wrong: Any = True) -> None:
 
 def set_device(monkeypatch: Any, kind: str = "GPU") -> None:
     """Says on which kind of device TensorFlow computes by default."""
+    forget_operations(monkeypatch)
     monkeypatch.setattr(trials, "usual_device", lambda: kind)
 
 

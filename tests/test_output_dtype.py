@@ -57,7 +57,6 @@ def test_outputs_are_those_of_float32_and_gradients_those_of_16_bits(name, mode,
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_slow_and_wrong_kernels_are_avoided_in_eager_gradients_too(dtype, monkeypatch):
     inside.set_slow(monkeypatch)
-    inside.forget_operations(monkeypatch)
     (_, eager), (_, graph) = (
         outputs_and_gradients("Conv2D", mode, policy_of(dtype)) for mode in ("eager", "function")
     )
