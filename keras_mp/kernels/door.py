@@ -135,7 +135,7 @@ def _choose(known: Operation, values: Sequence[Any], pairs: Sequence[Any]) -> _C
             return _Choice(low, LAST)
         if are_weights:
             return _Choice(low, WEIGHT)
-        is_exact = _is_square(values) or (kind >= EXACT and _sums_nothing(values, pairs))
+        is_exact = _is_square(values) or (kind >= EXACT and _sums_nothing(known, values, pairs))
         return _Choice(low, EXACT) if is_exact else None
     if known.kind == "exact" or kind >= EXACT or _thread.is_exact:
         return _Choice(low, max(kind, EXACT))
@@ -157,9 +157,9 @@ def _is_square(values: Sequence[Any]) -> bool:
     return len(values) > 1 and values[0] is values[1]
 
 
-def _sums_nothing(values: Sequence[Any], pairs: Sequence[Any]) -> bool:
+def _sums_nothing(known: Operation, values: Sequence[Any], pairs: Sequence[Any]) -> bool:
     """Whether a product of matrices is an outer one, and so multiplications."""
-    attributes = dict(zip(pairs[::2], pairs[1::2]))
+    attributes = faces.attributes(known.name, len(known.inputs), pairs)
     if "equation" in attributes:
         inputs, _, output = tf.compat.as_str(attributes["equation"]).partition("->")
         return set(inputs) - {",", ".", " "} <= set(output)
@@ -418,9 +418,12 @@ def _is_plain_product(known: Operation, args: Sequence[Any]) -> bool:
     if not all(isinstance(each, tf.Tensor) for each in values):
         return False
     dtype = values[0].dtype
-    is_plain = dtype not in known.slow_in and all(each.dtype is dtype for each in values)
-    is_exact = is_low(dtype) and faces.kind_of(values[0]) >= WEIGHT
-    return is_plain and not is_exact and not _is_square(values)
+    is_taken = dtype not in known.slow_in and all(each.dtype is dtype for each in values)
+    is_plain = is_taken and not _is_square(values)
+    if not is_plain or not is_low(dtype):
+        return is_plain
+    kinds = [faces.kind_of(each) for each in values]
+    return max(kinds) < EXACT and min(kinds) < WEIGHT
 
 
 def _is_plain(known: Operation, args: Sequence[Any]) -> bool:
