@@ -89,6 +89,7 @@ class Lazy:
         inputs: its inputs.
         pairs: names and values of its attributes in turn.
         position: int. Which of its results the tensor is; None for its only one.
+        depth: int.
     """
 
     __slots__ = (
@@ -97,10 +98,15 @@ class Lazy:
     )
 
     def __init__(
-        self, op: str, inputs: Sequence[Any], pairs: Sequence[Any], position: int | None
+        self,
+        op: str,
+        inputs: Sequence[Any],
+        pairs: Sequence[Any],
+        position: int | None,
+        depth: int,
     ) -> None:
         self._op, self._inputs, self._pairs = op, inputs, pairs
-        self._position, self.made, self.depth = position, None, 0
+        self._position, self.made, self.depth = position, None, depth
         self._is_recorded, self._watches = False, reach.thread.watches
 
     def make(self, tensor: tf.Tensor) -> tf.Tensor | None:
@@ -111,7 +117,7 @@ class Lazy:
         """
         is_recorded = gradients.possible_types([tensor]) > 0
         is_made = self.made is not None and _is_in_this_graph(self.made)
-        if not is_made or is_recorded > self._is_recorded:
+        if not is_made or (is_recorded and not self._is_recorded):
             if is_recorded and self._watches != reach.thread.watches:
                 return None  # A tape may be new, and know an input only.
             stopped = contextlib.nullcontext() if is_recorded else gradients.stop_recording()
@@ -254,9 +260,7 @@ def lazily(
     is_list = isinstance(results, list | tuple)
     for i, result in enumerate(results if is_list else (results,)):
         if is_low_tensor(result):
-            face = Lazy(op, args, pairs, i if is_list else None)
-            face.depth = depth
-            note(result, face, kind)
+            note(result, Lazy(op, args, pairs, i if is_list else None, depth), kind)
 
 
 def float32_of(value: Any) -> tf.Tensor | None:

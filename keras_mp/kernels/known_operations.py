@@ -15,6 +15,7 @@ from keras_mp.kernels.trials import usual_device
 from keras_mp.support import op_table, registered_kernels
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import operations
+from keras_mp.variables import scope
 
 FLOAT32, _RESOURCE = tf.float32.as_datatype_enum, tf.resource.as_datatype_enum
 _LOW = {dtype.as_datatype_enum: dtype for dtype in LOW_PRECISION}
@@ -73,13 +74,12 @@ class Operation:
         """
         if isinstance(value, tf.Tensor) or position not in self.others:
             return value
-        if not isinstance(value, _LISTS) and not tf.is_tensor(value):
-            return value
+        if not isinstance(value, _LISTS):
+            return scope.read(value)
         # An empty list, such as the shape of a scalar, does not say what it is a list of.
         is_empty = isinstance(value, list | tuple) and not value
-        return tf.convert_to_tensor(
-            value, self.others[position] or (tf.int32 if is_empty else None)
-        )
+        dtype = self.others[position] or (tf.int32 if is_empty else None)
+        return tf.convert_to_tensor(value, dtype)
 
 
 def _find(name: str) -> Operation | None:
