@@ -311,7 +311,7 @@ if IS_KERAS_3:
         "categorical_crossentropy": lambda c: ops.categorical_crossentropy(
             c(LABELS), c(ROWS[:, :1] * 100 + LABELS)
         ),
-        "moments": lambda c: ops.moments(c(ROWS), [0]),
+        "moments": lambda c: [ops.moments(c(factor * ROWS), [0]) for factor in (1.0, 4.0)],
         "histogram": lambda c: ops.histogram(c(tf.range(1990.0, 2022.0)), 5),
         "cross": lambda c: ops.cross(c(MATRIX / 7), c(MATRIX[::-1] / 7.1)),
         "lstsq": lambda c: ops.lstsq(c(MATRIX), c(VECTORS)),
