@@ -42,6 +42,7 @@ uses_onednn, takes_rewrite = cpu.uses_onednn, cpu.takes_rewrite
 def in_reach(dtype: Any) -> Any:
     """A block whose code counts as that of a layer of keras_mp; None for a layer of others."""
     kernels.install()
+    promotion.install()
     return reach.entered(dtype and tf.as_dtype(dtype))
 
 
