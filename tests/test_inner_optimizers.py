@@ -90,6 +90,22 @@ def test_an_overflow_of_the_accumulated_sum_skips_the_step():
 
 
 @keras_3_only
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_variable_without_a_gradient_accumulates_nothing(mode):
+    used, unused = tf.keras.Variable([1.0, 2.0], name="used"), tf.keras.Variable(3.0, name="unused")
+    inner = tf.keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+    optimizer = keras_mp.LossScaleOptimizer(inner)
+    optimizer.build([used, unused])
+    step = placed(
+        mode, lambda: optimizer.minimize(lambda: tf.reduce_sum(used.value), [used, unused])
+    )
+    for _ in range(2):
+        step()
+    assert_all_equal([value(used), value(unused)], [[0.5, 1.5], 3.0])
+
+
+@keras_3_only
 @pytest.mark.parametrize(
     ("mode", "calls"), pairs(MODES, ["minimize", "keras_3", "rfc", "nobody", "by hand"])
 )

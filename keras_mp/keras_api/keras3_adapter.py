@@ -115,7 +115,8 @@ class _KerasAdapter(OptimizerAdapter):
     def totals(self, grads_and_vars: Pairs) -> Pairs:
         if not self.accumulates():
             return grads_and_vars
-        accumulated = {id(_native(v)): (a.value, v) for v, a in self._accumulators()}
+        of_variable = self._accumulators()
+        accumulated = {id(_native(v)): (tf.convert_to_tensor(a.value), v) for v, a in of_variable}
         totals = []
         for gradient, variable in grads_and_vars:
             total, _ = accumulated.pop(id(_native(variable)), (None, None))
