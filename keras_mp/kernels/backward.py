@@ -28,6 +28,7 @@ from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import gradients, graphs, operations
 from keras_mp.tensorflow_api.features import FACES, VECTORIZED
+from keras_mp.variables import scope
 
 _thread = reach.thread
 _MARK = door.MARK
@@ -135,13 +136,13 @@ def _with_custom_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def forward(*args: Any, **kwargs: Any) -> tuple[object, Callable[..., object]]:
             result, gradient = function(*args, **kwargs)
-            inputs = tf.nest.flatten(args)
+            in_scope, inputs = scope.in_current_scope(gradient), tf.nest.flatten(args)
 
             def backward(*args: Any, **kwargs: Any) -> object:
                 # The program's own code, for which the door is open. `tf.recompute_grad` computes
-                # the forward pass again in it.
+                # the forward pass again in it, with variables as they were read there.
                 with reach.in_region(region, dtype), replaced(_thread, "in_gradient", False):
-                    found = gradient(*args, **kwargs)
+                    found = in_scope(*args, **kwargs)
                 if "variables" not in kwargs:
                     return _in_dtypes_of(inputs, found)
                 of_inputs, of_variables = found  # pyright: ignore[reportGeneralTypeIssues]

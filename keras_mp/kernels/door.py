@@ -24,7 +24,7 @@ import tensorflow as tf
 from keras_mp.hooks import faces, reach
 from keras_mp.hooks.faces import CAST, EXACT, LAST, LEFT, MADE, NOTE, WEIGHT
 from keras_mp.kernels import known_operations, low_precision_gradients, regions, slow, sums
-from keras_mp.kernels.known_operations import FLOAT32, TRIED, Operation
+from keras_mp.kernels.known_operations import FLOAT32, RESULT, TRIED, Operation
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION, is_low
 from keras_mp.tensorflow_api import gradients, operations
@@ -248,8 +248,9 @@ def _made(
 
 def _in_float32(known: Operation, pairs: Sequence[Any]) -> list[Any]:
     """Returns the attributes of an operation with float32 as its dtype."""
+    names = (known.attribute, RESULT)
     return [
-        FLOAT32 if i % 2 and pairs[i - 1] == known.attribute else each
+        FLOAT32 if i % 2 and pairs[i - 1] in names and tf.as_dtype(each).is_floating else each
         for i, each in enumerate(pairs)
     ]
 
@@ -320,6 +321,7 @@ def _drawn(
 ) -> Any:
     """Returns random numbers, or what hides its dtype, that are made in float32."""
     wanted = tf.as_dtype(pairs[pairs.index(known.attribute) + 1])
+    given = [faces.widened(known.as_tensor(i, each)) for i, each in enumerate(given)]
     if not is_low(wanted):
         return make(given, pairs)
     with reach.decided():

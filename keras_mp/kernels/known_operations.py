@@ -19,6 +19,8 @@ from keras_mp.variables import scope
 
 FLOAT32, _RESOURCE = tf.float32.as_datatype_enum, tf.resource.as_datatype_enum
 _LOW = {dtype.as_datatype_enum: dtype for dtype in LOW_PRECISION}
+# The dtype of the results of `IsotonicRegression` is an attribute of its own.
+RESULT = "output_dtype"
 # What TensorFlow makes one tensor of.
 _LISTS: Any = (list, tuple, tf.TensorShape, np.ndarray)
 # The tables of kernels that may be wrong, by operations.
@@ -97,7 +99,10 @@ def _find(name: str) -> Operation | None:
             continue
         # The threshold of a sparse sum has the real dtype of its numbers, under another name.
         has_dtype = [arg.type_attr in (attr.name, "Treal") for arg in op_def.input_arg]
-        if any(has_dtype) or name in op_table.DRAWS:
+        is_drawn = name in op_table.DRAWS and any(
+            arg.type_attr == attr.name for arg in op_def.output_arg
+        )
+        if is_drawn or (any(has_dtype) and name not in op_table.DRAWS):
             refuses = frozenset(
                 dtype
                 for low, dtype in _LOW.items()
@@ -105,7 +110,7 @@ def _find(name: str) -> Operation | None:
             )
             # What cuDNN keeps for its gradient is not rounded.
             outputs = [
-                arg.type_attr == attr.name and arg.name != "reserve_space"
+                arg.type_attr in (attr.name, RESULT) and arg.name != "reserve_space"
                 for arg in op_def.output_arg
             ]
             return _described(op_def, attr.name, has_dtype, outputs, refuses)

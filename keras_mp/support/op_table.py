@@ -147,6 +147,8 @@ DRAWS = {
         *("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2"),
         *("RandomStandardNormal", "TruncatedNormal", "StatelessRandomNormal"),
         *("StatelessRandomNormalV2", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2"),
+        *("RandomPoissonV2", "StatelessRandomPoisson"),
+        *("StatefulRandomBinomial", "StatelessRandomBinomial"),
     )
 }
 

@@ -238,6 +238,33 @@ def test_they_compute_in_float32(name: str, dtype: str) -> None:
         _expect_rounded(found, rounded, dtype)
 
 
+# What takes one dtype and returns another one, each an attribute.
+OF_TWO_DTYPES: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "isotonic_regression": lambda x: tf.nn.isotonic_regression(x)[0],
+    "poisson": lambda x: tf.random.stateless_poisson([5, 3], [1, 2], x[0], dtype=x.dtype),
+    "poisson, a seed": lambda x: tf.random.poisson([5], x[0], dtype=x.dtype, seed=3),
+    "binomial": lambda x: tf.random.stateless_binomial(
+        [5, 3], [1, 2], x[0], tf.zeros_like(x[0]) + 0.3, output_dtype=x.dtype
+    ),
+}
+
+
+@once
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", list(OF_TWO_DTYPES))
+def test_a_dtype_of_results_alone_is_that_of_the_layer(name: str, dtype: str, mode: str) -> None:
+    numbers = tf.constant([[40.0, 3.1, 7.3], [60.0, 1.0, 90.0]])
+    of_policies = []
+    for policy in ("float32", f"mixed_{dtype}"):
+        layer = tf.keras.layers.Lambda(OF_TWO_DTYPES[name], dtype=keras_mp.Policy(policy))
+        tf.random.set_seed(1)
+        of_policies.append((tf.function(layer) if mode == "function" else layer)(numbers))
+    right, found = of_policies
+    assert found.dtype == dtype
+    _expect_rounded(found, [right], dtype)
+
+
 @pytest.mark.parametrize("rate", [0.1, 0.8, 0.99, 0.999])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_dropout_keeps_its_share(dtype: str, rate: float) -> None:

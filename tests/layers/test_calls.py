@@ -73,12 +73,21 @@ def test_recomputed_layers_read_in_the_compute_dtype(mode):
     x = tf.Variable(tf.ones([1, 10]))
     dense(x)
 
-    def both():
-        calls = tf.recompute_grad(dense), tf.recompute_grad(dense.call)
+    class Inside(tf.keras.layers.Layer):
+        def build(self, shape):
+            self.w = self.add_weight(name="w", shape=(10, 10), initializer="ones")
+
+        def call(self, x):
+            return tf.recompute_grad(lambda x: tf.matmul(x, self.w) / tf.norm(x))(x)
+
+    inside = Inside(dtype=keras_mp.Policy("mixed_float16"))
+
+    def all_of_them():
+        calls = tf.recompute_grad(dense), tf.recompute_grad(dense.call), inside
         return [call(tf.convert_to_tensor(x)) for call in calls]
 
-    outputs, gradient = placed(mode, lambda: differentiated(both, x))()
-    assert [each.dtype for each in outputs] == [tf.float16] * 2
+    outputs, gradient = placed(mode, lambda: differentiated(all_of_them, x))()
+    assert [each.dtype for each in outputs] == [tf.float16] * 3
     assert gradient.dtype == tf.float32
     assert np.isfinite(gradient).all()
 
