@@ -7,7 +7,6 @@ them, at the first step. Programs with one worker pay nothing.
 """
 
 import collections
-import hashlib
 import itertools
 import json
 import weakref
@@ -24,8 +23,6 @@ from keras_mp.support import host
 # Further facts that have to be the same on all workers, by name. Other modules add theirs.
 FACTS: dict[str, Callable[[], str]] = {}
 
-# All workers send this many bytes. Longer texts end with their hash.
-_BYTES = 4096
 # How long a worker waits for the others to make their first step.
 TIMEOUT_IN_SECONDS = 1800.0
 # TensorFlow numbers its own groups from 1.
@@ -90,10 +87,17 @@ def check_alike(owner: Any, grads: Sequence[Gradient], facts: Mapping[str, Any])
 def _exchange(own: dict[str, str]) -> list[dict[str, str]]:
     """Returns the facts of each worker, in the order of the workers."""
     strategy: Any = tf.distribute.get_strategy()
-    sent = json.dumps([strategy.cluster_resolver.task_id or 0, _shortened(own)]).encode()
-    numbers = np.frombuffer(sent.ljust(_BYTES), np.int32)
+    text = json.dumps([strategy.cluster_resolver.task_id or 0, own])
+    longest = max(size for [size] in _gather(np.array([len(text)])))
+    rows = _gather(np.frombuffer(text.ljust(longest + -longest % 4).encode(), np.int32))
+    of_workers = (json.loads(row.tobytes()) for row in rows)
+    return [facts for _, facts in sorted(of_workers, key=lambda each: each[0])]
+
+
+def _gather(numbers: np.ndarray) -> np.ndarray:
+    """Returns the row of numbers of each worker, in any order."""
     with tf.init_scope(), tf.device("CPU:0"):
-        gathered = tf.raw_ops.CollectiveGatherV2(
+        return tf.raw_ops.CollectiveGatherV2(
             input=numbers[np.newaxis],
             group_size=replicas.number_of_workers(),
             group_key=_GROUP_KEY,
@@ -101,19 +105,3 @@ def _exchange(own: dict[str, str]) -> list[dict[str, str]]:
             ordering_token=[],
             timeout_seconds=TIMEOUT_IN_SECONDS,
         ).numpy()
-    of_workers = (json.loads(row.tobytes()) for row in gathered)
-    return [facts for _, facts in sorted(of_workers, key=lambda each: each[0])]
-
-
-def _shortened(facts: dict[str, str]) -> dict[str, str]:
-    """Returns facts that fit into `_BYTES`, in ASCII."""
-    longest = _BYTES // (3 * len(facts))
-    escaped = {name: ascii(fact)[1:-1] for name, fact in facts.items()}
-    return {
-        name: fact if len(fact) <= longest else f"{fact[: longest - 40]}... ({_hash(fact)})"
-        for name, fact in escaped.items()
-    }
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
