@@ -41,18 +41,16 @@ class _Step(Notes):
         has_loss: whether a loss was scaled.
         is_over: whether its gradients were applied. Those of other variables may follow.
         applied: the ids of the variables whose gradients were applied: several functions may each
-            make a part of one step.
-        is_early: whether `applying` gets them from a wrapper, for which they are unscaled already.
-        is_whole: whether the gradients that are applied next make up the whole step. That is so if
-            the step began while another one was under way: gradients that are applied later may
-            belong to the other one.
+            make a part of one step. None if the gradients that are applied next make up the whole
+            step. That is so if the step began while another one was under way: gradients that are
+            applied later may belong to the other one.
         unclipped: the gradients as they were when they were unscaled.
         results: weak references to the results of the last call.
     """
 
     how = How.UNKNOWN
-    has_loss = is_over = is_early = is_whole = False
-    applied: frozenset[int] = frozenset()
+    has_loss = is_over = False
+    applied: frozenset[int] | None = frozenset()
     unclipped: Sequence[Gradient] = ()
     results: tuple["weakref.ref[Any]", ...] = ()
     tensors = (*Notes.tensors, "unclipped")
@@ -66,8 +64,7 @@ class _Step(Notes):
 
     def goes_on_with(self, variables: frozenset[int]) -> bool:
         """Whether gradients of these may be another part of the step applied last."""
-        before = frozenset() if self.is_whole else self.applied
-        return bool(before) and before.isdisjoint(variables)
+        return bool(self.applied) and self.applied.isdisjoint(variables)
 
     def misses_a_call(self, goes_on: bool) -> bool:
         """Whether a call is missing if gradients are applied now.
@@ -128,7 +125,7 @@ class OptimizerCalls(Calls[_Step]):
         is_whole = own.has_scaled() and (own.how is How.BY_APPLYING) is not to_apply
         self.note(
             how=How.BY_APPLYING if to_apply else How.BY_PROGRAM,
-            **{"has_loss": True, "is_over": False, "is_whole": is_whole, "applied": frozenset()},
+            **{"has_loss": True, "is_over": False, "applied": None if is_whole else frozenset()},
             **{"scaled_by": scaled_by, "unclipped": ()},
         )
         if self._scaled_by is not None and not host.in_v1_graph():
@@ -146,7 +143,7 @@ class OptimizerCalls(Calls[_Step]):
         self._refuse_results(grads, "get_unscaled_gradients")
         scaled_by = self._scale_of_step()
         unscaled = gradients.unscale(grads, scaled_by)
-        self._note_unscaled(unscaled, scaled_by, how=How.DONE)
+        self._note_unscaled(unscaled, scaled_by, self.current().has_scaled())
         self._remember_results(unscaled)
         return unscaled
 
@@ -162,18 +159,15 @@ class OptimizerCalls(Calls[_Step]):
         """
         step = self.current()
         is_part = not step.is_over or step.goes_on_with(frozenset(map(id, variables)))
-        if step.is_early or step.how is not How.BY_APPLYING or not is_part:
+        if step.how is not How.BY_APPLYING or not is_part:
             yield grads
             return
         scaled_by = self._scale_of_step()
         unscaled = gradients.unscale(grads, scaled_by)
-        self._note_unscaled(unscaled, scaled_by, how=step.how, has_loss=True, is_early=True)
-        try:
-            yield unscaled
-        finally:
-            # The wrapper may have kept them for later.
-            own = self.notes()
-            self.note(is_early=False, how=own.how if own.is_over else How.DONE)
+        self._note_unscaled(unscaled, scaled_by, has_loss=True)
+        yield unscaled
+        if self.notes().is_over:  # Otherwise the wrapper has kept them for later.
+            self.note(how=How.BY_APPLYING)
 
     @contextlib.contextmanager
     def applying(self, variables: Iterable[Any]) -> Iterator[GradientState]:
@@ -193,10 +187,10 @@ class OptimizerCalls(Calls[_Step]):
         how, applied = step.how, frozenset(map(id, variables))
         goes_on = step.goes_on_with(applied)
         is_part = goes_on or not step.is_over
-        was_scaled = is_part and how in (How.BY_PROGRAM, How.BY_APPLYING)
-        is_scaled = was_scaled and not step.is_early
-        is_divided = is_part and (step.is_early or how is How.DONE)
-        applied = step.applied | applied if goes_on else applied
+        is_scaled = is_part and how in (How.BY_PROGRAM, How.BY_APPLYING)
+        is_divided = is_part and how is How.DONE
+        if goes_on and step.applied:
+            applied |= step.applied
         # It is said once that a function makes no calls at all, until it makes one.
         is_told = how is How.UNKNOWN and own.time > 0 and not tf.executing_eagerly()
         is_by_tape = scaled_losses.thread.noted.are_by_tape(variables)
@@ -209,12 +203,13 @@ class OptimizerCalls(Calls[_Step]):
         scaled_by, unclipped = self._scale_of_step(), list(step.unclipped)
         step.unclipped = ()
         yield GradientState(is_scaled, scaled_by, is_divided, self.losses(), unclipped)
-        if was_scaled:
+        if is_scaled:
             how = How.BY_APPLYING
         else:
             how = How.UNKNOWN if is_missing and not has_begun else How.DONE
+        applied = None if step.applied is None else applied
         known = {"how": how, "is_over": how is not How.UNKNOWN, "applied": applied}
-        self.note(**known, losses=(), is_whole=step.is_whole, scaled_by=scaled_by)
+        self.note(**known, losses=(), scaled_by=scaled_by)
         if step is not own and tf.executing_eagerly():
             vars(step).update(known, losses=())  # The thread that began the step is done with it.
 
@@ -245,11 +240,11 @@ class OptimizerCalls(Calls[_Step]):
             _restore(notes, before)
             raise
 
-    def _note_unscaled(self, grads: Sequence[Any], scaled_by: tf.Tensor, **known: Any) -> None:
+    def _note_unscaled(self, grads: Sequence[Any], scaled_by: tf.Tensor, has_loss: bool) -> None:
         step = self.current()
-        before = {name: getattr(step, name) for name in ("applied", "is_whole", "losses")}
-        before |= {"has_loss": step.has_scaled(), "is_over": False}
-        self.note(**{**before, "scaled_by": scaled_by, "unclipped": list(grads), **known})
+        known = {"applied": step.applied, "losses": step.losses, "has_loss": has_loss}
+        known |= {"how": How.DONE, "is_over": False}
+        self.note(**known, scaled_by=scaled_by, unclipped=list(grads))
 
     def _scale_of_step(self) -> tf.Tensor:
         """Returns the factor by which the loss of this step was multiplied, or will be."""
