@@ -12,7 +12,7 @@ import enum
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -40,34 +40,47 @@ _AFTER_SCALING = {Stage.READY: Stage.SCALED, Stage.UNSCALED: Stage.UNSCALED_BEFO
 _AFTER_TAPE = {Stage.READY: Stage.BY_TAPE}
 
 
+class _Part(NamedTuple):
+    """What is known of the part of a step that one optimizer makes.
+
+    Attributes:
+        stage: the `Stage` of the optimizer.
+        optimizer: the optimizer, which has to live as long as its key.
+        finite: the verdict on the gradients that were unscaled here; None if there is none.
+        unclipped: the gradients as they were when they were unscaled.
+    """
+
+    stage: Stage
+    optimizer: Any = None
+    finite: tf.Tensor | None = None
+    unclipped: Sequence[Gradient] = ()
+
+
 class _Step(Notes):
     """What is known of the step of all optimizers.
 
     Attributes:
         of_losses: the `Stage` of each optimizer for which nothing was called.
-        stages: dict from keys of the other optimizers to stages.
-        optimizers: dict from the same keys to optimizers, which have to live as long as their keys.
-        finite: dict from keys to verdicts on the gradients that were unscaled here.
-        unclipped: dict from keys to gradients as they were when they were unscaled.
+        parts: dict from keys of the other optimizers to their parts.
     """
 
     of_losses = Stage.READY
-    stages: Mapping[Any, Stage] = types.MappingProxyType({})
-    optimizers: Mapping[Any, Any] = types.MappingProxyType({})
-    finite: Mapping[Any, tf.Tensor] = types.MappingProxyType({})
-    unclipped: Mapping[Any, Sequence[Gradient]] = types.MappingProxyType({})
-    tensors = (*Notes.tensors, "finite", "unclipped")
+    parts: Mapping[Any, _Part] = types.MappingProxyType({})
 
     def has_begun(self) -> bool:
-        return self.of_losses is not Stage.READY or bool(self.stages)
+        return self.of_losses is not Stage.READY or bool(self.parts)
 
-    def stage(self, key: Any) -> Stage:
-        """Returns the stage of an optimizer."""
-        return self.stages.get(key, self.of_losses)
+    def part(self, key: Any) -> _Part:
+        """Returns the part of an optimizer."""
+        return self.parts.get(key, _Part(self.of_losses))
 
     def has_stepped(self) -> bool:
         """Whether there was a step, or a wrong call in the place of one."""
-        return not {Stage.APPLIED, Stage.SPOILED}.isdisjoint(self.stages.values())
+        return any(p.stage in (Stage.APPLIED, Stage.SPOILED) for p in self.parts.values())
+
+    def drop_tensors(self) -> None:
+        super().drop_tensors()
+        self.parts = {k: p._replace(finite=None, unclipped=()) for k, p in self.parts.items()}
 
 
 class GradScalerCalls(Calls[_Step]):
@@ -104,7 +117,7 @@ class GradScalerCalls(Calls[_Step]):
         flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
         with self._lock:
             step = self._of_this_step()
-            if self._is_updated_elsewhere and Stage.APPLIED in step.stages.values():
+            if self._is_updated_elsewhere and step.has_stepped():
                 step = _Step()
             if step.of_losses is Stage.BY_TAPE:
                 raise ValueError(_TWO_WAYS)
@@ -153,18 +166,12 @@ class GradScalerCalls(Calls[_Step]):
             scaled_by = self._scale_of(step)
             unscaled = gradients.unscale(grads, scaled_by)
             finite = finiteness.all_finite(unscaled) if may_skip else tf.constant(True)
-            is_wrong = self._is_wrong(_WRONG_UNSCALE, step.stage(key))
+            is_wrong = self._is_wrong(_WRONG_UNSCALE, step.part(key).stage)
             earlier = self._verdict_on(step, key)
             finite = finite if earlier is None else tf.logical_and(finite, earlier)
             stage = Stage.SPOILED if is_wrong else Stage.UNSCALED
-            self._note(
-                step,
-                scaled_by,
-                stages={**step.stages, key: stage},
-                optimizers={**step.optimizers, key: optimizer},
-                finite={**step.finite, key: finite},
-                unclipped={**step.unclipped, key: unscaled},
-            )
+            part = _Part(stage, optimizer, finite, unscaled)
+            self._note(step, scaled_by, parts={**step.parts, key: part})
             self._verdict(key).assign(finite, read_value=False)
         return unscaled
 
@@ -184,12 +191,9 @@ class GradScalerCalls(Calls[_Step]):
             key = self._key(optimizer)
             step = self._current(key)
             scaled_by = self._scale_of(step)
-            keys = [key]
-            if step.stages.get(None, Stage.SCALED) is not Stage.SCALED:
-                # If gradients were unscaled without an optimizer, they belong to the first one to
-                # make a step.
-                keys.append(None)
-            stages = [step.stage(each) for each in keys]
+            # Gradients that were unscaled without an optimizer belong to the first to make a step.
+            keys = [key, *([None] if None in step.parts else [])]
+            stages = [step.part(each).stage for each in keys]
             is_wrong = any(self._is_wrong(_WRONG_STEP, s, _NOT_MADE) for s in stages)
             scaled = all(stage is Stage.SCALED for stage in stages)
             verdicts = [self._verdict_on(step, each) for each in keys]
@@ -199,22 +203,19 @@ class GradScalerCalls(Calls[_Step]):
                 scaled_by,
                 not scaled,
                 step.losses,
-                [gradient for each in keys for gradient in step.unclipped.get(each, ())],
+                [gradient for each in keys for gradient in step.part(each).unclipped],
                 tf.reduce_all(verdicts) if verdicts else None,
             )
-            before = {each: step.stages[each] for each in keys if each in step.stages}
-            after = {**step.stages, key: Stage.APPLIED}
-            if None in keys:
-                after[None] = Stage.SCALED
-            optimizers = {**step.optimizers, key: optimizer}
-            self._note(step, scaled_by, stages=after, optimizers=optimizers, unclipped={})
+            before = {k: p._replace(unclipped=()) for k, p in step.parts.items() if k in keys}
+            others = {k: p for k, p in step.parts.items() if k not in keys}
+            applied = _Part(Stage.APPLIED, optimizer)
+            self._note(step, scaled_by, parts={**others, key: applied})
         try:
             yield None if is_wrong else given
         except BaseException:
             with self._lock:
-                stages = self.notes().stages
-                others = {k: stage for k, stage in stages.items() if k not in keys}
-                self.note(stages={**others, **before})
+                others = {k: p for k, p in self.notes().parts.items() if k not in keys}
+                self.note(parts={**others, **before})
             raise
 
     def update(self, *, begins_anew: bool = False) -> bool:
@@ -244,7 +245,7 @@ class GradScalerCalls(Calls[_Step]):
 
     def _current(self, key: Any) -> _Step:
         """Returns the notes for a call for one optimizer, as `Notebook.current` does."""
-        return self.current(lambda step: step.stage(key) is not Stage.APPLIED)
+        return self.current(lambda step: step.part(key).stage is not Stage.APPLIED)
 
     def _of_this_step(self) -> _Step:
         """Returns the notes for a call that scales a loss.
@@ -261,24 +262,22 @@ class GradScalerCalls(Calls[_Step]):
         scaled_by: tf.Tensor,
         losses: tuple[tf.Tensor, ...],
     ) -> None:
-        stages = {key: after.get(stage, stage) for key, stage in step.stages.items()}
+        parts = {k: p._replace(stage=after.get(p.stage, p.stage)) for k, p in step.parts.items()}
         of_losses = after.get(step.of_losses, step.of_losses)
-        self._note(step, scaled_by, of_losses=of_losses, stages=stages, losses=losses)
+        self._note(step, scaled_by, of_losses=of_losses, parts=parts, losses=losses)
         self._scaled_by.assign(scaled_by, read_value=False)
 
     def _note(self, step: _Step, scaled_by: tf.Tensor | None, **known: Any) -> None:
         """Notes a step with what is known anew of it."""
-        names = ("of_losses", "stages", "optimizers", "losses", "finite", "unclipped")
-        before = {name: getattr(step, name) for name in names}
+        before = {"of_losses": step.of_losses, "parts": step.parts, "losses": step.losses}
         self.note(**{**before, "scaled_by": scaled_by, **known})
 
     def _verdict_on(self, step: _Step, key: Any) -> tf.Tensor | None:
         """Returns the verdict on gradients that were unscaled, or None if none were."""
-        if step.stage(key) not in (Stage.UNSCALED, Stage.UNSCALED_BEFORE):
+        part = step.part(key)
+        if part.stage not in (Stage.UNSCALED, Stage.UNSCALED_BEFORE):
             return None
-        if key in step.finite:
-            return step.finite[key]
-        return tf.convert_to_tensor(self._verdict(key))
+        return tf.convert_to_tensor(self._verdict(key)) if part.finite is None else part.finite
 
     def _verdict(self, key: Any) -> tf.Variable:
         if key not in self._finite:
