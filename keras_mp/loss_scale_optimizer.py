@@ -276,17 +276,20 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         Returns:
             `iterations`, or in a TensorFlow 1 graph the operation that makes the step.
         """
-        if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
-            with self._step_calls.as_before_an_exception():
+        calls, losses, scaled_by = self._step_calls, list[tf.Tensor](), self._scaler.loss_scale()
+
+        def scale(loss: tf.Tensor) -> tf.Tensor:
+            scaled = calls.multiplied(loss, scaled_by)
+            losses[:] = [tf.convert_to_tensor(loss)] if tf.is_tensor(loss) else []
+            return scaled
+
+        with calls.as_before_an_exception():
+            if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
                 return super().minimize(loss, var_list, tape, grad_loss, name)
-        calls = self._step_calls
-        with calls.whole_step():
-            scaled_by = self._scaler.loss_scale()
-            scale = functools.partial(calls.scale, scaled_by=scaled_by)
-            scale_when_called = functools.partial(gradients.map_loss, scale)
-            pairs = self._gradients(scale_when_called, loss, var_list, tape, grad_loss)
-            scaled_by = scaled_by if calls.scales else None
-            state = GradientState(calls.scales, scaled_by, losses=calls.losses())
+            # Nothing is noted: it may come between calls of another step, and leaves that alone.
+            when_called = functools.partial(gradients.map_loss, scale)
+            pairs = self._gradients(when_called, loss, var_list, tape, grad_loss)
+            state = GradientState(calls.scales, scaled_by if calls.scales else None, losses=losses)
             return self._step(gradients.checked_pairs(pairs), state, name=name)
 
     @do_not_convert

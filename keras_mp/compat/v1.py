@@ -79,6 +79,10 @@ class _Computed(Notes):
         return bool(self.computed) and not self.is_applied
 
 
+class _Notebook(Notebook[_Computed]):
+    new = _Computed
+
+
 class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Optimizer):
     """An optimizer of TensorFlow 1 with loss scaling, against underflow in float16.
 
@@ -166,7 +170,7 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
             warn_after_skips=warn_after_skips,
         )
         # For warnings. It is in Python, so it costs a step nothing.
-        self._notebook = Notebook(_Computed)
+        self._notebook = _Notebook()
         _wrapped.add(opt)
         observers.tell(observers.Observer.scaler_was_made)
 

@@ -90,8 +90,11 @@ class GradScalerCalls(Calls[_Step]):
     other calls are known, it is a warning, and the step is not made.
     """
 
+    new = _Step
+    is_shared = True
+
     def __init__(self, loss_scale: LossScaleValue, scales: bool = True) -> None:
-        super().__init__(_Step, loss_scale, scales, is_shared=scales)
+        super().__init__(loss_scale, scales)
         self._lock = threading.RLock()
         # Whether gradients that were unscaled are finite, for functions that go on with a step that
         # was begun elsewhere.

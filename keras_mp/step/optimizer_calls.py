@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from keras_mp.step import gradients, scaled_losses
 from keras_mp.step.gradients import Gradient
-from keras_mp.step.record import Calls, GradientState, LossScaleValue, Notes
+from keras_mp.step.record import Calls, GradientState, Notes
 from keras_mp.support import host, messages
 
 
@@ -83,33 +83,34 @@ class OptimizerCalls(Calls[_Step]):
     A missing call is reported, and the step is made.
     """
 
-    def __init__(self, loss_scale: LossScaleValue, scales: bool = True) -> None:
-        super().__init__(_Step, loss_scale, scales)
+    new = _Step
 
-    def scale(
-        self, loss: Any, scaled_by: tf.Tensor | None = None, *, to_apply: bool | None = None
-    ) -> tf.Tensor:
+    def scale(self, loss: Any, *, to_apply: bool) -> tf.Tensor:
         """Multiplies a loss, and begins a step.
 
         Args:
             loss: float tensor.
-            scaled_by: float32 scalar tensor. Defaults to the current loss scale.
-            to_apply: bool, as for `begin`. Defaults to None, with which no step begins.
+            to_apply: bool, as for `begin`.
         """
         own = self.notes()
         if not self.scales:
             own.losses = (loss,) if tf.is_tensor(loss) else ()
             return loss
-        self._refuse_results([loss], "get_scaled_loss")
-        scaled_by = self._loss_scale() if scaled_by is None else scaled_by
-        scaled = gradients.scale_loss(loss, scaled_by)
+        scaled_by = self._loss_scale()
+        scaled = self.multiplied(loss, scaled_by)
         # The losses since the last step that was made here. If a program makes none, a few are
         # kept.
         own.losses = (*own.losses, tf.convert_to_tensor(loss))[-_MOST_LOSSES:]
         self._remember_results([scaled])
-        if to_apply is not None:
-            self.begin(scaled_by, to_apply=to_apply)
+        self.begin(scaled_by, to_apply=to_apply)
         return scaled
+
+    def multiplied(self, loss: Any, scaled_by: tf.Tensor) -> tf.Tensor:
+        """Returns the product of a loss and the loss scale, of which nothing is noted."""
+        if not self.scales:
+            return loss
+        self._refuse_results([loss], "get_scaled_loss")
+        return gradients.scale_loss(loss, scaled_by)
 
     def begin(self, scaled_by: tf.Tensor, *, to_apply: bool) -> None:
         """Notes that a loss was scaled, which begins a step, whatever was called before.
@@ -214,19 +215,6 @@ class OptimizerCalls(Calls[_Step]):
             vars(step).update(known, losses=())  # The thread that began the step is done with it.
 
     @contextlib.contextmanager
-    def whole_step(self) -> Iterator[None]:
-        """Context manager in which one call, `minimize`, makes a whole step.
-
-        It may come between the calls of another step, and leaves that step alone, also if an
-        exception leaves it.
-        """
-        with self.as_before_an_exception():
-            notes = self.notes()
-            before = dict(vars(notes))
-            yield
-            _restore(notes, before)
-
-    @contextlib.contextmanager
     def as_before_an_exception(self) -> Iterator[None]:
         """Context manager that undoes notes if it ends with an exception.
 
@@ -237,7 +225,8 @@ class OptimizerCalls(Calls[_Step]):
         try:
             yield
         except BaseException:
-            _restore(notes, before)
+            vars(notes).clear()
+            vars(notes).update(before)
             raise
 
     def _note_unscaled(self, grads: Sequence[Any], scaled_by: tf.Tensor, has_loss: bool) -> None:
@@ -271,11 +260,6 @@ class OptimizerCalls(Calls[_Step]):
 
 # How many losses of a step are looked at if it is skipped.
 _MOST_LOSSES = 16
-
-
-def _restore(notes: Notes, before: dict[str, Any]) -> None:
-    vars(notes).clear()
-    vars(notes).update(before)
 
 
 _OPTIMIZER_EXAMPLE = """

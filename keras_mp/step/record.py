@@ -94,14 +94,16 @@ N = TypeVar("N", bound=Notes)
 class Notebook(Generic[N]):
     """The `Notes` of each graph, and of eager code.
 
-    Args:
-        new: function that returns new notes.
-        is_shared: bool. Whether all threads make one step together in eager code. Otherwise each
-            makes its own; replicas always do. Defaults to False.
+    Attributes:
+        new: the class of the notes.
+        is_shared: whether all threads make one step together in eager code. Otherwise each makes
+            its own; replicas always do.
     """
 
-    def __init__(self, new: Callable[[], N], is_shared: bool = False) -> None:
-        self._new, self._is_shared = new, is_shared
+    new: Callable[[], N]
+    is_shared = False
+
+    def __init__(self) -> None:
         self._of_threads: weakref.WeakKeyDictionary[Any, N] = weakref.WeakKeyDictionary()
         # Replicas have a new thread in each `run`; a thread may be gone when its step goes on.
         self._of_replicas: dict[int | None, N] = {}
@@ -115,7 +117,7 @@ class Notebook(Generic[N]):
         if graph is not None:
             return self._in_graph(graph)
         replica = replicas.number()
-        if replica is None and not self._is_shared:
+        if replica is None and not self.is_shared:
             return self._found(self._of_threads, threading.current_thread(), None)
         return self._found(self._of_replicas, replica, replica)
 
@@ -182,7 +184,7 @@ class Notebook(Generic[N]):
         count, known = around.before_branches
         if not function_graphs.is_branch(graph) or count != _size(graph.outer_graph):
             return around
-        before = self._new()
+        before = self.new()
         vars(before).update(known)
         return before
 
@@ -202,7 +204,7 @@ class Notebook(Generic[N]):
         try:
             return owners[key]
         except KeyError:
-            notes = owners.setdefault(key, self._new())
+            notes = owners.setdefault(key, self.new())
             notes.replica, notes.is_eager = replica, host.current_graph() is None
             living = (refer for refer in self._all if refer() is not None)
             self._all = [*living, weakref.ref(notes)]
@@ -213,21 +215,13 @@ class Calls(Notebook[N]):
     """The calls of a step, and what is known of them.
 
     Args:
-        new: as for a `Notebook`.
         loss_scale: function that returns the current loss scale, a float32 scalar tensor.
         scales: bool. Whether these calls scale the loss. Otherwise they keep the losses, return
-            what they are given, and find no call wrong or missing.
-        is_shared: as for a `Notebook`. Defaults to False.
+            what they are given, and find no call wrong or missing. Defaults to True.
     """
 
-    def __init__(
-        self,
-        new: Callable[[], N],
-        loss_scale: LossScaleValue,
-        scales: bool,
-        is_shared: bool = False,
-    ) -> None:
-        super().__init__(new, is_shared)
+    def __init__(self, loss_scale: LossScaleValue, scales: bool = True) -> None:
+        super().__init__()
         self._loss_scale, self.scales = loss_scale, scales
         # The factor of the losses, for functions that go on with a step that was begun elsewhere.
         # A graph of TensorFlow 1 would save the variable.
