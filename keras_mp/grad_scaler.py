@@ -260,10 +260,7 @@ class GradScaler(ScalerProperties, tf.Module):
         return {
             "loss_scale": loss_scale_lib.serialize(self._configured),
             "enabled": self._enabled,
-            "skip_nonfinite": self._skip_nonfinite,
-            "aggregate_in_float16": self.aggregate_in_float16,
-            "reduce_dtype": self.reduce_dtype,
-            **self._config_of_skips(),
+            **self._config_of_scaler(),
             "name": self.name,
         }
 

@@ -447,10 +447,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             **super().get_config(),
             "name": self._name,
             "loss_scale": serialize(self._scaler.loss_scale) if self._step_calls.scales else None,
-            "aggregate_in_float16": self.aggregate_in_float16,
-            "reduce_dtype": self.reduce_dtype,
-            **self._config_of_skips(),
-            "skip_nonfinite": self._skip_nonfinite,
+            **self._config_of_scaler(),
         }
         with tf.init_scope():
             if tf.executing_eagerly():

@@ -145,9 +145,10 @@ class ScalerProperties:
         self._scaler.report.raise_after = validation.integer_or_none("raise_after_skips", value)
         self._scaler.report.warn_again()
 
-    def _config_of_skips(self) -> dict[str, Any]:
-        """Returns the arguments about skipped steps."""
-        config = {"warn_after_skips": self.warn_after_skips}
+    def _config_of_scaler(self) -> dict[str, Any]:
+        """Returns the arguments about sums and skipped steps."""
+        names = ("aggregate_in_float16", "reduce_dtype", "skip_nonfinite", "warn_after_skips")
+        config = {name: getattr(self, name) for name in names}
         if self.raise_after_skips is not None:
             config["raise_after_skips"] = self.raise_after_skips
         return config
