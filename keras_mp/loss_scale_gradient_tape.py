@@ -244,14 +244,11 @@ class LossScaleGradientTape(tf.GradientTape):
         def move(tensors: list[tf.Tensor]) -> None:
             start, lowered, finite, loss_is_finite = tensors
 
-            def go_on() -> None:
-                loss_scale.fall_to(lowered)
-
             def count() -> None:
                 if self._scaler is None:  # A GradScaler counts by itself.
                     loss_scale.move(finite, loss_is_finite)
 
-            tf.cond(finite & (lowered < start), go_on, count)
+            tf.cond(finite & (lowered < start), lambda: loss_scale.fall_to(lowered), count)
 
         replicas.once_for_all_replicas(move, [start, scale, finite, loss_is_finite])
 

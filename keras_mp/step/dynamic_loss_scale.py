@@ -18,6 +18,7 @@ from keras_mp.step.schedule import (
     Schedule,
 )
 from keras_mp.support import host, validation
+from keras_mp.support.host import chosen
 
 
 class DynamicLossScale(LossScale):
@@ -260,13 +261,7 @@ class DynamicLossScale(LossScale):
         after, history = self.after(before.loss_scale, finite, loss_is_finite)
         if when is not True:
             after = LossScaleState(*(tf.where(when, *pair) for pair in zip(after, before)))
-        operations = self.assign(after)
-        if history is not None and self._history is not None:
-            numbers = tf.stack(history)
-            if when is not True:
-                numbers = tf.where(when, numbers, self._history.variable)
-            operations.append(self._history.variable.assign(numbers, read_value=False))
-        return operations, after.num_bad_steps
+        return [*self.assign(after), *self._remember(history, when)], after.num_bad_steps
 
     def fall_to(self, loss_scale: tf.Tensor) -> None:
         """Moves the scale to one at which the gradients of a step became finite.
@@ -281,8 +276,15 @@ class DynamicLossScale(LossScale):
             loss_scale=loss_scale, good_steps=0.0, bad_steps=0.0, fallen_to=loss_scale
         )
         self.assign(LossScaleState(loss_scale, zero, zero))
-        if self._history is not None:
-            self._history.variable.assign(tf.stack(history), read_value=False)
+        self._remember(history)
+
+    def _remember(self, history: History | None, when: bool | tf.Tensor = True) -> list[Any]:
+        """Assigns the history, unless it stays the same; returns operations."""
+        if history is None or self._history is None:
+            return []
+        numbers, variable = tf.stack(history), self._history.variable
+        numbers = chosen(when, lambda: numbers, lambda: variable)
+        return [variable.assign(numbers, read_value=False)]
 
     def hidden_variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
@@ -332,7 +334,7 @@ class DynamicLossScale(LossScale):
         memo[id(self)] = copied
         if tf.executing_eagerly():
             copied.assign(LossScaleState(self.current_loss_scale, self.good_steps, self.bad_steps))
-            copied._history.variable.assign(tf.stack(self.history()))
+            copied._remember(self.history())
         return copied
 
 

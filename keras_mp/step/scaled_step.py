@@ -285,16 +285,11 @@ def _skipped(
 ) -> SkippedStep:
     """Looks for Inf and NaN in a step that is skipped, or, without branches, may be."""
     first, count = steps[0], tf.distribute.get_strategy().num_replicas_in_sync
-
-    def names(variables: Sequence[Any]) -> list[str]:
-        known = paths()
-        return [known.get(id(variable)) or name_of(variable) for variable in variables]
-
     if host.in_v1_graph():
         losses = [loss for each in steps for loss in each.losses]
         is_known = len(steps) == count and all(each.losses for each in steps)
         loss_is_finite = finiteness.all_finite(losses) if is_known else tf.constant(False)
-        return SkippedStep((), names, None, None, loss_is_finite, True)
+        return SkippedStep((), (), None, None, loss_is_finite, True)
     of_replicas = [(each.losses, each.own(), each.has_examples) for each in steps]
     totals = None if first.totals is None else first.totals()
     counts = count_of_replicas(of_replicas, totals, len(first.tested))
@@ -307,7 +302,8 @@ def _skipped(
         if totals is not None:
             has_cause |= is_bad[-1] & tf.logical_not(tf.reduce_any(is_bad[:count]))
         has_overflowed = has_cause | tf.reduce_all(has_examples)
-    made = adapter.steps_made()
+    made, known = adapter.steps_made(), paths()
+    names = [known.get(id(variable)) or name_of(variable) for variable in first.tested]
     return SkippedStep(first.tested, names, counts, made, loss_is_finite, has_overflowed)
 
 

@@ -10,7 +10,7 @@ This module needs TensorFlow only.
 import collections
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +40,7 @@ class SkippedStep(NamedTuple):
 
     Attributes:
         variables: list of the variables whose gradients were computed.
-        names: function that returns their names.
+        names: list of their names.
         counts: tensor of `count_of_replicas`; None in a graph of TensorFlow 1, in which nothing is
             noted, since a `Saver` would save all variables.
         steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
@@ -51,7 +51,7 @@ class SkippedStep(NamedTuple):
     """
 
     variables: Sequence[Any]
-    names: Callable[[Sequence[Any]], list[str]]
+    names: Sequence[str]
     counts: tf.Tensor | None
     steps_made: tf.Tensor | None
     loss_is_finite: tf.Tensor
@@ -257,7 +257,7 @@ class _Note:
         assert skipped.counts is not None
         self._shape: Any = skipped.counts.shape.as_list()
         self._variables = [reference(variable) for variable in skipped.variables]
-        names = _unique(skipped.names(skipped.variables))
+        names = _unique(skipped.names)
         sizes = [tf.TensorShape(v.shape).num_elements() for v in skipped.variables]
         self._sizes = dict(zip(names, sizes, strict=True))
         zeros = np.zeros(_TIMES + math.prod(self._shape))
