@@ -62,6 +62,7 @@ class Scaler:
             self._moved: Any = loss_scale if loss_scale.moves or not self.can_skip else _Counter()
         self.report = SkipReport(
             loss_scale,
+            self.steps_skipped,
             validation.integer_or_none("warn_after_skips", warn_after_skips),
             validation.integer_or_none("raise_after_skips", raise_after_skips),
             self.is_shared,
@@ -90,11 +91,9 @@ class Scaler:
             return self._moved.move(True)[0]
         before = self.loss_scale()
         moved, consecutive = self._move_after_skip(finite, skipped)
-        added = tf.constant(1, tf.int64) if finite is False else tf.where(finite, 0, 1)
-        counted = self.steps_skipped.assign_add(tf.cast(added, tf.int64), read_value=False)
-        total = tf.convert_to_tensor(self.steps_skipped)
-        noted = self.report.note(skipped, finite, before, total, consecutive)
-        return [*moved, counted, *noted]
+        added = tf.cast(chosen(finite, lambda: 0, lambda: 1), tf.int64)
+        counted = self.steps_skipped.assign_add(added, read_value=False)
+        return [*moved, counted, *self.report.note(skipped, finite, before, consecutive)]
 
     def _move_after_skip(self, finite: Truth, skipped: SkippedStep) -> tuple[list[Any], tf.Tensor]:
         """Returns a list of operations, and the number of steps skipped in a row by now."""

@@ -8,7 +8,6 @@ This module needs TensorFlow only.
 """
 
 import collections
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -33,6 +32,9 @@ _HEADER = 5
 _HALF = 50
 _TIMES = _HEADER + _HALF
 _UNKNOWN = -1
+
+
+_Parts = tuple[list[float], np.ndarray, overflow.Overflow]
 
 
 class SkippedStep(NamedTuple):
@@ -68,6 +70,7 @@ class SkipReport:
 
     Args:
         loss_scale: the `LossScale`.
+        steps_skipped: int64 variable. How many steps were skipped.
         warn_after: as the attribute.
         raise_after: as the attribute.
         is_shared: bool. Whether the steps of several optimizers are reported. Defaults to False.
@@ -76,23 +79,19 @@ class SkipReport:
     def __init__(
         self,
         loss_scale: LossScale,
+        steps_skipped: tf.Variable,
         warn_after: int | None,
         raise_after: int | None,
         is_shared: bool = False,
     ) -> None:
         self._loss_scale: Any = loss_scale
+        self._steps_skipped: Any = steps_skipped
         self.warn_after, self.raise_after = warn_after, raise_after
         self._is_shared = is_shared
         self._told: set[str] = set()
         # How many steps were skipped when the note was read last.
         self._looked_at = 0.0
-        self._notes: dict[int, _Note] = {}
-        self._numbers = itertools.count(1)
-        with tf.init_scope():
-            # The number of the note of the last skipped step; 0 if there was none.
-            self._last = None
-            if not host.in_v1_graph():
-                self._last = state_variable(0, tf.int64, "last_note")
+        self._notes: list[_Note] = []
 
     def warn_again(self) -> None:
         """Warns of skips in a row again, after `warn_after` or the like has changed."""
@@ -103,7 +102,6 @@ class SkipReport:
         skipped: SkippedStep,
         finite: bool | tf.Tensor,
         loss_scale: tf.Tensor,
-        total: tf.Tensor,
         consecutive: tf.Tensor,
     ) -> list[Any]:
         """Notes a skipped step, and warns if it is time.
@@ -112,31 +110,26 @@ class SkipReport:
             skipped: the step.
             finite: False, in the branch that skips; a bool scalar tensor where there is none.
             loss_scale: float32 scalar tensor, the scale of the step.
-            total: int64 scalar tensor. How many steps were skipped so far, including this one.
             consecutive: int64 scalar tensor. How many steps were skipped in a row.
 
         Returns:
             list of the operations that note.
         """
-        if skipped.counts is None or self._last is None:
+        if skipped.counts is None:
             return []
-        number, note = self._note_of(skipped)
+        note = self._note_of(skipped)
         made = tf.constant(_UNKNOWN, COUNTS)
         if skipped.steps_made is not None:
             made = tf.cast(skipped.steps_made, COUNTS)
         vector = tf.convert_to_tensor(note.vector)
-        total = tf.cast(total, COUNTS)
+        total = tf.cast(tf.convert_to_tensor(self._steps_skipped), COUNTS)
         own = vector[1] + 1 if self._is_shared else total
         others = [tf.cast(each, COUNTS) for each in (consecutive, loss_scale)]
         header, times = tf.stack([total, own, made, *others]), vector[_HEADER + 1 : _TIMES]
         counts = tf.reshape(skipped.counts, [-1])
         after = tf.concat([header, times, [made + own], counts], 0)
         after = chosen(finite, lambda: vector, lambda: after)
-        last = chosen(finite, lambda: self._last, lambda: tf.constant(number, tf.int64))
-        noted = [
-            note.vector.assign(after, read_value=False),
-            self._last.assign(last, read_value=False),
-        ]
+        noted = [note.vector.assign(after, read_value=False)]
         if (self.warn_after or self.raise_after) and not host.is_compiled_by_xla():
             self._call_python(noted)
         return noted
@@ -147,43 +140,47 @@ class SkipReport:
         Raises:
             RuntimeError: it is called in a graph.
         """
-        if not tf.executing_eagerly() or self._last is None:
+        if not tf.executing_eagerly():
             raise RuntimeError(
                 "`last_overflow` can be read only in eager code, for example after the "
                 "tf.function that makes a step, or in a callback. It is not available for graphs "
                 "of TensorFlow 1."
             )
-        note = self._last_note()
-        return None if note is None else note.parts()[-1]
+        last = self._last_note()
+        return None if last is None else last[-1]
 
     def ask(self) -> None:
         """Gives the warnings of steps that XLA has compiled, which cannot call Python."""
         may_tell = self.warn_after or self.raise_after
-        if may_tell and tf.executing_eagerly() and self._last is not None:
+        if may_tell and tf.executing_eagerly():
             self._look(None)
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
-        if self._last is None:
-            return {}
-        notes = {f"note_{number}": note.vector for number, note in self._notes.items()}
-        return {"last_note": self._last, **notes}
+        return {f"note_{i}": note.vector for i, note in enumerate(self._notes)}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SkipReport, (self._loss_scale, self.warn_after, self.raise_after, self._is_shared)
+        how = (self.warn_after, self.raise_after, self._is_shared)
+        return SkipReport, (self._loss_scale, self._steps_skipped, *how)
 
-    def _note_of(self, skipped: SkippedStep) -> tuple[int, "_Note"]:
-        for number, note in self._notes.items():
+    def _note_of(self, skipped: SkippedStep) -> "_Note":
+        for note in self._notes:
             if note.is_of(skipped):
-                return number, note
-        number, note = next(self._numbers), _Note(skipped)
-        alive = {n: each for n, each in self._notes.items() if each.is_alive()}
-        self._notes = {**alive, number: note}
-        return number, note
+                return note
+        note = _Note(skipped)
+        self._notes = [*(each for each in self._notes if each.is_alive()), note]
+        return note
 
-    def _last_note(self) -> "_Note | None":
-        last: Any = self._last
-        return self._notes.get(int(tf.convert_to_tensor(last)))
+    def _last_note(self) -> "_Parts | None":
+        """Returns what is noted of the last skipped step, or None.
+
+        After a checkpoint was restored, a note may be of a later step.
+        """
+        if not self._notes:
+            return None
+        total = int(tf.convert_to_tensor(self._steps_skipped))
+        notes = [parts for note in self._notes if 0 < (parts := note.parts())[0][0] <= total]
+        return max(notes, key=lambda parts: parts[0][0], default=None)
 
     def _call_python(self, noted: Sequence[Any]) -> None:
         line = messages.users_line()
@@ -195,10 +192,10 @@ class SkipReport:
 
     def _look(self, line: messages.Line | None) -> None:
         """Reads the last note, and warns if it is time."""
-        note = self._last_note()
-        if note is None:
+        noted = self._last_note()
+        if noted is None:
             return
-        (total, _, made, consecutive, _), times, last = note.parts()
+        (total, _, made, consecutive, _), times, last = noted
         if total == self._looked_at:
             return
         self._looked_at = total
@@ -279,7 +276,7 @@ class _Note:
             and all(refer() is v for refer, v in zip(self._variables, skipped.variables))
         )
 
-    def parts(self) -> tuple[list[float], np.ndarray, overflow.Overflow]:
+    def parts(self) -> _Parts:
         """Returns the header, the numbers of the last skipped steps, and the report."""
         vector = tf.convert_to_tensor(self.vector).numpy()
         header = total, own, made, _, loss_scale = vector[:_HEADER].tolist()
