@@ -177,10 +177,8 @@ class DelegatingAdapter(OptimizerAdapter):
         self._inner = inner
 
 
-for _name in (
-    *("is_revived_without_state", "is_saved_by_keras"),
-    *("takes_float32_gradients", "only_differentiates", "hyperparameters"),
-    *("slots_made_by", "built_variables", "compute_gradients", "custom_aggregation", "steps_made"),
-    *("accumulates", "completes_step", "totals", "drop_accumulated", "is_overwritten"),
-):
-    setattr(DelegatingAdapter, _name, property(operator.attrgetter(f"_inner.{_name}")))
+# What it, or a subclass of it, does itself.
+_ITSELF = {"apply", "build", "overrides_minimize", "slot_makers", "widened"}
+for _name in vars(OptimizerAdapter).keys() - _ITSELF:
+    if not _name.startswith("_"):
+        setattr(DelegatingAdapter, _name, property(operator.attrgetter(f"_inner.{_name}")))
