@@ -188,7 +188,7 @@ class GradScalerCalls(Calls[_Step]):
             The state of its gradients; None if the step must not be made, as a warning said.
         """
         if not self.scales:
-            yield GradientState(losses=self.losses())
+            yield GradientState(losses=self.notes().losses)
             return
         with self._lock:
             key = self._key(optimizer)

@@ -142,9 +142,8 @@ class OptimizerCalls(Calls[_Step]):
         if not self.scales:
             return list(grads)
         self._refuse_results(grads, "get_unscaled_gradients")
-        scaled_by = self._scale_of_step()
-        unscaled = gradients.unscale(grads, scaled_by)
-        self._note_unscaled(unscaled, scaled_by, self.current().has_scaled())
+        step = self.current()
+        unscaled = self._unscaled(step, grads, step.has_scaled())
         self._remember_results(unscaled)
         return unscaled
 
@@ -163,10 +162,7 @@ class OptimizerCalls(Calls[_Step]):
         if step.how is not How.BY_APPLYING or not is_part:
             yield grads
             return
-        scaled_by = self._scale_of_step()
-        unscaled = gradients.unscale(grads, scaled_by)
-        self._note_unscaled(unscaled, scaled_by, has_loss=True)
-        yield unscaled
+        yield self._unscaled(step, grads, has_loss=True)
         if self.notes().is_over:  # Otherwise the wrapper has kept them for later.
             self.note(how=How.BY_APPLYING)
 
@@ -180,7 +176,7 @@ class OptimizerCalls(Calls[_Step]):
             variables: iterable of the variables that the gradients are applied to.
         """
         if not self.scales:
-            yield GradientState(losses=self.losses())
+            yield GradientState(losses=self.notes().losses)
             self.notes().losses = ()
             return
         variables = list(variables)
@@ -201,9 +197,9 @@ class OptimizerCalls(Calls[_Step]):
             messages.warn(missing if has_begun else _NEITHER)
             if step.has_scaled() or tf.executing_eagerly():
                 applied = frozenset()
-        scaled_by, unclipped = self._scale_of_step(), list(step.unclipped)
+        scaled_by, unclipped = self._scale_of(step), list(step.unclipped)
         step.unclipped = ()
-        yield GradientState(is_scaled, scaled_by, is_divided, self.losses(), unclipped)
+        yield GradientState(is_scaled, scaled_by, is_divided, step.losses, unclipped)
         if is_scaled:
             how = How.BY_APPLYING
         else:
@@ -229,18 +225,20 @@ class OptimizerCalls(Calls[_Step]):
             vars(notes).update(before)
             raise
 
-    def _note_unscaled(self, grads: Sequence[Any], scaled_by: tf.Tensor, has_loss: bool) -> None:
-        step = self.current()
+    def _unscaled(self, step: _Step, grads: Sequence[Any], has_loss: bool) -> list[Any]:
+        """Divides gradients of a step, and notes that."""
+        scaled_by = self._scale_of(step)
+        unscaled = gradients.unscale(grads, scaled_by)
         known = {"applied": step.applied, "losses": step.losses, "has_loss": has_loss}
         known |= {"how": How.DONE, "is_over": False}
-        self.note(**known, scaled_by=scaled_by, unclipped=list(grads))
+        self.note(**known, scaled_by=scaled_by, unclipped=list(unscaled))
+        return unscaled
 
-    def _scale_of_step(self) -> tf.Tensor:
-        """Returns the factor by which the loss of this step was multiplied, or will be."""
-        step = self.current()
+    def _scale_of(self, step: _Step) -> tf.Tensor:
+        """Returns the factor by which the loss of a step was multiplied, or will be."""
         if not step.has_scaled() and not step.is_over:
             return self._loss_scale()
-        return self._scale_of(step)
+        return super()._scale_of(step)
 
     def _remember_results(self, results: Iterable[Any]) -> None:
         self.notes().results = tuple(weakref.ref(r) for r in results if r is not None)

@@ -229,15 +229,11 @@ class Calls(Notebook[N]):
         if scales and not host.in_v1_graph():
             self._scaled_by = host.local_variable("scaled_by", 1.0, tf.float32)
 
-    def losses(self) -> list[tf.Tensor]:
-        """Returns the unscaled losses of this step, as far as they are known here."""
-        return list(self.current().losses)
-
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
         return {} if self._scaled_by is None else {"scaled_by": self._scaled_by}
 
-    def _scale_of(self, step: Notes) -> tf.Tensor:
+    def _scale_of(self, step: N) -> tf.Tensor:
         """Returns the factor by which the losses of a step were multiplied.
 
         The loss scale may have moved since then, by other steps or by another part of this one.
