@@ -140,8 +140,9 @@ def in_current_scope(function: Callable[..., Any]) -> Callable[..., Any]:
 def recompute_grad(function: Callable[..., Any]) -> Callable[..., Any]:
     """A `tf.recompute_grad` that reads variables again in the same dtype.
 
-    When gradients are computed, the layer that called the function has returned. The function of
-    `tf.recompute_grad` would then read float32 variables.
+    When gradients are computed, the layer that called the function has returned. In layers of Keras
+    with a policy of its own, the function of `tf.recompute_grad` would then read float32 variables.
+    Variables may be among the arguments.
 
     Args:
         function: callable whose results are to be computed again instead of being kept.
