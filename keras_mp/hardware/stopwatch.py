@@ -73,7 +73,7 @@ def _matrix_products() -> Iterator[Problem]:
 
 
 def _multiply(a: tf.Tensor, b: tf.Tensor) -> list[tf.Tensor]:
-    multiply = functools.partial(slow.compute, "MatMul")
+    multiply = functools.partial(_compute, "MatMul")
     y = multiply(a=a, b=b)
     return [y, multiply(a=y, b=b, transpose_b=True), multiply(a=a, b=y, transpose_a=True)]
 
@@ -88,13 +88,24 @@ def _convolutions() -> Iterator[Problem]:
 
 def _convolve(x: tf.Tensor, kernel: tf.Tensor) -> list[tf.Tensor]:
     how = {"strides": [1, 1, 1, 1], "padding": "SAME"}
-    y = slow.compute("Conv2D", input=x, filter=kernel, **how)
-    gradient = functools.partial(slow.compute, out_backprop=y, **how)
+    y = _compute("Conv2D", input=x, filter=kernel, **how)
+    gradient = functools.partial(_compute, out_backprop=y, **how)
     return [
         y,
         gradient("Conv2DBackpropInput", input_sizes=x.shape, filter=kernel),
         gradient("Conv2DBackpropFilter", input=x, filter_sizes=kernel.shape),
     ]
+
+
+def _compute(op: str, **arguments: Any) -> tf.Tensor:
+    """Computes an operation as keras_mp does in reach."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, tf.Tensor)}
+    [dtype] = {value.dtype for value in tensors.values()}
+    own = getattr(tf.raw_ops, op)
+    if dtype == tf.float32 or not slow.is_slow_here(op, dtype, arguments):
+        return own(**arguments)
+    wide = {name: tf.cast(value, tf.float32) for name, value in tensors.items()}
+    return tf.cast(own(**{**arguments, **wide}), dtype)
 
 
 def random(shape: list[int]) -> tf.Tensor:

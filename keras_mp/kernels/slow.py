@@ -19,13 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.hooks import reach
-from keras_mp.kernels.trials import (
-    device_type,
-    in_float32,
-    low_precision_dtype,
-    shape_of,
-    usual_device,
-)
+from keras_mp.kernels.trials import device_type, shape_of, usual_device
 from keras_mp.support import cpu, host
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 
@@ -89,20 +83,6 @@ def is_slow_here(op: str, dtype: tf.DType, arguments: Mapping[str, Any]) -> bool
         arguments: its arguments by name.
     """
     return _switch.is_on and device_type() == "CPU" and is_slow(op, dtype, arguments)
-
-
-def compute(op: str, **arguments: Any) -> Any:
-    """Computes an operation as keras_mp does in reach.
-
-    Args:
-        op: str, one of `OPS`.
-        **arguments: those of the raw operation.
-    """
-    own, dtype = getattr(tf.raw_ops, op), low_precision_dtype(arguments.values())
-    if dtype is None or not is_slow_here(op, dtype, arguments):
-        return own(**arguments)
-    with reach.decided():
-        return in_float32(own, **arguments)
 
 
 def slow_operations(dtype: str) -> list[str]:

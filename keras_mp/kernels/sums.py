@@ -22,7 +22,6 @@ from keras_mp.hooks import Everywhere, Replacement, reach
 from keras_mp.kernels.trials import (
     Kernel,
     Table,
-    in_float32,
     in_its_module,
     low_precision_dtype,
     shape_of,
@@ -254,10 +253,7 @@ def _without_a_copy(original: Callable[..., tf.Tensor]) -> Callable[..., Any]:
         # Not `tf.reduce_sum`, which takes as long as such a sum.
         add_up = in_its_module(tf.raw_ops.Sum)
         axes = [i for i in range(rank) if i != channels]
-        with reach.decided():
-            if TABLE.is_wrong_for("Sum", dtype, (out_backprop, axes), {}):
-                return in_float32(add_up, out_backprop, axes, name=name)
-            return add_up(out_backprop, axes, name=name)
+        return add_up(out_backprop, axes, name=name)
 
     return call
 

@@ -149,29 +149,6 @@ def low_precision_dtype(values: Iterable[object]) -> tf.DType | None:
     return None
 
 
-def in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Computes with float32 in the place of 16-bit values, and rounds the result.
-
-    Only the first of several results is rounded: the others are the statistics of a batch
-    normalization, which are float32 anyway.
-    """
-    dtype = low_precision_dtype((*args, *kwargs.values()))
-    assert dtype is not None
-
-    def widen(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [widen(each) for each in value]
-        if isinstance(value, tf.Variable):
-            # On Keras 2.16 it may appear in another dtype than it says.
-            value = tf.convert_to_tensor(value)
-        return value if low_precision_dtype([value]) is None else tf.cast(value, tf.float32)
-
-    result = original(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
-    if not isinstance(result, tuple):
-        return tf.cast(result, dtype)
-    return type(result)(tf.cast(result[0], dtype), *result[1:])
-
-
 def shape_of(value: object) -> tf.TensorShape:
     """Returns the static shape of an argument, which is unknown if it is not a tensor."""
     shape: Any = getattr(value, "shape", None)
