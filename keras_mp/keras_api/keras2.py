@@ -14,7 +14,7 @@ from keras_mp import hooks
 from keras_mp.hooks import Everywhere, Replacement, When, wrapped
 from keras_mp.keras_api import keras2_names
 from keras_mp.keras_api.keras2_adapters import IN_ONE_TRACE, making_at_once, optimizer_adapter
-from keras_mp.keras_api.keras2_names import BUILDS, FEATURES, LOSSES
+from keras_mp.keras_api.keras2_names import BUILDS, FEATURES, LOSSES, RAW_INPUTS
 from keras_mp.keras_api.keras2_names import build_once as BUILD_ONCE
 from keras_mp.keras_api.keras2_policies import (
     BasePolicy,
@@ -27,11 +27,14 @@ from keras_mp.keras_api.keras2_policies import (
     set_global_policy,
 )
 from keras_mp.keras_api.keras2_raw_inputs import (
+    CASTS_OF_STATES,
+    EARLY_CASTING,
     exact_functions,
+    input_casts,
     is_operation,
-    note_input_casts,
-    report_rounded,
+    report_of_outputs,
     set_policy,
+    with_dtype,
 )
 from keras_mp.keras_api.keras2_recurrent import replace_slow_layers
 from keras_mp.keras_api.keras2_saving import (

@@ -6,46 +6,22 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hooks
-from keras_mp.hooks import Replacement, When
+from keras_mp.hooks import Method, Replacement
 from keras_mp.keras_api import keras2_names
 from keras_mp.support import features
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION
+from keras_mp.tensorflow_api.names import Name
 
-keras = tf.keras
+EARLY_CASTING: tuple[Any, ...] = ()
 
 
 def is_operation(layer: Any) -> bool:
     return getattr(layer, "_must_restore_from_config", False)
 
 
-def note_input_casts(
-    policy_class: type, noted: Callable[[Any, Any], Any], before: Callable[[Any], Any]
-) -> None:
-    del policy_class, before  # A layer casts its inputs itself.
-
-    def casting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def cast_single_input(self: Any, x: Any) -> Any:
-            result = original(self, x)
-            return noted(x, result)
-
-        return cast_single_input
-
-    def conforming(original: Callable[..., Any]) -> Callable[..., Any]:
-        def conform_to_reference_input(self: Any, tensor: Any, ref_input: Any) -> Any:
-            result = original(self, tensor, ref_input)
-            return noted(tensor, result)
-
-        return conform_to_reference_input
-
-    feature = keras2_names.RAW_INPUTS
-    hooks.install(
-        [
-            Replacement(keras2_names.cast_input, casting, When.ALWAYS, feature),
-            Replacement(keras2_names.convert_input_of_model, conforming, When.ALWAYS, feature),
-            Replacement(keras2_names.inputs_of_rnn, _casting_states, feature=keras2_names.STATES),
-        ]
-    )
+def input_casts(policy_class: type) -> tuple[Name | Method, ...]:
+    del policy_class  # A layer casts its inputs itself.
+    return keras2_names.cast_input, keras2_names.convert_input_of_model
 
 
 def _casting_states(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,6 +44,11 @@ def _cast_float(dtype: tf.DType, value: Any) -> Any:
     return tf.cast(value, dtype) if is_float else value
 
 
+CASTS_OF_STATES = (
+    Replacement(keras2_names.inputs_of_rnn, _casting_states, feature=keras2_names.STATES),
+)
+
+
 def exact_functions() -> list[Any]:
     return []
 
@@ -77,31 +58,12 @@ def set_policy(layer: Any, policy: Any) -> None:
         keras2_names.set_policy(layer, policy)
 
 
-# What lets layers report rounded results, once it is there.
-_reporting: list[Any] = []
-
-
-def report_rounded(
-    cls: Any, rounds_to: Callable[[Any], tf.DType | None], mapped: Callable[..., Any]
-) -> None:
-    def rounded(original: Callable[..., Any]) -> Callable[..., Any]:
-        def infer_output_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
-            dtype, outputs = rounds_to(self), original(self, *args, **kwargs)
-            if dtype is None:
-                return outputs
-            return mapped(functools.partial(_with_dtype, dtype), self, outputs)
-
-        return infer_output_signature
-
+def report_of_outputs(cls: Any) -> Name | Method:
     del cls  # They all have the same method.
-    if not _reporting:
-        _reporting.append(rounded)
-        place, feature = keras2_names.output_signature, keras2_names.RAW_INPUTS
-        hooks.install([Replacement(place, rounded, When.ALWAYS, feature)])
+    return keras2_names.output_signature
 
 
-def _with_dtype(dtype: tf.DType, output: Any) -> Any:
-    """Gives a symbolic output another dtype; its mask and its shape stay with it."""
+def with_dtype(dtype: tf.DType, output: Any) -> Any:
     spec: Any = output.type_spec
     if spec.dtype not in (tf.float32, tf.float64):
         return output
@@ -111,5 +73,5 @@ def _with_dtype(dtype: tf.DType, output: Any) -> Any:
     else:
         kind = tf.SparseTensorSpec if isinstance(spec, tf.SparseTensorSpec) else tf.TensorSpec
         spec = kind(spec.shape, dtype)
-    output._type_spec = spec
+    output._type_spec = spec  # So its mask and its shape stay with it.
     return output

@@ -15,7 +15,7 @@ from keras_mp.hooks import Method, Replacement, When, wrapped
 from keras_mp.keras_api import keras3_names
 from keras_mp.keras_api.keras3_adapter import IN_ONE_TRACE, making_at_once, optimizer_adapter
 from keras_mp.keras_api.keras3_layers import replace_slow_layers
-from keras_mp.keras_api.keras3_names import BUILDS, FEATURES, LOSSES
+from keras_mp.keras_api.keras3_names import BUILDS, FEATURES, LOSSES, RAW_INPUTS
 from keras_mp.keras_api.keras3_names import build_once as BUILD_ONCE
 from keras_mp.keras_api.keras3_policies import (
     BasePolicy,
@@ -29,11 +29,14 @@ from keras_mp.keras_api.keras3_policies import (
     thread_with,
 )
 from keras_mp.keras_api.keras3_raw_inputs import (
+    CASTS_OF_STATES,
+    EARLY_CASTING,
     exact_functions,
+    input_casts,
     is_operation,
-    note_input_casts,
-    report_rounded,
+    report_of_outputs,
     set_policy,
+    with_dtype,
 )
 from keras_mp.keras_api.keras3_saving import (
     deserialize_optimizer,

@@ -1,21 +1,21 @@
 """Layers that read raw inputs, in Keras 3."""
 
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hooks
-from keras_mp.hooks import Method, Replacement, When
-from keras_mp.keras_api.keras3_names import RAW_INPUTS, convert_inputs_of_model
+from keras_mp.hooks import Method, Replacement
+from keras_mp.keras_api.keras3_names import convert_inputs_of_model
+from keras_mp.tensorflow_api.names import Name
 
 keras = tf.keras
 
-# The layer that casts inputs before it calls `Layer.__call__`.
-PreprocessingLayer: Any = next(
-    cls for cls in keras.layers.Normalization.__mro__ if "__call__" in vars(cls)
+# The layers that in a graph cast inputs before they call `Layer.__call__`.
+EARLY_CASTING: tuple[Any, ...] = (
+    next(cls for cls in keras.layers.Normalization.__mro__ if "__call__" in vars(cls)),
 )
+# What casts the initial states of recurrent layers: they do so themselves.
+CASTS_OF_STATES: tuple[Replacement, ...] = ()
 
 # They subtract what is nearly equal, or multiply matrices, and `stft` refuses 16 bits.
 _IN_FLOAT32 = (
@@ -44,45 +44,15 @@ def is_operation(layer: keras.layers.Layer) -> bool:
     return False
 
 
-def note_input_casts(
-    policy_class: type, noted: Callable[[Any, Any], Any], before: Callable[[Any], Any]
-) -> None:
-    """Has the casts noted that layers and models make of their inputs.
+def input_casts(policy_class: type) -> tuple[Name | Method, ...]:
+    """Returns the methods by which layers and models cast their inputs.
+
+    They take an input, or a list of inputs, and return what becomes of it.
 
     Args:
         policy_class: class of the policies whose layers do.
-        noted: takes an input and what it became, and returns the latter.
-        before: takes an input of a preprocessing layer, and returns it unrounded.
     """
-
-    def converting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def convert_input(self: Any, x: Any, autocast: bool, dtype: Any) -> Any:
-            result = original(self, x, autocast, dtype)
-            return noted(x, result)
-
-        return convert_input
-
-    def converting_all(original: Callable[..., Any]) -> Callable[..., Any]:
-        def convert_inputs(self: Any, flat_inputs: Sequence[Any]) -> list[Any]:
-            results = original(self, flat_inputs)
-            return list(map(noted, flat_inputs, results))
-
-        return convert_inputs
-
-    def preprocessing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, inputs: Any, **kwargs: Any) -> Any:
-            # In a graph it converts them before it calls `Layer.__call__`.
-            return original(self, keras.tree.map_structure(before, inputs), **kwargs)
-
-        return call
-
-    hooks.install(
-        [
-            Replacement(Method(PreprocessingLayer, "__call__"), preprocessing, When.ALWAYS),
-            Replacement(Method(policy_class, "convert_input"), converting, When.ALWAYS, RAW_INPUTS),
-            Replacement(convert_inputs_of_model, converting_all, When.ALWAYS, RAW_INPUTS),
-        ]
-    )
+    return Method(policy_class, "convert_input"), convert_inputs_of_model
 
 
 def set_policy(layer: Any, policy: Any) -> None:
@@ -90,39 +60,16 @@ def set_policy(layer: Any, policy: Any) -> None:
     layer.dtype_policy = policy
 
 
-# The classes whose `compute_output_spec` reports rounded results.
-_reporting: set[type] = set()
+def report_of_outputs(cls: Any) -> Name | Method:
+    """Returns the method by which layers of a class say what their results are like."""
+    name = "compute_output_spec"
+    return Method(next(each for each in cls.__mro__ if name in vars(each)), name)
 
 
-def report_rounded(
-    cls: Any, rounds_to: Callable[[Any], tf.DType | None], mapped: Callable[..., Any]
-) -> None:
-    """Lets layers of a class say the dtype to which their float32 results are rounded.
-
-    Args:
-        cls: class of layers.
-        rounds_to: takes a layer and returns that DType, or None.
-        mapped: takes a function, a layer and its outputs, and maps those that are rounded.
-    """
-
-    def rounded(original: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_output_spec(self: Any, *args: Any, **kwargs: Any) -> Any:
-            dtype, spec = rounds_to(self), original(self, *args, **kwargs)
-            if dtype is None:
-                return spec
-            return mapped(functools.partial(_with_dtype, dtype.name), self, spec)
-
-        return compute_output_spec
-
-    owner = next(each for each in cls.__mro__ if "compute_output_spec" in vars(each))
-    if owner not in _reporting:
-        _reporting.add(owner)
-        hooks.install([Replacement(Method(owner, "compute_output_spec"), rounded, When.ALWAYS)])
-
-
-def _with_dtype(dtype: str, spec: Any) -> Any:
-    if not isinstance(spec, keras.KerasTensor) or spec.dtype not in ("float32", "float64"):
-        return spec
+def with_dtype(dtype: tf.DType, output: Any) -> Any:
+    """Gives a symbolic result of float32 or float64 another dtype."""
+    if not isinstance(output, keras.KerasTensor) or output.dtype not in ("float32", "float64"):
+        return output
     return keras.KerasTensor(
-        spec.shape, dtype, sparse=spec.sparse, ragged=spec.ragged, name=spec.name
+        output.shape, dtype.name, sparse=output.sparse, ragged=output.ragged, name=output.name
     )

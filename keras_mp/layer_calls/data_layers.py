@@ -7,12 +7,12 @@ it unrounded.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hooks, keras_api
+from keras_mp import hooks, keras_api, kernels
 from keras_mp.hooks import Method, Replacement, When, faces, reach
 from keras_mp.policy import Policy
 from keras_mp.support import marks
@@ -41,6 +41,34 @@ def install() -> None:
     """Gives such layers their float32 policy when they are made, once in a process."""
     owner = next(cls for cls in tf.keras.layers.Layer.__mro__ if "__call__" in vars(cls))
     hooks.install([Replacement(Method(owner, "__init__"), _with_float32_policy, When.ALWAYS)])
+    if kernels.have_faces():
+        hooks.install(_of_inputs())
+
+
+def _of_inputs() -> Iterator[Replacement]:
+    """Yields the rows of methods that cast inputs of layers, which then have faces."""
+    for place in keras_api.input_casts(Policy):
+        yield Replacement(place, _noting_casts, When.ALWAYS, keras_api.RAW_INPUTS)
+    for cls in keras_api.EARLY_CASTING:
+        yield Replacement(Method(cls, "__call__"), _with_unrounded_inputs, When.ALWAYS)
+    yield from keras_api.CASTS_OF_STATES
+
+
+def _noting_casts(original: Callable[..., Any]) -> Callable[..., Any]:
+    def cast(self: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, given, *args, **kwargs)
+        if isinstance(result, list):
+            return list(map(faces.cast_input, given, result))
+        return faces.cast_input(given, result)
+
+    return cast
+
+
+def _with_unrounded_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, inputs: Any, **kwargs: Any) -> Any:
+        return original(self, tf.nest.map_structure(unrounded, inputs), **kwargs)
+
+    return call
 
 
 def _with_float32_policy(original: Callable[..., None]) -> Callable[..., None]:
@@ -49,9 +77,22 @@ def _with_float32_policy(original: Callable[..., None]) -> Callable[..., None]:
         policy: Any = self.dtype_policy if reads_raw(type(self)) else None
         if isinstance(policy, Policy) and policy.low_precision_dtype is not None:
             keras_api.set_policy(self, policy.in_float32())
-            keras_api.report_rounded(type(self), _rounds_to, _map_rounded)
+            place = keras_api.report_of_outputs(type(self))
+            hooks.install([Replacement(place, _reporting, When.ALWAYS, keras_api.RAW_INPUTS)])
 
     return __init__
+
+
+def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method that tells what results are like, which are rounded."""
+
+    def report(self: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype, outputs = _rounds_to(self), original(self, *args, **kwargs)
+        if dtype is None:
+            return outputs
+        return _map_rounded(functools.partial(keras_api.with_dtype, dtype), outputs)
+
+    return report
 
 
 def is_one(layer: Any) -> bool:
@@ -84,7 +125,7 @@ def call(keras_call: Callable[..., Any], layer: Any, args: Any, kwargs: Any) -> 
     args, kwargs = tf.nest.map_structure(unrounded, (args, kwargs))
     with reach.entered(None):
         outputs = keras_call(layer, *args, **kwargs)
-    return _map_rounded(functools.partial(_rounded, _rounds_to(layer)), layer, outputs)
+    return _map_rounded(functools.partial(_rounded, _rounds_to(layer)), outputs)
 
 
 def rounded(layer: Any, dtype: tf.DType | None, outputs: Any) -> Any:
@@ -109,12 +150,11 @@ def unrounded(value: Any) -> Any:
     return value if face is None else marks.copy(value, face)
 
 
-def _map_rounded(function: Callable[[Any], Any], layer: Any, outputs: Any) -> Any:
+def _map_rounded(function: Callable[[Any], Any], outputs: Any) -> Any:
     """Maps the outputs that a layer rounds.
 
     Among images with labels, boxes and masks, only the images are rounded.
     """
-    del layer
     if isinstance(outputs, dict) and "images" in outputs:
         return {**outputs, "images": tf.nest.map_structure(function, outputs["images"])}
     return tf.nest.map_structure(function, outputs)

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hooks, keras_api, kernels, regularizers
+from keras_mp import hooks, keras_api, regularizers
 from keras_mp.hooks import Method, Replacement, When, faces, observers, reach
 from keras_mp.hooks.once import once
 from keras_mp.hooks.reach import Region
@@ -35,8 +35,6 @@ def install() -> None:
     hooks.install([Replacement(Method(owner, "__call__"), _heeding_policies, When.ALWAYS)])
     added_losses.install()
     initial_weights.install()
-    if kernels.have_faces():
-        keras_api.note_input_casts(Policy, faces.cast_input, data_layers.unrounded)
     data_layers.install()
     hooks.install(functions.rows(keras_api.exact_functions()))
 

@@ -4,7 +4,7 @@ This module needs TensorFlow only.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -48,10 +48,7 @@ def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if tf.executing_eagerly() else _one_operation(function)
 
 
-def shared_operation(
-    function: Callable[..., Any],
-    signature: Sequence[tf.TensorSpec] | None = None,
-) -> Callable[..., Any]:
+def shared_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a function as `as_one_operation` does, but traces it only once.
 
     All callers share the trace. A trace for arguments of certain shapes and dtypes is kept for as
@@ -60,13 +57,11 @@ def shared_operation(
     Args:
         function: function of structures of tensors, which depends on nothing else but whether XLA
             compiles it.
-        signature: sequence of TensorSpec, one for each argument, which is traced in place of the
-            arguments' own shapes and dtypes. Defaults to none.
 
     Returns:
         The decorated function.
     """
-    operations = [_one_operation(function, signature) for _ in range(2)]
+    operations = [_one_operation(function) for _ in range(2)]
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -80,16 +75,8 @@ def shared_operation(
     return call
 
 
-def _one_operation(
-    function: Callable[..., Any],
-    signature: Sequence[tf.TensorSpec] | None = None,
-) -> Callable[..., Any]:
-    return tf.function(
-        function,
-        input_signature=signature,
-        autograph=False,
-        experimental_attributes={"_noinline": True},
-    )
+def _one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
 def is_compiled_by_xla() -> bool:
