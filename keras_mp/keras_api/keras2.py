@@ -196,7 +196,7 @@ class BaseLoss(keras.losses.Loss):
 
 
 def is_in_a_layer(layer: Any) -> bool:
-    if not features.is_on(keras2_names.CALLS):
+    if not features.is_on(keras2_names.THREADS):
         return True  # Else each model would return float32, also inside of another one.
     context = keras2_names.call_context()
     # While Keras saves a model, the model is in itself.
@@ -250,7 +250,7 @@ def _wide_losses(container: type) -> type:
 def widen_predictions(model: keras.Model) -> None:
     # They may be None, or wide already.
     is_keras_own = type(model.compiled_loss).__module__.startswith("tf_keras.")
-    if is_keras_own and features.is_on(keras2_names.WIDE_LOSSES):
+    if is_keras_own and features.is_on(LOSSES):
         model.compiled_loss.__class__ = _wide_losses(type(model.compiled_loss))
     if type(model.compiled_metrics).__module__.startswith("tf_keras."):
         model.compiled_metrics.__class__ = wide_metrics(type(model.compiled_metrics))

@@ -72,19 +72,15 @@ legacy_transform = Name(
 )
 
 THREADS = Feature(
-    "what a thread knows: the dtype to which weights are cast",
-    "Layers that read their weights in float32 read them in 16 bits, as Keras's do.",
-    (autocast_dtype, autocast_scope),
+    "what a thread knows: the dtype to which weights are cast, its call of a layer",
+    "Layers that read their weights in float32 read them in 16 bits, as Keras's do, and models "
+    "return their outputs in 16 bits.",
+    (autocast_dtype, autocast_scope, call_context),
 )
 TRACES = Feature(
     "traces of functions that get weights of Keras",
     "Where there is a GPU, loops without `tf.function` compile each update again in each step.",
     (AutoCastVariable,),
-)
-CALLS = Feature(
-    "which layer is being called",
-    "Models return their outputs in 16 bits.",
-    (call_context,),
 )
 POLICIES = Feature(
     "policies of keras_mp in files, and under a `ParameterServerStrategy`",
@@ -98,14 +94,10 @@ TRUST = Feature(
     (SafeModeScope,),
 )
 RAW_INPUTS = Feature(
-    "layers that read raw inputs in float32",
-    "Preprocessing, normalization and sums of squares compute in 16 bits, from rounded inputs.",
-    (set_policy, cast_input, output_signature, convert_input_of_model),
-)
-STATES = Feature(
-    "recurrent layers that cast their initial states",
-    "A float32 state is an error in a layer in 16 bits, as it is in Keras.",
-    (inputs_of_rnn,),
+    "layers that read raw inputs in float32, and recurrent layers that cast their initial states",
+    "Preprocessing, normalization and sums of squares compute in 16 bits, from rounded inputs. A "
+    "float32 state is an error in a layer in 16 bits, as it is in Keras.",
+    (set_policy, cast_input, output_signature, convert_input_of_model, inputs_of_rnn),
 )
 LSTM = Feature(
     "LSTM in one compiled piece",
@@ -130,13 +122,8 @@ OUTPUTS = Feature(
 LOSSES = Feature(
     "Keras's own losses, computed in float32",
     "A loss that is an object of Keras's class stays as it is. Its name, or that of a class of "
-    "keras_mp.losses, gives one of keras_mp.",
-    (arguments_of_loss,),
-)
-WIDE_LOSSES = Feature(
-    "predictions in float32 for losses of a compiled model",
-    "Keras casts labels to the dtype of the predictions.",
-    (losses_of_model,),
+    "keras_mp.losses, gives one of keras_mp. Keras casts labels to the dtype of the predictions.",
+    (arguments_of_loss, losses_of_model),
 )
 CALLBACKS = Feature(
     "callbacks that take tensors",
@@ -178,30 +165,16 @@ COMPILED = Feature(
     "`compile` ends with an error where Keras would scale the loss, too.",
     (optimizer_of_model,),
 )
-EXPORT = Feature(
-    "exported subclassed models that take float32",
-    "Their signatures take 16 bits.",
-    (save_spec, functions_of_layer),
-)
-LOADED = Feature(
-    "loaded SavedModels that are called",
-    "They return 16 bits; their signatures return float32.",
-    (functions_of_layer, *CALLS_OF_MODELS),
-)
-LAYERS_IN_FILES = Feature(
-    "the calls of layers in SavedModels",
-    "Layers that are loaded without their classes compute in 16 bits what others have in "
-    "float32, such as losses that they add.",
-    (traced_call,),
-)
-REGULARIZERS_IN_FILES = Feature(
-    "activity regularizers in SavedModels that are functions",
-    "A layer that has one is loaded with its class only.",
-    (saved_properties,),
-)
-FILES = Feature("files with weights in bfloat16", "They cannot be loaded.", WRITERS)
-OPTIMIZERS_IN_FILES = Feature(
-    "optimizers in files", "Some are not found by their names.", (saving_options,)
+FILES = Feature(
+    "files of models and optimizers",
+    "Those with weights in bfloat16 cannot be loaded, and some optimizers are not found by their "
+    "names. SavedModels take and return 16 bits where subclassed models take and return float32. "
+    "Layers that are loaded without their classes compute in 16 bits what others have in float32, "
+    "such as losses that they add; with a function as activity regularizer they are not loaded.",
+    (
+        *(*WRITERS, saving_options, save_spec, functions_of_layer, traced_call, saved_properties),
+        *CALLS_OF_MODELS,
+    ),
 )
 STEPS = Feature(
     "histograms of several steps in one call",

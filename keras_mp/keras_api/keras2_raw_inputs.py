@@ -45,7 +45,7 @@ def _cast_float(dtype: tf.DType, value: Any) -> Any:
 
 
 CASTS_OF_STATES = (
-    Replacement(keras2_names.inputs_of_rnn, _casting_states, feature=keras2_names.STATES),
+    Replacement(keras2_names.inputs_of_rnn, _casting_states, feature=keras2_names.RAW_INPUTS),
 )
 
 

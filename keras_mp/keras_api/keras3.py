@@ -141,7 +141,7 @@ class BaseLayer(keras.layers.Layer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if features.is_on(keras3_names.LAYER_INPUTS):
+        if features.is_on(RAW_INPUTS):
             keras3_names.converts_inputs.set_of(self, False)
 
     @tf.autograph.experimental.do_not_convert
@@ -270,7 +270,7 @@ def widen_predictions(model: keras.Model) -> None:
 
     It also keeps labels from being cast to the predictions' dtype before our losses see them.
     """
-    if not features.is_on(keras3_names.METRICS):
+    if not features.is_on(LOSSES):
         return
     metrics = keras3_names.metrics.of(model)
     if type(metrics).__module__.startswith("keras."):  # neither None, nor wide already

@@ -48,18 +48,15 @@ SHAPES = Feature(
 )
 TRUST = Feature(
     "layers with Python code in `keras_mp.convert` and `keras_mp.numerics`",
-    "Keras refuses to copy them, with an error, before keras.config.enable_unsafe_deserialization.",
-    (SafeModeScope,),
+    "Keras refuses to copy them, with an error, before keras.config.enable_unsafe_deserialization. "
+    "A copy of a `Lambda` has no output shape.",
+    (SafeModeScope, output_shape_of_lambda),
 )
 RAW_INPUTS = Feature(
-    "layers that read raw inputs in float32",
-    "Preprocessing, normalization and sums of squares compute in 16 bits, from rounded inputs.",
-    (convert_inputs_of_model,),
-)
-LAYER_INPUTS = Feature(
-    "`keras_mp.layers.Layer` with `autocast_inputs=False`",
-    "Keras casts its inputs to the compute dtype.",
-    (converts_inputs,),
+    "layers that read raw inputs, in float32 or as a `keras_mp.layers.Layer` without casts does",
+    "Preprocessing, normalization and sums of squares compute in 16 bits, from rounded inputs. "
+    "Keras casts the inputs of a `keras_mp.layers.Layer` with `autocast_inputs=False`.",
+    (convert_inputs_of_model, converts_inputs),
 )
 BUILDS = Feature(
     "weights of a layer that are made of others",
@@ -71,42 +68,27 @@ LAYERS_INSIDE = Feature(
     "keras_mp finds those that `layers` of a model lists, and says nothing of others.",
     (flatten_layers,),
 )
-LAMBDAS = Feature(
-    "output shapes of `Lambda` layers in `keras_mp.convert`",
-    "A copy of such a layer has none.",
-    (output_shape_of_lambda,),
-)
 OUTPUTS = Feature(
     "the layers that make a model's outputs",
     "Outputs in 16 bits are cast to float32 where they leave the model, after they were rounded.",
     (history, nodes),
 )
 LOSSES = Feature(
-    "Keras's own losses, computed in float32",
+    "Keras's own losses and metrics, computed in float32",
     "A loss that is an object of Keras's class stays as it is. Its name, or that of a class of "
-    "keras_mp.losses, gives one of keras_mp.",
-    (arguments_of_loss,),
+    "keras_mp.losses, gives one of keras_mp. Metrics get predictions in the dtype of the outputs.",
+    (arguments_of_loss, metrics),
 )
-METRICS = Feature(
-    "metrics of float32 predictions",
-    "Metrics get predictions in the dtype of the model's outputs.",
-    (metrics,),
+OPTIMIZERS = Feature(
+    "wrapped optimizers that sum gradients: of several replicas, or of several steps",
+    "Under a strategy with several replicas, and with `gradient_accumulation_steps`, training ends "
+    "with an error.",
+    (sum_gradients, iterations, trained, accumulated),
 )
-REPLICAS = Feature(
-    "wrapped optimizers under a strategy with several replicas",
-    "Training there ends with an error, since Keras would sum the gradients again.",
-    (sum_gradients,),
-)
-ACCUMULATION = Feature(
-    "wrapped optimizers that accumulate gradients",
-    "Steps with `gradient_accumulation_steps` end with an error.",
-    (iterations, trained, accumulated),
-)
-FILES = Feature("`.h5` files with weights in bfloat16", "They cannot be loaded.", (write_h5,))
-EXPORT = Feature(
-    "exported subclassed models that take float32",
-    "Their signatures take 16 bits.",
-    (exported_signature, saved_signature),
+FILES = Feature(
+    "files that others read: `.h5` with weights in bfloat16, exported subclassed models",
+    "The former cannot be loaded. Signatures of the latter take 16 bits.",
+    (write_h5, exported_signature, saved_signature),
 )
 WORKERS = Feature(
     "`fit` on several workers",

@@ -101,7 +101,7 @@ def name_functions(layer: tf.keras.layers.Layer, config: dict[str, Any]) -> dict
     # Keras writes the code of a lambda, without the module in which it finds `tf`, and of another
     # function the name, by which it finds registered ones only.
     shape = None
-    if features.is_on(keras3_names.LAMBDAS):
+    if features.is_on(keras3_names.TRUST):
         shape = keras3_names.output_shape_of_lambda.of(layer)
     functions = {"function": layer.function, "output_shape": shape}
     named = {}
