@@ -140,6 +140,14 @@ def classifier(units: int = 16) -> Any:
     return tf.keras.Sequential([*layers, tf.keras.layers.Dense(10)])
 
 
+def compiled_model(*layers: Any, inputs: int = 2, optimizer: Any = "sgd", **how: Any) -> Any:
+    """A sequential model of these layers, or of one unit, that is compiled."""
+    inside = layers or (tf.keras.layers.Dense(1),)
+    model = tf.keras.Sequential([tf.keras.Input([inputs]), *inside])
+    model.compile(optimizer, **{"loss": "mse", **how})
+    return model
+
+
 def variables_of(optimizer: Any) -> list[Any]:
     """The variables of an optimizer of any family."""
     variables = optimizer.variables

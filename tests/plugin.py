@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests import inside, speed
-from tests.common import needs_bfloat16_rewrite
+from tests.common import FAMILIES, needs_bfloat16_rewrite
 
 # The modules of the Keras that is not there.
 _UNUSED = {"keras": "keras2*.py", "tf_keras": "keras3*.py"}[keras_mp.keras_api.ROOT_PACKAGE]
@@ -44,6 +44,12 @@ def clean_slate(doctest_namespace: dict) -> Iterator[None]:
         keras_mp.disable_mixed_precision_graph_rewrite()
     tf.keras.backend.set_floatx("float32")
     keras_mp.set_global_policy(None)
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request: pytest.FixtureRequest) -> str:
+    """The optimizer SGD of each family."""
+    return request.param
 
 
 @pytest.fixture

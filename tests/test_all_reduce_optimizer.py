@@ -7,10 +7,10 @@ import tensorflow as tf
 import keras_mp
 from tests import steps
 from tests.common import (
-    FAMILIES,
     IS_KERAS_3,
     MODES,
     assert_all_equal,
+    compiled_model,
     digits,
     make_optimizer,
     mirrored,
@@ -23,11 +23,6 @@ from tests.replicas.test_distribution import assert_same_everywhere, collective_
 # Neither term has 8 bits only, nor has their sum.
 TERMS = [1 + 2.0**-9, 1 + 2.0**-6 + 2.0**-9]
 ROUNDED_SUM = 2 + 2.0**-6
-
-
-@pytest.fixture(params=FAMILIES)
-def name(request):
-    return request.param
 
 
 def times(v, term):
@@ -130,9 +125,8 @@ def test_what_sums_gradients_itself_is_not_wrapped_nor_wraps(name):
 
 def test_a_model_that_scales_its_loss_says_what_to_pass(name):
     keras_mp.set_global_policy(keras_mp.Policy("float32", loss_scale=64))
-    model = tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(1)])
     with pytest.raises(TypeError, match="Pass `reduce_dtype` to the LossScaleOptimizer"):
-        model.compile(keras_mp.AllReduceOptimizer(sgd(name)), "mse")
+        compiled_model(optimizer=keras_mp.AllReduceOptimizer(sgd(name)))
 
 
 def train(name, make):
@@ -140,11 +134,10 @@ def train(name, make):
     keras_mp.set_global_policy("mixed_bfloat16")
     with mirrored(2).scope():
         tf.keras.utils.set_random_seed(1)
-        model = tf.keras.Sequential(
-            [tf.keras.Input((64,)), tf.keras.layers.Dense(10, dtype="float32")]
-        )
+        dense = tf.keras.layers.Dense(10, dtype="float32")
         loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(make(make_optimizer(name, 0.1)), loss)
+        optimizer = make(make_optimizer(name, 0.1))
+        model = compiled_model(dense, inputs=64, optimizer=optimizer, loss=loss)
     model.fit(images[:256], labels[:256], batch_size=64, verbose=0, shuffle=False)
     return model
 

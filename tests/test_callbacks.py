@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import FAMILIES, IS_KERAS_3, make_optimizer, mirrored, once
+from tests.common import FAMILIES, IS_KERAS_3, compiled_model, make_optimizer, mirrored, once
 
 K = tf.keras
 LossScaleMonitor = keras_mp.callbacks.LossScaleMonitor
@@ -36,9 +36,8 @@ def scaled(optimizer=None, **kwargs):
 
 def linear(optimizer=None, **kwargs):
     """A model; in eager, since tracing it takes longer than what most tests do with it."""
-    model = K.Sequential([K.Input([1]), K.layers.Dense(1, kernel_initializer="ones")])
-    model.compile(optimizer or scaled(), "mae", **(kwargs or {"run_eagerly": True}))
-    return model
+    how = {"optimizer": optimizer or scaled(), "loss": "mae", **(kwargs or {"run_eagerly": True})}
+    return compiled_model(K.layers.Dense(1, kernel_initializer="ones"), inputs=1, **how)
 
 
 def fit(model, callbacks, x=BAD, **kwargs):
@@ -94,7 +93,9 @@ def test_everything_that_reads_logs_shows_them(tmp_path, capsys, update_freq):
     ]
     monitor = LossScaleMonitor(update_freq)
     callbacks = [monitor, *others]
-    history = fit(linear(), callbacks, verbose=2, validation_data=(ONES, ONES)).history
+    optimizer = scaled(K.optimizers.SGD(K.optimizers.schedules.ExponentialDecay(0.0, 4, 0.9)))
+    model, how = linear(optimizer), {"verbose": 2, "validation_data": (ONES, ONES)}
+    history = fit(model, callbacks, **how).history
     assert history["loss_scale"] == SCALES
     assert history["steps_skipped"] == SKIPPED
     assert {type(value) for value in history["loss_scale"]} == {float}
@@ -107,6 +108,7 @@ def test_everything_that_reads_logs_shows_them(tmp_path, capsys, update_freq):
     written = scalars(tmp_path / "board" / "train")
     assert written["epoch_loss_scale"] == dict(enumerate(SCALES))
     assert written["epoch_steps_skipped"] == dict(enumerate(SKIPPED))
+    assert "epoch_learning_rate" in written  # of a schedule
     names = sorted(path.name for path in tmp_path.glob("*.weights.h5"))
     assert names == ["1-32-1.weights.h5", "2-32-2.weights.h5", "3-32-3.weights.h5"]
     printed = capsys.readouterr().out
@@ -314,10 +316,8 @@ def test_without_loss_scaling_in_float16_it_warns_and_changes_nothing(kind):
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_a_program_with_a_flag_for_the_dtype_may_always_have_it(policy):
     keras_mp.set_global_policy(policy)
-    model = K.Sequential([K.Input([1]), K.layers.Dense(1)])
-    optimizer = K.optimizers.SGD(0.0)
-    model.compile(optimizer, "mse")
-    monitor = LossScaleMonitor(1)
+    optimizer, monitor = K.optimizers.SGD(0.0), LossScaleMonitor(1)
+    model = compiled_model(inputs=1, optimizer=optimizer)
     assert fit(model, [monitor], x=ONES).history.keys() == {"loss"}  # Warnings are errors.
     assert monitor.history["step"] == []
     write_loss_scale(optimizer)

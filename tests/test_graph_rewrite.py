@@ -15,6 +15,7 @@ from tests.common import (
     FAMILIES,
     IS_KERAS_3,
     TAKES_BFLOAT16_REWRITE,
+    compiled_model,
     make_optimizer,
     needs_bfloat16_rewrite,
     needs_cuda,
@@ -225,9 +226,8 @@ def test_turning_off_what_is_not_on_is_said():
 
 
 def small_model(**kwargs):
-    model = K.Sequential([K.Input([4]), K.layers.Dense(8, "relu"), K.layers.Dense(1)])
-    model.compile(K.optimizers.SGD(0.1), "mse", **kwargs)
-    return model
+    layers = K.layers.Dense(8, "relu"), K.layers.Dense(1)
+    return compiled_model(*layers, inputs=4, optimizer=K.optimizers.SGD(0.1), **kwargs)
 
 
 @needs_bfloat16_rewrite

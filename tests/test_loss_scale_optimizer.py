@@ -8,11 +8,11 @@ import tensorflow as tf
 import keras_mp
 from tests import steps
 from tests.common import (
-    FAMILIES,
     IS_KERAS_3,
     MODES,
     OPTIMIZER_BASES,
     assert_all_equal,
+    compiled_model,
     make_optimizer,
     placed,
     sgd,
@@ -22,11 +22,6 @@ from tests.common import (
 
 keras_2_only = pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 has no such thing.")
 Stock = tf.keras.mixed_precision.LossScaleOptimizer
-
-
-@pytest.fixture(params=FAMILIES)
-def name(request):
-    return request.param
 
 
 def test_is_what_keras_takes_it_for(name):
@@ -49,6 +44,7 @@ def test_defaults(name):
     assert float(optimizer.loss_scale()) == 2**15
     assert int(optimizer.steps_skipped) == 0
     assert not bool(optimizer.last_step_skipped)
+    assert optimizer.warn_after_skips == 50
     optimizer.aggregate_in_float16 = False
     assert not optimizer.aggregate_in_float16
 
@@ -538,14 +534,9 @@ def test_growth_steps_can_be_set(name):
 
 @keras_2_only
 def test_weights_load_into_an_optimizer_that_is_not_built(name, tmp_path):
-    def model(optimizer):
-        model = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)])
-        model.compile(optimizer, "mse")
-        return model
-
-    saved = model(sgd(name))
+    saved = compiled_model(optimizer=sgd(name))
     saved.save_weights(tmp_path / "a.weights.h5")
-    loaded = model(keras_mp.LossScaleOptimizer(sgd(name)))
+    loaded = compiled_model(optimizer=keras_mp.LossScaleOptimizer(sgd(name)))
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="saved without loss scaling"):
         loaded.load_weights(tmp_path / "a.weights.h5")
     assert_all_equal(saved.get_weights(), loaded.get_weights())

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import losses
-from tests.common import IS_KERAS_3, MODES, made, once, pairs, placed
+from tests.common import IS_KERAS_3, MODES, compiled_model, made, once, pairs, placed
 
 STOCK = {
     name: value
@@ -430,9 +430,8 @@ def test_a_loss_for_an_output_that_is_not_there_is_left_out():
 def echo(loss, **arguments):
     """A float16 model that returns its inputs."""
     keras_mp.set_global_policy("mixed_float16")
-    model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Activation("linear")])
-    model.compile(tf.keras.optimizers.SGD(0.0), loss, **arguments)
-    return model
+    how = {"optimizer": tf.keras.optimizers.SGD(0.0), "loss": loss, **arguments}
+    return compiled_model(tf.keras.layers.Activation("linear"), inputs=1, **how)
 
 
 def test_labels_that_float16_cannot_hold_reach_the_loss():

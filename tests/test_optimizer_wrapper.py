@@ -12,6 +12,7 @@ from tests.common import (
     IS_KERAS_3,
     MODES,
     OPTIMIZER_BASES,
+    compiled_model,
     make_optimizer,
     pairs,
     placed,
@@ -20,12 +21,6 @@ from tests.common import (
 )
 from tests.steps import Doubled
 from tests.test_step_tapes import expect_as_in_float32, plain, trained
-
-
-@pytest.fixture(params=FAMILIES)
-def name(request):
-    return request.param
-
 
 WRAPPERS = [
     keras_mp.LossScaleOptimizer,
@@ -318,10 +313,8 @@ def test_build_takes_the_names_of_both_kerases():
 
 def test_a_train_step_that_is_called_by_keyword_knows_its_batch():
     keras_mp.set_global_policy("mixed_float16")
-    model = tf.keras.Sequential(
-        [tf.keras.Input((4,)), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
-    )
-    model.compile("sgd", "mse", run_eagerly=True)
+    layers = tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)
+    model = compiled_model(*layers, inputs=4, run_eagerly=True)
     model.train_step(data=(tf.ones([2, 4]), tf.ones([2, 1])))
     model.train_step(data=(tf.ones([0, 4]), tf.ones([0, 1])))
     assert [loss.kind for loss in model.optimizer.last_overflow.losses] == ["no examples"]

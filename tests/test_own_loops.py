@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, MODES, make_optimizer, ours, placed
+from tests.common import FAMILIES, IS_KERAS_3, MODES, compiled_model, make_optimizer, ours, placed
 
 L = tf.keras.layers
 POLICIES = ["float32", "mixed_float16", "mixed_bfloat16"]
@@ -73,9 +73,7 @@ def test_a_policy_without_a_loss_scale_needs_no_message():
 
 def test_a_model_that_was_compiled_before_does_not_hide_the_loop():
     keras_mp.set_global_policy("mixed_float16")
-    model = tf.keras.Sequential([tf.keras.Input((4,)), L.Dense(4)])
-    model.compile("sgd", "mse")
-    model.fit(X, X, verbose=0)
+    compiled_model(L.Dense(4), inputs=4).fit(X, X, verbose=0)
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="nobody has scaled"):
         loop(tf.keras.optimizers.SGD(1e7).apply_gradients)
 
@@ -83,6 +81,4 @@ def test_a_model_that_was_compiled_before_does_not_hide_the_loop():
 @pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 does not have the argument.")
 def test_a_model_that_does_not_scale_on_purpose_needs_no_message():
     keras_mp.set_global_policy(keras_mp.Policy("mixed_float16"))
-    model = tf.keras.Sequential([tf.keras.Input((4,)), L.Dense(4)])
-    model.compile("sgd", "mse", auto_scale_loss=False)
-    model.fit(X, X, verbose=0)
+    compiled_model(L.Dense(4), inputs=4, auto_scale_loss=False).fit(X, X, verbose=0)

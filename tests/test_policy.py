@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, mirrored
+from tests.common import IS_KERAS_3, compiled_model, mirrored
 
 stock = tf.keras.mixed_precision
 
@@ -217,9 +217,7 @@ def test_later_changes_reach_threads_that_ask_again(threads):
 
 
 def scales_when_compiled():
-    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    return isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
+    return isinstance(compiled_model().optimizer, keras_mp.LossScaleOptimizer)
 
 
 def test_scopes_of_two_threads_do_not_see_each_other(threads):
@@ -286,8 +284,7 @@ def test_a_policy_that_a_thread_has_set_with_keras_is_its_own(name, threads):
 
     def work():
         stock.set_dtype_policy(name)
-        model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+        compiled_model()
         return name_and_layers_dtype()
 
     own = name, name.removeprefix("mixed_")

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.layer_calls import data_layers
-from tests.common import IS_KERAS_3, Mixes, Subclassed, made, unscaled
+from tests.common import IS_KERAS_3, Mixes, Subclassed, compiled_model, made, unscaled
 
 layers = tf.keras.layers
 
@@ -526,8 +526,8 @@ def test_metrics_and_statistics_count_in_float32(policy: str) -> None:
         own, mean = tf.keras.metrics.MeanAbsoluteError(name="own"), tf.keras.metrics.Mean()
         norm = layers.BatchNormalization(momentum=0.999)
         zeros = layers.Dense(1, kernel_initializer="zeros", use_bias=False)
-        model = tf.keras.Sequential([layers.Input([1]), zeros])
-        model.compile("sgd", "mse", metrics=["mae", own], weighted_metrics=["mse"])
+        metrics = {"metrics": ["mae", own], "weighted_metrics": ["mse"]}
+        model = compiled_model(zeros, inputs=1, **metrics)
 
         def count() -> None:
             mean.update_state(3.0)

@@ -14,11 +14,6 @@ from tests.steps import by_replica
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.fixture(params=FAMILIES)
-def name(request):
-    return request.param
-
-
 WAYS = ["rfc", "keras_3", "minimize"]
 
 

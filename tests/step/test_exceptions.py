@@ -16,6 +16,7 @@ from tests import steps
 from tests.common import (
     FAMILIES,
     assert_all_equal,
+    compiled_model,
     make_optimizer,
     mirrored,
     once,
@@ -388,8 +389,7 @@ def test_no_graph_is_kept_alive(name, kind, jit_compile):
 def test_fit_keeps_no_graph_alive(name):
     def fit(policy):
         keras_mp.set_global_policy(policy)
-        model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
-        model.compile(make_optimizer(name), "mse")
+        model = compiled_model(optimizer=make_optimizer(name))
         x = np.ones([8, 2], "float32")
         model.fit(x, x[:, :1], batch_size=4, verbose=0)
         model.fit(x * np.nan, x[:, :1], batch_size=4, verbose=0)

@@ -17,6 +17,7 @@ from tests.common import (
     IS_KERAS_3,
     MODES,
     assert_all_equal,
+    compiled_model,
     make_optimizer,
     mirrored,
     once,
@@ -249,12 +250,9 @@ def test_each_optimizer_of_a_scaler(mode):
 @once
 def test_many_skips_name_the_variables():
     names = ["first", "second", "third"]
-    keras_mp.set_global_policy(None)
-    model = tf.keras.Sequential(
-        [tf.keras.Input([2]), *(tf.keras.layers.Dense(2, name=n) for n in names)]
-    )
+    layers = [tf.keras.layers.Dense(2, name=n) for n in names]
     optimizer = keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0]), warn_after_skips=4)
-    model.compile(optimizer, "mse")
+    model = compiled_model(*layers, optimizer=optimizer)
     variables = model.trainable_variables
 
     @tf.function
@@ -353,8 +351,8 @@ def test_a_model_knows_what_its_variables_are_called():
     shared = tf.keras.layers.Dense(2, name="shared")
     inner = tf.keras.Sequential([tf.keras.Input([2]), Scaled(name="scaled"), shared], name="inner")
     outer = tf.keras.Sequential([tf.keras.Input([2]), shared, inner], name="outer")
-    model = tf.keras.Sequential([tf.keras.Input([2]), outer])
-    model.compile(keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0])), "mse")
+    optimizer = keras_mp.LossScaleOptimizer(make_optimizer(FAMILIES[0]))
+    model = compiled_model(outer, optimizer=optimizer)
     variables = model.trainable_variables
     shared.trainable = False
     infinite = [tf.fill(variable.shape, np.float32(np.inf)) for variable in variables]

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import MODES, made, mirrored, once, pairs, placed, value
+from tests.common import MODES, compiled_model, made, mirrored, once, pairs, placed, value
 
 V1 = tf.compat.v1
 # The scaled gradient is finite up to a scale of 2**-5, which takes five steps from a scale of 1.
@@ -192,10 +192,9 @@ def test_fit_trains(arguments):
     # The loss is 4e10 and finite; the gradient of the float16 output is 4e5.
     x, y = np.ones([1, 2], "float32"), np.full([1, 1], -2e5, "float32")
     model = made(
-        lambda: tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)]),
+        lambda: compiled_model(optimizer=tf.keras.optimizers.SGD(0.01), **arguments),
         keras_mp.Policy("mixed_float16", dynamic()),
     )
-    model.compile(tf.keras.optimizers.SGD(0.01), "mse", **arguments)
     before = float(model.evaluate(x, y, verbose=0))
     for _ in range(5):
         model.train_on_batch(x, y)
