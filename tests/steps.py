@@ -101,7 +101,7 @@ def minimize(optimizer: Any, loss: Loss, variables: list[Any]) -> Step:
     """One call, with a loss that is a function."""
 
     def step(*args: Any) -> None:
-        optimizer.minimize(lambda: loss(*args), variables)
+        optimizer.minimize(lambda: loss(*args), var_list=variables)
 
     return step
 
@@ -219,19 +219,22 @@ def with_scale(
     rate: float = 0.01,
     make: Callable[[float], Any] = tf.keras.optimizers.SGD,
 ) -> Step:
-    """A step of one of the `KINDS`, with an optimizer that is made for it."""
+    """A step of one of the `KINDS`, with an optimizer that is made for it.
+
+    Its attribute `scales` is what scales the loss, and `optimizer` the optimizer.
+    """
     if kind == "tensorflow 1":
-        inner = tf.compat.v1.train.GradientDescentOptimizer(rate)
-        v1 = keras_mp.compat.v1.LossScaleOptimizer(inner, loss_scale)
-
-        def step(*args: Any) -> None:
-            v1.minimize(lambda: loss(*args), var_list=variables)
-
-        return step
-    if kind in SCALERS:
-        optimizer = make(rate)
+        optimizer = tf.compat.v1.train.GradientDescentOptimizer(rate)
+        scales = keras_mp.compat.v1.LossScaleOptimizer(optimizer, loss_scale)
+        step = minimize(scales, loss, variables)
+    elif kind in SCALERS:
+        optimizer, scales = make(rate), keras_mp.GradScaler(loss_scale)
         keras_mp.OptimizerWrapper(optimizer).build(variables)
-        return scaler(keras_mp.GradScaler(loss_scale), optimizer, loss, variables, kind)
-    wrapper = keras_mp.LossScaleOptimizer(make(rate), loss_scale)
-    wrapper.build(variables)
-    return WAYS[kind](wrapper, loss, variables)
+        step = scaler(scales, optimizer, loss, variables, kind)
+    else:
+        optimizer = make(rate)
+        scales = keras_mp.LossScaleOptimizer(optimizer, loss_scale)
+        scales.build(variables)
+        step = WAYS[kind](scales, loss, variables)
+    step.optimizer, step.scales = optimizer, scales
+    return step

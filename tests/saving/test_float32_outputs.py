@@ -1,12 +1,14 @@
-"""A model that was loaded or copied returns float32, as the one that was made."""
+"""A model that was loaded or copied has the policies of the one that was made, and its outputs."""
+
+import functools
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-import keras_mp
 from tests.common import made
 from tests.saving.common import MODELS
+from tests.saving.test_saved_policies import POLICIES
 
 K = tf.keras
 L = K.layers
@@ -37,11 +39,14 @@ def one_in_16_bits():
     return K.Model(inputs, [head()(hidden), L.Dense(2, dtype="float16")(hidden)])
 
 
+# Only layers with ours are in the reach of what keras_mp replaces.
+STOCK = {"Keras's own": K.mixed_precision.Policy("mixed_bfloat16")}
 STRUCTURES = {
     "models only": models_only,
-    "bfloat16 inside": lambda: two_policies(keras_mp.Policy("mixed_bfloat16")),
-    "output dtype": lambda: two_policies(keras_mp.Policy("mixed_float16", output_dtype="float32")),
-    "loss scale": lambda: two_policies(keras_mp.Policy("mixed_float16", 128)),
+    **{
+        name: functools.partial(two_policies, policy)
+        for name, policy in {**POLICIES, **STOCK}.items()
+    },
     "one in 16 bits": one_in_16_bits,
 }
 
@@ -49,6 +54,7 @@ STRUCTURES = {
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("make", STRUCTURES.values(), ids=STRUCTURES)
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5:UserWarning")
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_outputs(make, kind, tmp_path):
     model = made(make, "mixed_float16")
     again = MODELS[kind](model, tmp_path)
@@ -60,3 +66,8 @@ def test_outputs(make, kind, tmp_path):
     for each, exact in zip(found, expected, strict=True):
         assert each.dtype == exact.dtype
         np.testing.assert_allclose(each, exact, rtol=2e-3 if each.dtype == "float16" else 2e-6)
+    for copied, layer in zip(again.layers, model.layers, strict=True):
+        if isinstance(layer, L.Dense):  # Keras does not save the policies of models.
+            policy = layer.dtype_policy
+            assert type(copied.dtype_policy) is type(policy)
+            assert copied.dtype_policy.get_config() == policy.get_config()

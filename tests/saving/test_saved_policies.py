@@ -1,4 +1,7 @@
-"""What a policy has beyond its name is kept: in every format, in copies, and in subclasses."""
+"""What a policy has beyond its name is kept: in copies, in subclasses, and in every format.
+
+How layers in files keep theirs is in `test_float32_outputs.py`.
+"""
 
 import copy
 import pickle
@@ -8,8 +11,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, Subclassed
-from tests.saving.common import MODELS
+from tests.common import IS_KERAS_3, Subclassed, compiled_model
 
 keras_2 = pytest.mark.skipif(IS_KERAS_3, reason="Only Keras 2 has it.")
 
@@ -23,8 +25,6 @@ POLICIES = {
     "outputs": keras_mp.Policy("mixed_bfloat16", model_outputs=None),
     "float64": keras_mp.Policy("float64"),
 }
-# Only layers with ours are in the reach of what keras_mp replaces.
-STOCK = {"Keras's own": tf.keras.mixed_precision.Policy("mixed_bfloat16")}
 
 
 @tf.keras.utils.register_keras_serializable(package="tests")
@@ -48,21 +48,6 @@ class Further(Mine):
 
 
 POLICIES["subclass"] = Mine("mixed_bfloat16", 3)
-
-
-def make_model(policy):
-    return tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(2, dtype=policy)])
-
-
-@pytest.mark.parametrize("way", MODELS)
-@pytest.mark.parametrize("policy", [*POLICIES, *STOCK])
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_a_layer_keeps_its_policy(policy, way, tmp_path):
-    policy = {**POLICIES, **STOCK}[policy]
-    layer = MODELS[way](make_model(policy), tmp_path).layers[-1]
-    assert type(layer.dtype_policy) is type(policy)
-    assert layer.dtype_policy.get_config() == policy.get_config()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -95,8 +80,7 @@ def test_a_subclass_with_attributes_of_its_own():
         assert isinstance(policy.loss_scale, keras_mp.DynamicLossScale)
         with keras_mp.policy_scope(policy):
             assert keras_mp.global_policy() is policy
-            model = make_model(None)
-            model.compile("sgd", "mse")
+            model = compiled_model()
         assert isinstance(model.optimizer, keras_mp.LossScaleOptimizer)
 
 

@@ -8,30 +8,20 @@ import keras_mp
 from tests import steps
 from tests.common import FAMILIES, make_optimizer
 
-V1 = tf.compat.v1
-
 
 class Trainer(tf.Module):
     """Makes steps by one of `steps.KINDS`."""
 
-    def __init__(self, kind, family):
+    def __init__(self, kind, family, wrap):
         super().__init__()
-        self.v, inner = tf.Variable([1.0, 2.0]), make_optimizer(family, 0.5)
-        if kind == "scaler":
-            keras_mp.OptimizerWrapper(inner).build([self.v])
-            self.inner, self.scales = inner, keras_mp.GradScaler()
-            self.make_step = steps.scaler(self.scales, inner, self.loss, [self.v])
-        elif kind == "tensorflow 1":
-            sgd = V1.train.GradientDescentOptimizer(0.5)
-            self.scales = keras_mp.compat.v1.LossScaleOptimizer(sgd)
-            self.make_step = lambda factor: self.scales.minimize(
-                lambda: self.loss(factor), var_list=[self.v]
-            )
-        else:
-            inner = keras_mp.OptimizerWrapper(inner) if kind == "rfc" else inner
-            self.scales = keras_mp.LossScaleOptimizer(inner)
-            self.scales.build([self.v])
-            self.make_step = steps.WAYS[kind](self.scales, self.loss, [self.v])
+        self.v = tf.Variable([1.0, 2.0])
+        step = steps.with_scale(
+            *(kind, "dynamic", self.loss, [self.v]),
+            make=lambda rate: wrap(make_optimizer(family, rate)),
+        )
+        self.make_step, self.scales = step, step.scales
+        if kind == "scaler":  # which does not know the optimizer
+            self.optimizer = step.optimizer
 
     def loss(self, factor):
         return tf.reduce_sum(self.v) * factor
@@ -45,7 +35,8 @@ class Trainer(tf.Module):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["minimize", "rfc", "scaler", "tensorflow 1", "keras_3"])
 def test_a_module_with_a_train_step_is_saved(kind, family, tmp_path):
-    trainer = Trainer(kind, family)
+    wrap = keras_mp.OptimizerWrapper if kind == "rfc" else lambda optimizer: optimizer
+    trainer = Trainer(kind, family, wrap)
     trainer.step(tf.constant(1.0))
     tf.saved_model.save(trainer, str(tmp_path / "trainer"))
     loaded = tf.saved_model.load(str(tmp_path / "trainer"))

@@ -11,29 +11,28 @@ from tests.common import (
     FAMILIES,
     IS_KERAS_3,
     assert_all_equal,
+    compiled_model,
     make_optimizer,
     mirrored,
     once,
     training_state,
     value,
 )
-from tests.saving.common import set_policy
+from tests.saving.common import checkpoint, set_policy
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
 
 def make_model(optimizer):
-    model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1)])
-    model.compile(optimizer, "mse")
-    return model
+    return compiled_model(inputs=4, optimizer=optimizer)
 
 
-@pytest.fixture(params=FAMILIES)
-def trained(request):
+@pytest.fixture
+def trained(name):
     """A model that was trained under mixed_float16, some of its steps skipped."""
     set_policy("mixed_float16", 2.0**24, 9)
-    model = make_model(make_optimizer(request.param))
+    model = compiled_model(inputs=4, optimizer=make_optimizer(name), run_eagerly=True)
     model.fit(X, Y, batch_size=2, verbose=0)
     assert int(model.optimizer.steps_skipped) > 3
     assert int(value(model.optimizer.iterations)) > 3
@@ -95,21 +94,20 @@ def step(model, times=1):
         model.train_on_batch(X[4 * i : 4 * i + 4], Y[4 * i : 4 * i + 4])
 
 
-@pytest.mark.parametrize("is_saved_mirrored", [True, False])
-def test_checkpoints_move_into_a_strategy_and_out_of_it(is_saved_mirrored, tmp_path):
+def test_checkpoints_move_into_a_strategy_and_out_of_it(tmp_path):
     set_policy("mixed_float16")
-    models = []
-    for is_mirrored in (is_saved_mirrored, not is_saved_mirrored):
-        with mirrored(2).scope() if is_mirrored else contextlib.nullcontext():
+    models, fit = [], {"batch_size": 32, "shuffle": False, "verbose": 0}
+    for scope in (contextlib.nullcontext(), mirrored(2).scope()):
+        with scope:
             models.append(make_model(make_optimizer(FAMILIES[0])))
-        models[-1].fit(X, Y, batch_size=32, shuffle=False, verbose=0)
-    model, again = models
-    model.fit(X, Y, batch_size=32, shuffle=False, verbose=0)
-    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(str(tmp_path / "c"))
-    tf.train.Checkpoint(model=again, optimizer=again.optimizer).restore(path).assert_consumed()
-    assert_all_equal(training_state(again), training_state(model))
-    again.fit(X, Y, batch_size=32, shuffle=False, verbose=0)
-    assert int(value(again.optimizer.iterations)) == 6
+        models[-1].fit(X, Y, **fit)
+    for i, (model, again) in enumerate((models, models[::-1])):
+        model.fit(X, Y, **fit)
+        path = checkpoint(model).save(str(tmp_path / f"c{i}"))
+        checkpoint(again).restore(path).assert_consumed()
+        assert_all_equal(training_state(again), training_state(model))
+        again.fit(X, Y, **fit)
+        assert int(value(again.optimizer.iterations)) == 6 + 4 * i
 
 
 STOCK = tf.keras.mixed_precision.LossScaleOptimizer
@@ -173,8 +171,7 @@ def test_a_checkpoint_of_the_stock_optimizer_says_how_to_read_it(tmp_path):
 def test_metrics_of_a_reloaded_model_see_float32_whatever_the_global_policy(tmp_path, suffix):
     keras_mp.set_global_policy("mixed_float16")
     dense = tf.keras.layers.Dense(1, kernel_initializer="ones")
-    model = tf.keras.Sequential([tf.keras.Input((4,)), dense])
-    model.compile("sgd", "mse", metrics=["mse"])
+    model = compiled_model(dense, inputs=4, metrics=["mse"])
     data = np.full([2, 4], 100.0), np.zeros([2, 1])
     assert model.evaluate(*data, verbose=0) == [160_000, 160_000]
     model.save(str(tmp_path / f"model{suffix}"))
@@ -243,8 +240,8 @@ class Doubled(tf.keras.layers.Layer):
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_ways_to_load(suffix, tmp_path):
     keras_mp.set_global_policy(keras_mp.Policy("mixed_float16", 128))
-    model = tf.keras.Sequential([tf.keras.Input((4,)), Doubled(), tf.keras.layers.Dense(1)])
-    model.compile("adam", "mse")
+    layers = Doubled(), tf.keras.layers.Dense(1)
+    model = compiled_model(*layers, inputs=4, optimizer="adam", run_eagerly=True)
     step(model)
     path = str(tmp_path / f"model{suffix}")
     # Before it is saved: as .h5, Keras 3 takes the optimizer out of what it makes a clone of.
