@@ -6,7 +6,8 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import regularizers
-from tests.common import Mixes, differentiated
+from tests.common import Mixes, compiled_model, differentiated
+from tests.saving.common import COPIES
 
 K = tf.keras
 X = np.full([4, 8], 200.0, "float32")  # the sum of the squares is 1,280,000
@@ -88,12 +89,9 @@ def test_wrapped_layers(wrap):
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
 def test_saved_and_reloaded(tmp_path, suffix):
     keras_mp.set_global_policy("mixed_float16")
-    model = K.Sequential(
-        [K.Input([8]), K.layers.Dense(8, activity_regularizer=K.regularizers.L2(0.5))]
-    )
-    model.compile("sgd", "mse")
-    model.save(tmp_path / f"model{suffix}")
-    again = K.models.load_model(tmp_path / f"model{suffix}")
+    dense = K.layers.Dense(8, activity_regularizer=K.regularizers.L2(0.5))
+    model = compiled_model(dense, inputs=8)
+    again = COPIES[suffix](model, tmp_path)
     regularizer = again.layers[-1].activity_regularizer
     assert isinstance(regularizer, regularizers.Float32Regularizer)
     assert float(regularizer.regularizer.l2) == 0.5

@@ -190,20 +190,11 @@ def test_the_old_objects_are_made_and_taken_back(scale):
     assert loss_scale_lib.serialize(back) == loss_scale_lib.serialize(scale)
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [
-        {"backoff_multiplier": 0.25},
-        {"hysteresis": 2},
-        {"min_loss_scale": 2.0},
-        {"max_loss_scale": 2.0**20},
-        {"tolerance": 0.25},
-    ],
-    ids=str,
-)
-def test_what_the_old_objects_cannot_have_is_an_error(argument):
-    with pytest.raises(ValueError, match=f"cannot move like this one.*{next(iter(argument))}"):
-        keras_mp.DynamicLossScale(**argument).to_compat_v1()
+def test_what_the_old_objects_cannot_have_is_an_error():
+    for name in ARGUMENTS.keys() - {"initial_loss_scale", "increment_period", "multiplier"}:
+        scale = keras_mp.DynamicLossScale(64, **{name: ARGUMENTS[name]})
+        with pytest.raises(ValueError, match=f"cannot move like this one.*{name}"):
+            scale.to_compat_v1()
     for scale in (keras_mp.FixedLossScale(0.25), keras_mp.DynamicLossScale(0.25)):
         with pytest.raises(ValueError, match=r"at least 1. Received: .*=0.25"):
             scale.to_compat_v1()
@@ -212,58 +203,40 @@ def test_what_the_old_objects_cannot_have_is_an_error(argument):
         keras_mp.compat.v1.ManagedLossScale(manager).to_compat_v1()
 
 
-BAD = [
-    (ValueError, 1e-39),
-    (ValueError, 0),
-    (ValueError, -1),
-    (ValueError, math.nan),
-    (ValueError, math.inf),
-    (ValueError, 1e39),
-    (ValueError, 10**400),
-    (ValueError, "fixed"),
-    (TypeError, True),
-    (TypeError, [1]),
-    (ValueError, {"class_name": "Nope", "config": {}}),
-]
+UNKNOWN = {"class_name": "Nope", "config": {}}
+BAD = [1e-39, 0, -1, math.nan, math.inf, 1e39, 10**400, "fixed", UNKNOWN]
 
 
-@pytest.mark.parametrize(("error", "value"), BAD, ids=repr)
+@pytest.mark.parametrize(
+    ("error", "value"),
+    [*((ValueError, bad) for bad in BAD), *((TypeError, bad) for bad in (True, [1]))],
+    ids=repr,
+)
 def test_get_refuses_and_shows_the_value(error, value):
     with pytest.raises(error, match=re.escape(repr(value))):
         loss_scale_lib.get(value)
 
 
 @pytest.mark.parametrize(
-    ("error", "kwargs"),
+    ("error", "name", "value"),
     [
-        (ValueError, {"initial_loss_scale": 2.0**-25}),
-        (ValueError, {"initial_loss_scale": math.nan}),
-        (ValueError, {"initial_loss_scale": math.inf}),
-        (TypeError, {"initial_loss_scale": "8"}),
-        (TypeError, {"initial_loss_scale": True}),
-        (ValueError, {"increment_period": 0}),
-        (TypeError, {"increment_period": 2.5}),
-        (TypeError, {"increment_period": True}),
-        (ValueError, {"multiplier": 1}),
-        (ValueError, {"multiplier": 0.5}),
-        (ValueError, {"multiplier": math.inf}),
-        (ValueError, {"backoff_multiplier": 1.0}),
-        (ValueError, {"backoff_multiplier": 0.0}),
-        (ValueError, {"hysteresis": 0}),
-        (ValueError, {"increment_period": 2**63}),
-        (ValueError, {"min_loss_scale": 1e-60}),
-        (ValueError, {"min_loss_scale": 0}),
-        (ValueError, {"min_loss_scale": 2.0**16}),
-        (ValueError, {"max_loss_scale": 2.0**14}),
-        (ValueError, {"max_loss_scale": math.inf}),
-        *((ValueError, {"tolerance": bad}) for bad in (-0.1, 1, 1.5, math.nan)),
-        *((TypeError, {"tolerance": bad}) for bad in ("0.1", None)),
+        *((ValueError, "initial_loss_scale", bad) for bad in (2.0**-25, math.nan, math.inf)),
+        *((TypeError, "initial_loss_scale", bad) for bad in ("8", True)),
+        *((ValueError, "increment_period", bad) for bad in (0, 2**63)),
+        *((TypeError, "increment_period", bad) for bad in (2.5, True)),
+        *((ValueError, "multiplier", bad) for bad in (1, 0.5, math.inf)),
+        *((ValueError, "backoff_multiplier", bad) for bad in (1.0, 0.0)),
+        (ValueError, "hysteresis", 0),
+        *((ValueError, "min_loss_scale", bad) for bad in (1e-60, 0, 2.0**16)),
+        *((ValueError, "max_loss_scale", bad) for bad in (2.0**14, math.inf)),
+        *((ValueError, "tolerance", bad) for bad in (-0.1, 1, 1.5, math.nan)),
+        *((TypeError, "tolerance", bad) for bad in ("0.1", None)),
     ],
     ids=repr,
 )
-def test_dynamic_refuses_and_shows_the_value(error, kwargs):
+def test_dynamic_refuses_and_shows_the_value(error, name, value):
     with pytest.raises(error, match=r"Received: .*="):
-        keras_mp.DynamicLossScale(**kwargs)
+        keras_mp.DynamicLossScale(**{name: value})
 
 
 def test_classes_of_one_name_are_told_apart():
