@@ -7,10 +7,12 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from tests import common
 from tests.common import (
     FAMILIES,
     IS_KERAS_3,
     assert_all_equal,
+    compiled_model,
     make_optimizer,
     mirrored,
     ours,
@@ -24,25 +26,15 @@ X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
 
-class Subclassed(tf.keras.Model):
+class Subclassed(common.Subclassed):
     def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.dense = tf.keras.layers.Dense(1)
-
-    def call(self, x):
-        return self.dense(x)
+        super().__init__(tf.keras.layers.Dense(1), **kwargs)
 
 
 class OwnCompile(Subclassed):
     def compile(self, optimizer, extra=None, **kwargs):
         self.extra = extra
         super().compile(optimizer=optimizer, **kwargs)
-
-
-class HandsItsPolicyDown(Subclassed):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.dense = tf.keras.layers.Dense(1, dtype=self.dtype_policy)
 
 
 def sequential():
@@ -158,10 +150,6 @@ class KeepsItsPolicyOnly(Subclassed):
 class LosesItsPolicy(Subclassed):
     def get_config(self):
         return {"name": self.name}
-
-    @classmethod
-    def from_config(cls, config):
-        return cls(**config)
 
 
 def saved(cls, policy, path):
@@ -300,7 +288,8 @@ def test_a_list_of_optimizers():
 
 
 def test_a_models_own_policy_counts_not_the_global_one():
-    model = HandsItsPolicyDown(dtype=keras_mp.Policy("mixed_float16", loss_scale=16))
+    policy = keras_mp.Policy("mixed_float16", loss_scale=16)
+    model = common.Subclassed(tf.keras.layers.Dense(1, dtype=policy), dtype=policy)
     model.compile("sgd", loss="mse")  # Quietly.
     assert model.optimizer.initial_scale == 16
 
@@ -368,8 +357,8 @@ def test_clipping_before_the_sum_over_replicas_is_said(argument, name):
         with mirrored(2).scope():
             ones = tf.keras.initializers.Ones()
             dense = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer=ones)
-            model = tf.keras.Sequential([tf.keras.Input((2,)), dense])
-            model.compile(wrap(make_optimizer(name, 1.0, **{argument: 1.0})), "mse")
+            optimizer = wrap(make_optimizer(name, 1.0, **{argument: 1.0}))
+            model = compiled_model(dense, optimizer=optimizer, run_eagerly=True)
         model.fit(np.diag([0.7, 5.0]).astype("float32"), np.zeros((2, 1), "float32"), verbose=0)
         return 1.0 - model.get_weights()[0].ravel()
 

@@ -223,9 +223,10 @@ def expect_as_in_float32(result, step):
     assert max(distances(moved(result), moved_in_float32(step))) < 0.02
 
 
-def expect_same_as_in_float32(run):
-    """Compares how far the weights have moved with the policies "float32" and "mixed_float16"."""
-    exact, found = (moved(run(policy)) for policy in ("float32", "mixed_float16"))
+def expect_same_as_in_float32(run, mode="graph"):
+    """Compares how far weights have moved with float32, in eager, and mixed_float16, in a mode."""
+    exact = moved(run("float32", MODES["eager"]))
+    found = moved(run("mixed_float16", MODES[mode]))
     assert max(distances(found, exact)) < 0.02
 
 
@@ -274,21 +275,19 @@ class FitsTwice(tf.keras.Sequential):
 @pytest.mark.parametrize("mode", EAGER_AND_GRAPH)
 @pytest.mark.parametrize("cls", [tf.keras.Sequential, FitsTwice])
 def test_steps_of_keras_with_an_optimizer_that_is_given_or_assigned(cls, mode):
-    def run(policy):
+    def run(policy, how):
         with keras_mp.policy_scope(policy):
             tf.keras.utils.set_random_seed(0)
             model = cls([tf.keras.Input((4,)), *dense()])
             before, optimizer = model.get_weights(), tf.keras.optimizers.SGD(1e5)
             given = optimizer if cls is FitsTwice else "sgd"
-            model.compile(
-                given, lambda y, p: TINY * tf.reduce_mean(tf.square(y - p)), **MODES[mode]
-            )
+            model.compile(given, lambda y, p: TINY * tf.reduce_mean(tf.square(y - p)), **how)
             if given == "sgd":
                 model.optimizer = optimizer
             model.fit(X, Y, shuffle=False, verbose=0)
         return model.get_weights(), before, model
 
-    expect_same_as_in_float32(run)
+    expect_same_as_in_float32(run, mode)
 
 
 def test_a_loss_that_is_multiplied_by_hand_still_has_to_be_divided():
@@ -325,7 +324,7 @@ def test_sparse_gradients_and_recomputed_layers(is_recorded):
         assert any(isinstance(each, tf.IndexedSlices) for each in gradients)
         model.my_optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
-    expect_same_as_in_float32(lambda policy: trained(step, policy, {}, layers))
+    expect_same_as_in_float32(lambda policy, how: trained(step, policy, how, layers))
 
 
 # Losses that the program scales by itself.
@@ -511,11 +510,11 @@ def test_a_loop_of_a_model_that_is_never_compiled_trains_as_in_float32(cls, poli
     ],
 )
 def test_replicas(step, mode, cls):
-    def run(policy):
+    def run(policy, how):
         with mirrored(2).scope():
-            return trained(step, policy, MODES[mode], cls=cls, batch_size=16)
+            return trained(step, policy, how, cls=cls, batch_size=16)
 
-    expect_same_as_in_float32(run)
+    expect_same_as_in_float32(run, mode)
 
 
 def test_a_warning_of_a_loop_on_replicas():
@@ -532,9 +531,10 @@ def test_no_warning_where_nothing_is_lost(policy):
 
 
 def test_no_warning_of_layers_in_float32_or_where_keras_scales():
-    trained(jacobian, "mixed_float16", {}, lambda: [L.Dense(1, dtype="float32")])
+    eager = MODES["eager"]
+    trained(jacobian, "mixed_float16", eager, lambda: [L.Dense(1, dtype="float32")])
     optimizer = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD())
-    trained(jacobian, "mixed_float16", {}, optimizer=optimizer)
+    trained(jacobian, "mixed_float16", eager, optimizer=optimizer)
 
 
 def test_other_tapes_are_those_of_tensorflow():
@@ -593,9 +593,9 @@ def test_a_tape_that_is_stopped_twice_is_an_error_as_in_tensorflow():
     trained(step, "mixed_float16", {"run_eagerly": True})
 
 
-@pytest.mark.parametrize("is_eager", [True, False])
+@pytest.mark.parametrize("mode", EAGER_AND_GRAPH)
 @pytest.mark.parametrize("in_one_tape", [True, False])
-def test_a_scaled_loss_that_is_added_to_leaves_other_losses_to_their_tapes(in_one_tape, is_eager):
+def test_a_scaled_loss_that_is_added_to_leaves_other_losses_to_their_tapes(in_one_tape, mode):
     def step(model, x, y):
         first, second = (layer.trainable_variables for layer in model.inside)
         tape = other_tape = tf.GradientTape(persistent=True)
@@ -611,10 +611,10 @@ def test_a_scaled_loss_that_is_added_to_leaves_other_losses_to_their_tapes(in_on
         if in_one_tape:
             model.optimizer.apply_gradients(zip(tape.gradient(scaled_loss, first), first))
 
-    def run(policy):
+    def run(policy, how):
         inner = tf.keras.optimizers.SGD(1e5)
         if policy == "float32":
             inner = keras_mp.LossScaleOptimizer(inner, 1)
-        return trained(step, policy, {"optimizer": inner, "run_eagerly": is_eager})
+        return trained(step, policy, {"optimizer": inner, **how})
 
-    expect_same_as_in_float32(run)
+    expect_same_as_in_float32(run, mode)

@@ -115,18 +115,20 @@ def test_below_1_steps_are_counted_though_a_bad_one_is_between():
 def test_a_pure_function_in_every_mode():
     schedule = next_state_of(keras_mp.DynamicLossScale(tolerance=0.1))
     cases = [(2.0, 30, 0, 1.0), (0.5, 9, 0, 4.0), (1.0, 0, 3, 4.0), (0.25, 2, 1, 0.0)]
-    for scale, good, bad, evidence in cases:
+
+    def after(scale, good, bad, evidence, finite):
+        state = LossScaleState(scale, good, bad)
+        history = History(evidence=evidence, fallen_to=0.5)
+        return schedule(state, finite, loss_is_finite=True, history=history)
+
+    traced = [tf.function(after, jit_compile=jit_compile) for jit_compile in (False, True)]
+    for case in cases:
         for finite in (True, False):
-
-            def after(finite):
-                state = LossScaleState(scale, good, bad)
-                history = History(evidence=evidence, fallen_to=0.5)
-                return schedule(state, finite, loss_is_finite=True, history=history)
-
-            expected = [float(x) for x in after(finite)]
-            for jit_compile in (False, True):
-                traced = tf.function(after, jit_compile=jit_compile)
-                assert [float(x) for x in traced(tf.constant(finite))] == expected
+            expected = [float(x) for x in after(*case, finite)]
+            scale, *counts, evidence = case
+            arguments = scale, *np.int64(counts), evidence, finite
+            arguments = [*map(tf.constant, arguments)]
+            assert [[float(x) for x in run(*arguments)] for run in traced] == [expected] * 2
 
 
 @once
