@@ -1,6 +1,4 @@
-"""Keras 2 in TensorFlow 1's mode, a process of its own: prints what `fit` has logged, as JSON."""
-
-import json
+"""Keras 2 in TensorFlow 1's mode, a part of `tf1_program.py`: what `fit` has logged."""
 
 import numpy as np
 import tensorflow as tf
@@ -20,8 +18,8 @@ def fit(wrap, loss="mse"):
     return history.history["loss"], model
 
 
-def main():
-    tf.compat.v1.disable_v2_behavior()
+def results():
+    """The losses of `fit` with and without loss scaling, and what is known of skipped steps."""
     bare, _ = fit(lambda optimizer: optimizer)
     ours, _ = fit(keras_mp.LossScaleOptimizer)
     fixed, _ = fit(lambda optimizer: keras_mp.LossScaleOptimizer(optimizer, 8))
@@ -33,13 +31,5 @@ def main():
     )
     value = tf.keras.backend.get_value
     skipped, after = value(model.optimizer.steps_skipped), value(model.optimizer.loss_scale())
-    print(
-        json.dumps(
-            {"bare": bare, "ours": ours, "fixed": fixed}
-            | {"skipped": int(skipped), "scale": float(after)}
-        )
-    )
-
-
-if __name__ == "__main__":
-    main()
+    scaling = {"skipped": int(skipped), "scale": float(after)}
+    return {"bare": bare, "ours": ours, "fixed": fixed, **scaling}

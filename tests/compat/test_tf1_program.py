@@ -15,16 +15,12 @@ if TAKES_BFLOAT16_REWRITE:
     KINDS.append("rewrite")
 
 
-def run(program, *args, **environment):
-    """What a program of this folder prints, in a process of its own."""
-    printed = run_program("-m", f"tests.compat.{program}", *args, **environment)
-    return json.loads(printed.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs")
-    return run("tf1_program", str(folder), *KINDS), folder
+    arguments = "tests.compat.tf1_program", str(folder), *KINDS
+    printed = run_program("-m", *arguments, TF_USE_LEGACY_KERAS="1")
+    return json.loads(printed.splitlines()[-1]), folder
 
 
 def test_digits_are_learnt_as_well_as_in_float32(results):
@@ -62,8 +58,8 @@ def test_files_have_the_names_of_float32_and_the_scale_s(results):
     assert names["contrib"] == names["float32"] | own
 
 
-def test_fit_of_keras_2_without_eager_code():
-    results = run("keras_in_tf1_program", TF_USE_LEGACY_KERAS="1")
+def test_fit_of_keras_2_without_eager_code(results):
+    results = results[0]["fit"]
     np.testing.assert_allclose(results["ours"], results["bare"], rtol=1e-6)
     np.testing.assert_allclose(results["fixed"], results["bare"], rtol=1e-6)
     assert results["bare"][-1] < results["bare"][0]
