@@ -11,7 +11,7 @@ import math
 import operator
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -38,6 +38,8 @@ from keras_mp.tensorflow_api.features import UNOBSERVED
 PASSED_IN = op_table.ops("arguments", "data")
 
 READS = op_table.ops("reads of variables")
+
+_Block = TypeVar("_Block", bound="FirstBadOperation")
 
 # How many of the layers before the first bad operation a message shows.
 _HISTORY = 12
@@ -186,7 +188,7 @@ class FirstBadOperation:
         self._lock = threading.RLock()
         self._block = contextlib.ExitStack()
 
-    def __enter__(self) -> "FirstBadOperation":
+    def __enter__(self: _Block) -> _Block:
         if hasattr(_thread, "is_in_block"):
             raise RuntimeError(
                 "Expected one `watch` block at a time, since each would also check the "

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.numerics.counting import ExponentHistograms
-from keras_mp.numerics.first_bad import FirstBadOperation, NotFiniteError
+from keras_mp.numerics.first_bad import FirstBadOperation
 from keras_mp.numerics.histogram import EVERYWHERE
 from keras_mp.numerics.report import Advice, Report, advise
 from keras_mp.numerics.results import Result
@@ -37,7 +37,7 @@ class _Attached(NamedTuple):
     counting: _TrainFunction
 
 
-class watch(keras_api.BaseCallback, Result):
+class watch(FirstBadOperation, keras_api.BaseCallback, Result):
     """Watches a model while it trains: in `fit`, or in a loop of your own.
 
     As a callback of `fit`, or by `step` in a loop of your own, it counts the exponents of
@@ -69,6 +69,9 @@ class watch(keras_api.BaseCallback, Result):
     Attributes:
         history: list of `Report`s, one for each read of something that was counted. A second `fit`
             continues it.
+        found: list of `NotFiniteError`s, the first operation of each step that was not finite, each
+            operation once.
+        planned: int. How many steps had gradients that overflowed as the loss scale expects.
 
     Raises:
         NotFiniteError: from the block, the first operation that is not finite.
@@ -102,7 +105,7 @@ class watch(keras_api.BaseCallback, Result):
         exclude: Iterable[str] = (),
         raises: bool = True,
     ) -> None:
-        super().__init__()
+        keras_api.BaseCallback.__init__(self)
         if model is not None:
             keras_api.check_model(model)
         self.read_freq = validation.epoch_or_integer("read_freq", read_freq)
@@ -114,31 +117,12 @@ class watch(keras_api.BaseCallback, Result):
         # Made now, in the scope of a strategy, and not in a replica.
         self._histograms = None if model is None or optimizer is None else self._made_histograms()
         scaled = [each for each in (model, *tf.nest.flatten(optimizer)) if each is not None]
-        self._first_bad = FirstBadOperation(
-            *scaled, include=include, exclude=exclude, raises=raises
-        )
+        super().__init__(*scaled, include=include, exclude=exclude, raises=raises)
         # In a `fit`, what counts; how many steps were made in it, in it before this epoch, in it
         # when histograms were last read because of `read_freq`, and before this `fit`.
         self._attached: _Attached | None = None
         self._made = self._before_epoch = self._last_read = self._before_fit = 0
         self._is_called = False
-
-    @property
-    def found(self) -> list[NotFiniteError]:
-        """The operations that were not finite, each once, the first of each step."""
-        return self._first_bad.found
-
-    @property
-    def planned(self) -> int:
-        """How many steps had gradients that overflowed as the loss scale expects."""
-        return self._first_bad.planned
-
-    def __enter__(self) -> "watch":
-        self._first_bad.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._first_bad.__exit__(kind, *error)
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager around a step of a loop of your own, which is counted.
