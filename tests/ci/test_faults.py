@@ -133,6 +133,18 @@ def supervise(count, patience, folder, *command):
 
 
 @once
+def test_the_first_program_of_the_page(tmp_path):
+    page = PAGE.read_text()
+    program = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    outputs = [tmp_path / f"{i}.txt" for i in range(2)]
+    for _ in range(2):  # The second time it finds a checkpoint of the last step.
+        assert end(workers.start(program, [[str(tmp_path / "run")]] * 2, outputs)) == [0, 0]
+        printed = [file.read_text().strip() for file in outputs]
+        assert printed == ["[0.75 1.5 ] 32768.0"] * 2
+        assert f"With two workers, both print `{printed[0]}`" in page
+
+
+@once
 def test_all_are_started_again_but_the_one_that_computes_nan(tmp_path):
     lines, _, code = supervise(2, 5, tmp_path, WORKER, str(tmp_path), "{}")
     # On a machine that is slow patience may end more often.

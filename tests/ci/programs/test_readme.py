@@ -108,6 +108,11 @@ def printed_by_the_blocks_of(page, tmp_path, capfd, which=slice(None)):
     return capfd.readouterr().out.splitlines()
 
 
+def said_to_be_printed(page):
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(r"^print.*  # (.*)$", text, re.MULTILINE)
+
+
 PRINTED = {
     "layers.md": [
         "float32: weights in float32, outputs in float32",
@@ -126,9 +131,7 @@ PRINTED = {
 WORDS = {
     "master_weights.md": ["bfloat16", "float32"],
     "serving.md": ["True"] * 3,
-    "saving.md": re.findall(
-        r"^print.*  # (.*)$", (ROOT / "docs" / "saving.md").read_text(), re.MULTILINE
-    ),
+    **{page: said_to_be_printed(page) for page in ("saving.md", "normalization.md")},
 }
 
 
