@@ -8,7 +8,16 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, MODES, differentiated, eager_and_graph, made, ours
+from tests.common import (
+    IS_KERAS_3,
+    MODES,
+    Subclassed,
+    compiled_model,
+    differentiated,
+    eager_and_graph,
+    made,
+    ours,
+)
 
 X = np.full([4, 8], 100.0, "float32")
 HOW = [{"run_eagerly": True}, {"jit_compile": False}, {"jit_compile": True}]
@@ -26,9 +35,8 @@ class Adds(tf.keras.layers.Layer):
 
 def fit(factor, policy, mode, x=X):
     with keras_mp.policy_scope(policy):
-        layers = [Adds(factor, name="adds"), tf.keras.layers.Dense(1)]
-        model = tf.keras.Sequential([tf.keras.Input([8]), *layers])
-        model.compile("sgd", "mse", **mode)
+        layers = Adds(factor, name="adds"), tf.keras.layers.Dense(1)
+        model = compiled_model(*layers, inputs=8, **mode)
         return model.fit(x, x[:, :1], epochs=2, verbose=0).history["loss"]
 
 
@@ -112,21 +120,17 @@ def test_a_loss_is_computed_in_float32_from_16_bit_activations(name, mode, dtype
 
 @pytest.mark.parametrize("mode", HOW, ids=["eager", "graph", "jit"])
 def test_fit_and_evaluate_return_a_float32_loss_of_a_model_that_adds_it(mode):
-    class Adds(tf.keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.inner = tf.keras.layers.Dense(1)
-
+    class Adds(Subclassed):
         def call(self, x):
-            y = self.inner(x)
+            y = super().call(x)
             self.add_loss(tf.reduce_mean((y - 333.0) ** 2))
             return y
 
     with keras_mp.policy_scope("mixed_bfloat16"):
-        model = Adds()
+        model = Adds(tf.keras.layers.Dense(1))
     model.compile("sgd", **mode)
     loss = model.evaluate(X, verbose=0)
-    expected = np.mean((model.inner(X).numpy().astype("float32") - 333.0) ** 2)
+    expected = np.mean((model.layers[0](X).numpy().astype("float32") - 333.0) ** 2)
     # XLA of older versions of TensorFlow does not round `y` to bfloat16.
     np.testing.assert_allclose(loss, expected, rtol=1e-4)
     np.testing.assert_allclose(model.fit(X, verbose=0).history["loss"], [expected], rtol=1e-4)
