@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.hooks import Everywhere, Replacement, reach
+from keras_mp.hooks import Everywhere, Replacement, faces, reach
 from keras_mp.kernels.trials import (
     Kernel,
     Table,
     in_its_module,
-    low_precision_dtype,
     shape_of,
 )
 from keras_mp.support.dtypes import LOW_PRECISION
@@ -243,11 +242,13 @@ def _without_a_copy(original: Callable[..., tf.Tensor]) -> Callable[..., Any]:
     """
 
     def call(out_backprop: Any, data_format: Any = None, name: str | None = None) -> Any:
-        dtype, given = low_precision_dtype([out_backprop]), (out_backprop, data_format)
-        rank = shape_of(out_backprop).rank
-        if dtype is None or rank is None or reach.thread.is_exact:
-            return original(*given, name=name)
-        if not TABLE.is_wrong_for("BiasAddGrad", dtype, given, {}):
+        given, rank = (out_backprop, data_format), shape_of(out_backprop).rank
+        if (
+            not faces.is_low_tensor(out_backprop)
+            or rank is None
+            or reach.thread.is_exact
+            or not TABLE.is_wrong_for("BiasAddGrad", out_backprop.dtype, given, {})
+        ):
             return original(*given, name=name)
         channels = 1 if tf.compat.as_str(data_format or "") == "NCHW" else rank - 1
         # Not `tf.reduce_sum`, which takes as long as such a sum.

@@ -11,13 +11,13 @@ This module needs TensorFlow only.
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_mp.hooks import reach
-from keras_mp.support.dtypes import LOW_PRECISION, is_low
+from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import operations
 
 # From here on, float16 has every second whole number only.
@@ -129,24 +129,6 @@ def _is_long(
 def in_its_module(public: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function behind a public one, which the modules of TensorFlow call."""
     return getattr(sys.modules[public.__module__], public.__name__)
-
-
-def low_precision_dtype(values: Iterable[object]) -> tf.DType | None:
-    """Returns the dtype of the first value in 16 bits, or None.
-
-    Values may be in lists: `tf.einsum` takes one.
-    """
-    for value in values:
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            dtype = getattr(each, "dtype", None)
-            if is_low(dtype):
-                return dtype
-            if dtype is None or isinstance(dtype, tf.DType):
-                continue
-            # One of Keras or NumPy.
-            if tf.bfloat16 == dtype or tf.float16 == dtype:
-                return tf.as_dtype(dtype)
-    return None
 
 
 def shape_of(value: object) -> tf.TensorShape:
