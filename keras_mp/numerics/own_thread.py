@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.hooks import wrapped
 from keras_mp.models.layer_paths import variables_inside
+from keras_mp.support import attributes
 from keras_mp.tensorflow_api import operations
 
 # The modules through which random operations are called, and the names of those that draw.
@@ -49,13 +50,8 @@ _FUNCTION = type(tf.function(len))
 Draw = Callable[..., tf.Tensor]
 
 
-class _Thread(threading.local):
-    """Whether this thread has random numbers of its own."""
-
-    has_its_own = False
-
-
-_thread = _Thread()
+# It has the attribute `has_its_own` in a thread with random numbers of its own.
+_thread = threading.local()
 
 
 @contextlib.contextmanager
@@ -65,7 +61,7 @@ def random_numbers(seed: int = 0) -> Iterator[None]:
     Args:
         seed: int. The same seed gives the same numbers.
     """
-    if _thread.has_its_own:
+    if hasattr(_thread, "has_its_own"):
         yield
         return
     seeds = itertools.count(1)
@@ -98,8 +94,7 @@ def random_numbers(seed: int = 0) -> Iterator[None]:
             if name.startswith(("stateful_", "rng_")) and "fallback" not in name:
                 enter(wrapped.here(_OF_GENERATORS, name, with_copy))
         enter(keras_api.own_seeds(seed))
-        _thread.has_its_own = True
-        stack.callback(setattr, _thread, "has_its_own", False)
+        enter(attributes.replaced(_thread, "has_its_own", True))
         yield
 
 
