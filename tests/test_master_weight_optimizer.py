@@ -15,6 +15,7 @@ from tests.common import (
     assert_all_equal,
     chain,
     classifier,
+    compiled_model,
     digits,
     made,
     make_optimizer,
@@ -592,14 +593,10 @@ def test_fit_on_replicas_builds_it_with_the_first_step(method):
     for is_built in (False, True):
         with mirrored(2).scope():
             tf.keras.utils.set_random_seed(0)
-            layers = [
-                tf.keras.layers.Dense(n, dtype="bfloat16", bias_initializer="ones") for n in (8, 2)
-            ]
-            model = tf.keras.Sequential([tf.keras.Input([4]), *layers])
-            optimizer = keras_mp.MasterWeightOptimizer(
-                tf.keras.optimizers.Adam(0.01), method, seed=1
-            )
-            model.compile(optimizer, "mse", jit_compile=False)
+            dense = tf.keras.layers.Dense(2, dtype="bfloat16", bias_initializer="ones")
+            adam = tf.keras.optimizers.Adam(0.01)
+            optimizer = keras_mp.MasterWeightOptimizer(adam, method, seed=1)
+            model = compiled_model(dense, inputs=4, optimizer=optimizer, jit_compile=False)
             if is_built:
                 optimizer.build(model.trainable_variables)
         x = np.random.default_rng(0).normal(size=[32, 4]).astype(np.float32)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests.common import MODES, Mixes, Subclassed, differentiated, eager_and_graph, made, mirrored
+from tests.saving.common import COPIES
 
 L = tf.keras.layers
 X = np.random.RandomState(0).normal(size=(4, 8)).astype("float32")
@@ -313,11 +314,9 @@ def test_a_functional_model_may_end_in_operations_that_are_no_layers(tmp_path, p
     with keras_mp.policy_scope(policy):
         x = tf.keras.Input([8])
         model = tf.keras.Model(x, 2.0 * (1.0 - L.Dense(3, "tanh")(x)))
-        file = str(tmp_path / "model.keras")
-        model.save(file)
     weights = model.get_weights()
     # Keras does not save the policy of a model.
-    loaded = tf.keras.models.load_model(file)
+    loaded = COPIES[".keras"](model, tmp_path)
     for found in (model(X), model.predict(X, verbose=0), loaded(X)):
         assert found.dtype == "float32"
         np.testing.assert_allclose(found, 2 - 2 * np.tanh(X @ weights[0] + weights[1]), atol=2**-5)
@@ -337,9 +336,7 @@ def test_a_policy_or_the_last_layer_can_say_otherwise(tmp_path):
             models[name] = tf.keras.Sequential(layers)
     dtypes = {}
     for name, model in models.items():
-        file = str(tmp_path / f"{name}.keras")
-        model.save(file)
-        loaded = tf.keras.models.load_model(file)
+        loaded = COPIES[".keras"](model, tmp_path)
         dtypes[name] = model(X).dtype.name
         assert loaded(X).dtype == model(X).dtype, name
         np.testing.assert_array_equal(loaded.predict(X), model.predict(X))

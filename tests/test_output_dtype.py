@@ -8,6 +8,7 @@ import keras_mp
 from tests import inside
 from tests.common import IS_KERAS_3, MODES, differentiated, made, mirrored, pairs
 from tests.kernels.stock_layers import LAYERS
+from tests.saving.common import COPIES
 
 L = tf.keras.layers
 DTYPES = ["bfloat16", "float16"]
@@ -126,8 +127,7 @@ def test_files_and_conversion_keep_it(tmp_path):
     with keras_mp.policy_scope("mixed_bfloat16"):
         layers = [tf.keras.Input([6]), L.Dense(8, "relu"), L.Dense(3, dtype=policy)]
         model = tf.keras.Sequential(layers)
-    model.save(str(tmp_path / "model.keras"))
-    loaded = tf.keras.models.load_model(str(tmp_path / "model.keras"))
+    loaded = COPIES[".keras"](model, tmp_path)
     np.testing.assert_array_equal(loaded.predict(X, verbose=0), model.predict(X, verbose=0))
     model.export(str(tmp_path / "exported"))
     exported = tf.saved_model.load(str(tmp_path / "exported"))

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import batches, once
+from tests.common import batches, compiled_model, once
 
 pytestmark = once
 v1 = keras_mp.compat.v1
@@ -100,14 +100,13 @@ def test_a_manager_is_saved_with_its_variables(tmp_path):
 @pytest.mark.parametrize("how", [{"run_eagerly": True}, {"jit_compile": False}])
 def test_a_batch_without_examples_is_not_counted(how):
     keras_mp.set_global_policy("mixed_float16")
-    model = tf.keras.Sequential(
-        [tf.keras.Input([2]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
-    )
     manager = v1.ExponentialUpdateLossScaleManager(
         2.0**10, 100, decr_every_n_nan_or_inf=2, decr_ratio=0.5
     )
     loss_scale = v1.ManagedLossScale(manager)
-    model.compile(keras_mp.LossScaleOptimizer("sgd", loss_scale), "mse", **how)
+    layers = tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)
+    optimizer = keras_mp.LossScaleOptimizer("sgd", loss_scale)
+    model = compiled_model(*layers, optimizer=optimizer, **how)
     x = np.ones([2, 2], "float32")
     inputs = [x, x[:0], x * np.inf, x[:0], x * np.inf]
     model.fit(batches(*((each, each[:, :1]) for each in inputs)), verbose=0, shuffle=False)

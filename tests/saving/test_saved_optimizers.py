@@ -12,6 +12,7 @@ from tests.common import (
     IS_KERAS_3,
     assert_all_equal,
     chain,
+    compiled_model,
     make_optimizer,
     training_state,
     value,
@@ -52,8 +53,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You are saving your model as an 
 
 def trained(optimizer):
     set_policy("mixed_float16", 64.0, 2)
-    model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1)])
-    model.compile(optimizer, "mse", run_eagerly=True)
+    model = compiled_model(inputs=4, optimizer=optimizer, run_eagerly=True)
     step(model)
     return model
 

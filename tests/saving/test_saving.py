@@ -18,7 +18,7 @@ from tests.common import (
     training_state,
     value,
 )
-from tests.saving.common import checkpoint, set_policy
+from tests.saving.common import COPIES, checkpoint, set_policy
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -46,8 +46,7 @@ def test_a_loaded_model_stays_scaled_when_it_is_compiled_again(trained, suffix, 
     # To fine-tune, for one: not by plain Adam, nor with a loss that float16 cannot hold.
     model = trained
     model.optimizer.warn_after_skips = 7
-    model.save(str(tmp_path / f"model{suffix}"))
-    again = tf.keras.models.load_model(str(tmp_path / f"model{suffix}"))
+    again = COPIES[suffix](model, tmp_path)
     for _ in range(2):
         again.compile(tf.keras.optimizers.Adam(1e-4), "mse")
         ours = again.optimizer

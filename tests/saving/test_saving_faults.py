@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import assert_all_equal, once, training_state, value
+from tests.common import assert_all_equal, compiled_model, once, training_state, value
 from tests.saving import saving_in_a_loop
 from tests.saving.common import load, save
 
@@ -71,8 +71,8 @@ def test_a_file_that_is_cut_off_is_an_error_and_changes_nothing(form, part, tmp_
 def test_a_checkpoint_of_another_model_names_what_does_not_fit(tmp_path):
     model, checkpoint = saving_in_a_loop.make()
     path = checkpoint.save(str(tmp_path / "c"))
-    other = tf.keras.Sequential([tf.keras.Input([64]), tf.keras.layers.Dense(3, name="narrow")])
-    other.compile("adam", "mse")
+    narrow = tf.keras.layers.Dense(3, name="narrow")
+    other = compiled_model(narrow, inputs=64, optimizer="adam")
     other.optimizer.build(other.trainable_variables)
     with pytest.raises(
         ValueError, match="ncompatible.* shape .64.*(narrow|layer_with_weights)|64, 64"

@@ -14,6 +14,7 @@ from tests.common import (
     FAMILIES,
     IS_KERAS_3,
     assert_all_equal,
+    compiled_model,
     digits,
     make_optimizer,
     pairs,
@@ -36,17 +37,11 @@ pytestmark = [
 
 def make_model(optimizer):
     tf.keras.utils.set_random_seed(0)
-    layers = [
-        tf.keras.Input((64,)),
-        tf.keras.layers.Dense(8, activation="relu"),
-        tf.keras.layers.BatchNormalization(),
-        tf.keras.layers.Dense(10),
-    ]
-    model = tf.keras.Sequential(layers)
+    hidden = tf.keras.layers.Dense(8, activation="relu"), tf.keras.layers.BatchNormalization()
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     # What is saved does not depend on it, and tracing each of these models takes most of the time.
-    model.compile(make_optimizer(optimizer), loss, run_eagerly=True)
-    return model
+    how = {"optimizer": make_optimizer(optimizer), "loss": loss, "run_eagerly": True}
+    return compiled_model(*hidden, tf.keras.layers.Dense(10), inputs=64, **how)
 
 
 def step(model, i):

@@ -415,7 +415,7 @@ def operations_of(graph):
 
 
 def test_a_graph_has_no_more_operations_than_with_keras():
-    cell = overhead.Cell("graph", "SGD", 60, 256)
+    cell = overhead.Cell("graph", "SGD", 20, 256)
 
     def count(wrapper):
         graphs = []
