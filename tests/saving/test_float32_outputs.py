@@ -71,3 +71,4 @@ def test_outputs(make, kind, tmp_path):
             policy = layer.dtype_policy
             assert type(copied.dtype_policy) is type(policy)
             assert copied.dtype_policy.get_config() == policy.get_config()
+            assert repr(copied.dtype_policy) == repr(policy)
