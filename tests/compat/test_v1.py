@@ -314,8 +314,7 @@ def test_what_is_no_misuse():
 @pytest.mark.parametrize("inner", [sgd, adam])
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_one_verdict_for_all_replicas(inner, mode):
-    strategy = mirrored(2)
-    with strategy.scope():
+    with mirrored(2).scope():
         v = tf.Variable(1.0)
         steps = tf.Variable(
             0, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
@@ -338,18 +337,16 @@ def test_one_verdict_for_all_replicas(inner, mode):
 
 
 def test_a_sum_over_replicas_that_overflows_is_skipped():
-    strategy = mirrored(2)
-    with strategy.scope():
+    with mirrored(2).scope():
         v = tf.Variable(1.0)
         optimizer = wrapped(sgd(), keras_mp.DynamicLossScale(1), aggregate_in_float16=False)
-    strategy.run(lambda: optimizer.minimize(lambda: 3e38 * v, var_list=[v]))
+    mirrored(2).run(lambda: optimizer.minimize(lambda: 3e38 * v, var_list=[v]))
     assert float(value(v)) == 1
     assert int(optimizer.steps_skipped) == 1
 
 
 def test_the_cross_replica_context_is_refused():
-    strategy = mirrored(2)
-    with strategy.scope():
+    with mirrored(2).scope():
         v = tf.Variable(1.0)
         optimizer = wrapped()
         with pytest.raises(ValueError, match="in a replica context"):
