@@ -372,8 +372,7 @@ class _Reader:
         return id(self._layers.layer(path)) in self._layers.last
 
     def _operation(self, node: Node) -> Operation:
-        made, work, turns = node.made, node.work, node.turns
-        dtype = node.dtypes.get("T") or next(iter(node.dtypes.values()))
+        made, work, turns, dtype = node.made, node.work, node.turns, node.dtype
         layer = self._layers.name(self._owner(node.path))
         about = layer, origins.line_of(made), self._why(node, dtype)
         is_known, work = work is not None, (work or 0) * turns

@@ -82,16 +82,15 @@ def on_tensor_cores(nodes: Sequence[Node], device: str | None) -> Iterator[str]:
         nodes: of the graph.
         device: str. A GPU, such as "GPU 7.0"; None for those of this machine.
     """
-    works = {i: each.turns * (each.work or 0) for i, each in enumerate(nodes)}
-    total = sum(works.values())
+    products = [(each, each.turns * work) for each in nodes if (work := each.work)]
+    total = sum(work for _, work in products)
     if not total or (device is None and not devices.gpus()):
         return
-    dtypes = {i: next(iter(each.dtypes.values()), "") for i, each in enumerate(nodes)}
-    taken = [i for i in works if works[i] and take(dtypes[i], device)]
-    share = sum(works[i] for i in taken) / total
+    taken = [(each, work) for each, work in products if take(each.dtype, device)]
+    share = sum(work for _, work in taken) / total
     if device is not None:
         yield f"The tensor cores of a {device} take {share:.0%} of the multiplications."
-    in_float32 = sum(works[i] for i in works if dtypes[i] == "float32") / total
+    in_float32 = sum(work for each, work in products if each.dtype == "float32") / total
     is_newer = device is not None and capability(device) >= _TENSOR_FLOAT_32
     if in_float32 and is_newer and _has_tensor_float_32():
         yield (
@@ -99,14 +98,14 @@ def on_tensor_cores(nodes: Sequence[Node], device: str | None) -> Iterator[str]:
             "digits as float16 (tf.config.experimental.enable_tensor_float_32_execution(False) "
             "ends that)."
         )
-    sizes = {i: multiplied_sizes(nodes[i].made) for i in taken}
-    odd = [i for i in taken if any(each % _MULTIPLE for each in sizes[i])]
+    sizes = [(multiplied_sizes(each.made), work) for each, work in taken]
+    odd = [(of, work) for of, work in sizes if any(each % _MULTIPLE for each in of)]
     if odd:
-        found = dict.fromkeys(" x ".join(map(str, sizes[i])) for i in odd)
+        found = dict.fromkeys(" x ".join(map(str, of)) for of, _ in odd)
         yield (
-            f"{sum(works[i] for i in odd) / total:.0%} of the multiplications have sizes that are "
-            f"no multiples of {_MULTIPLE}: {', '.join(list(found)[:3])}. Round units, filters, or "
-            "the size of the batch up."
+            f"{sum(work for _, work in odd) / total:.0%} of the multiplications have sizes that "
+            f"are no multiples of {_MULTIPLE}: {', '.join(list(found)[:3])}. Round units, filters, "
+            "or the size of the batch up."
         )
 
 
@@ -158,12 +157,11 @@ def sending(
         if not node.dtypes or node.made.type in _NOT_SENT:
             continue
         sent += 0 if node.is_compiled else node.turns
-        dtype = next(iter(node.dtypes.values()))
-        speed = products * (1 if take(dtype, device) else _WITHOUT_TENSOR_CORES)
+        speed = products * (1 if take(node.dtype, device) else _WITHOUT_TENSOR_CORES)
         computing = (node.work or 0) / speed
         tensors = (*node.made.inputs, *node.made.outputs)
         numbers = sum(tensor.shape.num_elements() or 0 for tensor in tensors)
-        seconds += node.turns * max(computing, numbers * tf.as_dtype(dtype).size / moved)
+        seconds += node.turns * max(computing, numbers * tf.as_dtype(node.dtype).size / moved)
     helps = ["model.compile(..., jit_compile=True)"] if model is not None else []
     helps.append("tf.function(step, jit_compile=True)")
     # XLA has no kernel for the recurrent layers of cuDNN.

@@ -52,6 +52,11 @@ class Node(NamedTuple):
     is_compiled: bool
 
     @property
+    def dtype(self) -> str:
+        """The dtype that it computes in; "" if it has no floating-point one."""
+        return self.dtypes.get("T") or next(iter(self.dtypes.values()), "")
+
+    @property
     def work(self) -> int | None:
         """The work of one run; None if a shape of a product is not known."""
         return of(self.made)
