@@ -112,17 +112,14 @@ SESSIONS = Feature(
     "A session with a config of its own computes in float32.",
     (grappler.rewrite_in_sessions, grappler.is_rewrite_in_sessions),
 )
-REWRITE_REPORT = Feature(
-    "the report of the graph rewrite",
-    "It ends with an error that names what is missing.",
-    (*_KERNELS, grappler.optimize, grappler.Cluster, grappler.Device),
-)
 TOOLS = Feature(
-    "tools that look at each operation: `check`, `watch` and `profile` of `numerics`",
+    "tools that look at each operation: `check`, `watch` and `profile` of `numerics`, "
+    "and the report of the graph rewrite",
     "They end with an error that names what is missing.",
     (
         *(operations.add_callback, operations.remove_callback, operations.anonymous_name),
-        *(graphs.function_of_name, gradients.record_operation),
+        *(graphs.function_of_name, gradients.record_operation, *_KERNELS),
+        *(grappler.optimize, grappler.Cluster, grappler.Device),
     ),
 )
 
