@@ -135,7 +135,10 @@ def _choose(known: Operation, values: Sequence[Any], pairs: Sequence[Any]) -> _C
             return _Choice(low, LAST)
         if are_weights:
             return _Choice(low, WEIGHT)
-        is_exact = _is_square(values) or (kind >= EXACT and _sums_nothing(known, values, pairs))
+        if known.has_list and len(values) == 1:  # Of one tensor, an `einsum` is a sum or a move.
+            is_exact = kind >= EXACT or not _sums_nothing(known, values, pairs)
+        else:
+            is_exact = _is_square(values) or (kind >= EXACT and _sums_nothing(known, values, pairs))
         return _Choice(low, EXACT) if is_exact else None
     if known.kind == "exact" or kind >= EXACT or _thread.is_exact:
         return _Choice(low, max(kind, EXACT))

@@ -123,6 +123,7 @@ PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
     "nn.isotonic_regression": lambda c: tf.nn.isotonic_regression(c(MANY[:3000, 0] + 300.0))[0],
     "linalg.det": lambda c: tf.linalg.det(c(MATRIX / 300)),
     "linalg.expm": lambda c: tf.linalg.expm(c(MATRIX / 100)),
+    "einsum": lambda c: tf.einsum("ij->i", c(ROWS)) / 1000.0,
     "linalg.eig": lambda c: tf.math.real(tf.linalg.eig(c(MATRIX))[0]),
     "linalg.eigvals": lambda c: tf.math.real(tf.linalg.eigvals(c(MATRIX))),
     "linalg.qr": lambda c: tf.linalg.qr(c(MATRIX))[1],
