@@ -454,9 +454,11 @@ def constant(make: Callable[..., Any], value: Any, low: tf.DType, keeps_arrays: 
         return make(value, low)
     if not is_lossy:
         result, is_number = make(value, low), type(value) in (float, int)
-        # A list has no dtype. It may have tensors in it, whose gradients would be lost.
-        is_wide = getattr(value, "dtype", None) in (tf.float32, tf.float64)
-        if isinstance(result, tf.Tensor) and (is_number or (keeps_arrays and is_wide)):
+        # A list may have tensors in it, whose gradients would be lost.
+        is_wide = _is_list_of_numbers(value) or (
+            keeps_arrays and getattr(value, "dtype", None) in (tf.float32, tf.float64)
+        )
+        if isinstance(result, tf.Tensor) and (is_number or is_wide):
             wide = float(value) if is_number else np.array(value, np.float32)  # It may change.
             if result.shape == np.shape(wide):
                 note(result, wide, WEIGHT)
@@ -466,6 +468,12 @@ def constant(make: Callable[..., Any], value: Any, low: tf.DType, keeps_arrays: 
         result = tf.cast(face, low)
     note(result, face, EXACT)
     return result
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    if not isinstance(value, list | tuple):
+        return False
+    return all(type(each) in (float, int) for each in tf.nest.flatten(value))
 
 
 def without_face(values: Any) -> None:

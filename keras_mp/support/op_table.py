@@ -83,8 +83,10 @@ _TABLE = {
     "reshapes": "ExpandDims Reshape Squeeze",
     "views": "Slice StridedSlice Transpose",
     "moves": (
-        "BatchToSpace BatchToSpaceND BroadcastTo Concat ConcatV2 DepthToSpace Gather GatherNd "
-        "GatherV2 MirrorPad Pack Pad PadV2 ResizeNearestNeighbor Reverse ReverseSequence "
+        "BatchToSpace BatchToSpaceND BroadcastTo Concat ConcatV2 DepthToSpace Diag DiagPart Gather "
+        "GatherNd GatherV2 MatrixBandPart MatrixDiag MatrixDiagPart MatrixDiagPartV2 "
+        "MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3 MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3 "
+        "MirrorPad Pack Pad PadV2 ResizeNearestNeighbor Reverse ReverseSequence "
         "ReverseV2 Roll SpaceToBatch SpaceToBatchND SpaceToDepth Split SplitV Tile Unpack"
     ),
     "moves by index": "DynamicPartition DynamicStitch ScatterNd",
