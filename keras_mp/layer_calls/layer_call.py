@@ -128,6 +128,8 @@ def _call_in(
         # This is for a layer that was made after `compile`.
         if getattr(layer, "activity_regularizer", None) is not None:
             regularizers.wrap_activity_regularizer(layer)
+    elif layer.compute_dtype == "float32":
+        args, kwargs = _with_exact_faces(layer, args, kwargs)
     is_at_rim = model_outputs.is_last(layer) or (
         is_model
         and not keras_api.is_in_a_layer(layer)
@@ -150,6 +152,24 @@ def _call_in(
     if not is_model:
         model_outputs.note_call(outputs, layer, args, kwargs)
     return outputs
+
+
+def _with_exact_faces(layer: tf.keras.layers.Layer, args: Any, kwargs: Any) -> Any:
+    """Returns arguments with exact float32 faces in the place of 16-bit tensors.
+
+    They are for a float32 layer, whose own cast would take what was rounded. Some of Keras's layers
+    cast in `call`.
+    """
+    is_of_keras = type(layer).__module__.startswith(f"{keras_api.ROOT_PACKAGE}.")
+    casts = is_of_keras or getattr(layer, "autocast", True)
+    if not casts or not any(map(faces.is_low_tensor, tf.nest.flatten((args, kwargs)))):
+        return args, kwargs
+
+    def exact(value: Any) -> Any:
+        is_one = faces.is_low_tensor(value) and faces.is_exact(value)
+        return data_layers.unrounded(value) if is_one else value
+
+    return tf.nest.map_structure(exact, (args, kwargs))
 
 
 def _with_logits(value: Any) -> Any:
