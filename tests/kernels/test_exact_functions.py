@@ -124,8 +124,6 @@ PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
     "linalg.det": lambda c: tf.linalg.det(c(MATRIX / 300)),
     "linalg.expm": lambda c: tf.linalg.expm(c(MATRIX / 100)),
     "einsum": lambda c: tf.einsum("ij->i", c(ROWS)) / 1000.0,
-    "linalg.eig": lambda c: tf.math.real(tf.linalg.eig(c(MATRIX))[0]),
-    "linalg.eigvals": lambda c: tf.math.real(tf.linalg.eigvals(c(MATRIX))),
     "linalg.qr": lambda c: tf.linalg.qr(c(MATRIX))[1],
     "linalg.trace": lambda c: tf.linalg.trace(c(tf.linalg.diag(ROWS[:, 1] * 100 - 19990))),
     "linalg.tensor_diag": lambda c: tf.linalg.tensor_diag(c(ROWS[:, 1])),
@@ -230,7 +228,7 @@ def test_they_compute_in_float32(name: str, dtype: str) -> None:
     with inside.in_reach(None):
         rounded = tf.nest.flatten(program(lambda x: tf.cast(tf.cast(x, dtype), tf.float32)))
         # TensorFlow itself does not have all of them in 16 bits on this machine.
-        with contextlib.suppress(ValueError, TypeError, UnboundLocalError, tf.errors.OpError):
+        with contextlib.suppress(ValueError, TypeError, tf.errors.OpError):
             own = tf.nest.flatten(program(lambda x: _rounded(x, dtype)))
     with inside.in_reach(dtype):
         results = [program(lambda x: _rounded(x, dtype))]
