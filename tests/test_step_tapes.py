@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 from concurrent import futures
 
 import numpy as np
@@ -577,6 +578,33 @@ def test_a_penalty_with_large_gradients_leaves_the_scale_alone():
 
     _, _, model = trained(step, keras_mp.Policy("mixed_float16"), {})
     assert float(model.optimizer.loss_scale()) == 2.0**15
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("kind", ["good", "a loss of NaN", "a gradient of the program is NaN"])
+def test_a_scale_that_tape_and_optimizer_share_moves_once_in_a_step(kind, mode):
+    class Plain(Subclassed):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            if kind == "a gradient of the program is NaN":
+                gradients = [each * float("nan") for each in gradients]
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            return {"loss": loss}
+
+    loss_scale = keras_mp.DynamicLossScale(2.0**8, increment_period=4)
+    with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=loss_scale)):
+        model = Plain(*dense())
+    model.compile("sgd", **MODES[mode])
+    x, count = X * np.nan if kind == "a loss of NaN" else X, 8
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)
+        model.fit(x, Y, 16, epochs=count, verbose=0)
+    optimizer = model.optimizer
+    expected = (2.0**10, 0) if kind == "good" else (1.0, count)
+    assert (float(optimizer.loss_scale()), int(optimizer.steps_skipped)) == expected
 
 
 @once

@@ -25,6 +25,7 @@ from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy
 from keras_mp.step import scaled_losses
+from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.support import host, messages
 from keras_mp.support.attributes import replaced
@@ -55,6 +56,7 @@ class _Step(scaled_losses.ScaledLosses):
 
     def __init__(self, model: tf.keras.Model, loss_scale: LossScale, method: str) -> None:
         self.model, self.loss_scale, self.method = model, loss_scale, method
+        self.moved_scale = loss_scale if isinstance(loss_scale, DynamicLossScale) else None
         self.graph = host.current_graph()
         self.entered: list[_StepTape] = []
         self.by_tape: set[int] = set()

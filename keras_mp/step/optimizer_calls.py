@@ -190,7 +190,8 @@ class OptimizerCalls(Calls[_Step]):
             applied |= step.applied
         # It is said once that a function makes no calls at all, until it makes one.
         is_told = how is How.UNKNOWN and own.time > 0 and not tf.executing_eagerly()
-        is_by_tape = scaled_losses.thread.noted.are_by_tape(variables)
+        noted = scaled_losses.thread.noted
+        is_by_tape = noted.are_by_tape(variables)
         is_missing, has_begun = step.misses_a_call(goes_on), step.has_begun()
         if is_missing and not is_told and not is_by_tape:
             missing = _NOT_UNSCALED if step.has_scaled() else _NOT_SCALED_BEFORE
@@ -199,7 +200,9 @@ class OptimizerCalls(Calls[_Step]):
                 applied = frozenset()
         scaled_by, unclipped = self._scale_of(step), list(step.unclipped)
         step.unclipped = ()
-        yield GradientState(is_scaled, scaled_by, is_divided, step.losses, unclipped)
+        moved = noted.moved_scale if is_by_tape else None
+        of_loss = {"losses": step.losses, "unclipped": unclipped, "moved_scale": moved}
+        yield GradientState(is_scaled, scaled_by, is_divided, **of_loss)
         if is_scaled:
             how = How.BY_APPLYING
         else:

@@ -44,6 +44,7 @@ class GradientState(NamedTuple):
             Otherwise the list would, in eager, keep them in memory while the step is made.
         was_finite: bool scalar tensor. An earlier verdict on gradients of this replica, which may
             have changed since; None if there was none.
+        moved_scale: the loss scale that a tape has moved by them already; None if there is none.
     """
 
     scaled: bool = False
@@ -52,6 +53,7 @@ class GradientState(NamedTuple):
     losses: Sequence[tf.Tensor] = ()
     unclipped: list[Gradient] | tuple[()] = ()
     was_finite: tf.Tensor | None = None
+    moved_scale: Any = None
 
 
 class Notes:

@@ -21,9 +21,11 @@ class ScaledLosses:
 
     Attributes:
         has_scaled: whether the program has scaled a loss anywhere.
+        moved_scale: the `DynamicLossScale` that the tapes of this step move, or None.
     """
 
     has_scaled = False
+    moved_scale: Any = None
 
     def note_loss(self, scaled: tf.Tensor) -> None:
         """Notes a loss that was multiplied by a loss scale."""

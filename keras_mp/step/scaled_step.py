@@ -133,6 +133,7 @@ def make_step(
         if not aggregate and replicas.are_several():
             finite = replicas.agree(finite)
     own = (lambda: unclipped) if unclipped else sent or sums
+    is_moved = scaler is not None and state.moved_scale is scaler.loss_scale
     replica = _Replica(state.losses, sums, kept, has_examples, own, totals, tested)
 
     # Make or skip the step, once for all replicas.
@@ -151,13 +152,15 @@ def make_step(
             for each in steps:
                 each.kept.release()
             applied = apply_on_each()
-            return _operation([applied, *(scaler.outcome(True) if scaler and may_skip else ())])
+            return _operation(
+                [applied, *(scaler.outcome(True, None, is_moved) if scaler and may_skip else ())]
+            )
 
         def skip() -> Operation:
             skipped = _skipped(adapter, steps, paths)
             adapter.drop_accumulated()
             put_back()
-            return _operation(scaler.outcome(False, skipped) if scaler else [])
+            return _operation(scaler.outcome(False, skipped, is_moved) if scaler else [])
 
         def accumulate() -> Operation:
             applied = apply_on_each()
@@ -181,7 +184,7 @@ def make_step(
         skipped = _skipped(adapter, steps, paths)
         _write_if(finite, apply_on_each)
         put_back(finite)
-        return _operation(scaler.outcome(finite, skipped) if scaler else [])
+        return _operation(scaler.outcome(finite, skipped, is_moved) if scaler else [])
 
     operation = replicas.decide_for_all_replicas(decide, finite, replica, apply)
     if scaler is not None and not scaler.is_shared:

@@ -73,7 +73,9 @@ class Scaler:
         """The number of steps skipped since the last good one, an int64 variable."""
         return self._moved.num_bad_steps
 
-    def outcome(self, finite: Truth, skipped: SkippedStep | None = None) -> list[Any]:
+    def outcome(
+        self, finite: Truth, skipped: SkippedStep | None = None, is_moved: bool = False
+    ) -> list[Any]:
         """Moves the loss scale after a step, and counts and reports a skipped one.
 
         It is called once for all replicas of a process, in the branch for such a step. A good step
@@ -83,24 +85,29 @@ class Scaler:
             finite: True or False in a branch. Where XLA compiles there is none: a bool scalar
                 tensor.
             skipped: `SkippedStep`; None if `finite` is True.
+            is_moved: bool. Whether a tape has moved the scale by these gradients. Defaults to
+                False.
 
         Returns:
             list of operations.
         """
         if finite is True or skipped is None:
-            return self._moved.move(True)[0]
+            return [] if is_moved else self._moved.move(True)[0]
         before = self.loss_scale()
-        moved, consecutive = self._move_after_skip(finite, skipped)
+        moved, consecutive = self._move_after_skip(finite, skipped, is_moved)
         added = tf.cast(chosen(finite, lambda: 0, lambda: 1), tf.int64)
         counted = self.steps_skipped.assign_add(added, read_value=False)
         return [*moved, counted, *self.report.note(skipped, finite, before, consecutive)]
 
-    def _move_after_skip(self, finite: Truth, skipped: SkippedStep) -> tuple[list[Any], tf.Tensor]:
+    def _move_after_skip(
+        self, finite: Truth, skipped: SkippedStep, is_moved: bool
+    ) -> tuple[list[Any], tf.Tensor]:
         """Returns a list of operations, and the number of steps skipped in a row by now."""
-        overflowed = skipped.has_overflowed
-        return self._moved.move(
-            finite, skipped.loss_is_finite, chosen(finite, lambda: True, lambda: overflowed)
-        )
+        overflowed: Any = skipped.has_overflowed
+        if is_moved:  # But not by what the program has made of finite gradients.
+            overflowed &= tf.equal(self.skips_in_a_row, 0)
+        when = chosen(finite, lambda: not is_moved, lambda: overflowed)
+        return self._moved.move(finite, skipped.loss_is_finite, when)
 
     def accumulated(self) -> list[Any]:
         """Handles gradients that were accumulated for a step that is not complete yet."""
@@ -137,12 +144,16 @@ class SharedScaler(Scaler):
         with tf.init_scope():
             self._worst = state_variable(_GOOD, tf.int64, "worst_verdict")
 
-    def outcome(self, finite: Truth, skipped: SkippedStep | None = None) -> list[Any]:
+    def outcome(
+        self, finite: Truth, skipped: SkippedStep | None = None, is_moved: bool = False
+    ) -> list[Any]:
         """Notes the outcome of a step, and counts and reports a skipped one."""
         # GOOD is no worse than any outcome.
-        return [] if finite is True else super().outcome(finite, skipped)
+        return [] if finite is True else super().outcome(finite, skipped, is_moved)
 
-    def _move_after_skip(self, finite: Truth, skipped: SkippedStep) -> tuple[list[Any], tf.Tensor]:
+    def _move_after_skip(
+        self, finite: Truth, skipped: SkippedStep, is_moved: bool
+    ) -> tuple[list[Any], tf.Tensor]:
         outcome = chosen(skipped.loss_is_finite, lambda: _OVERFLOWED, lambda: _BAD)
         outcome = chosen(skipped.has_overflowed, lambda: outcome, lambda: _UNFINISHED)
         outcome = chosen(finite, lambda: _GOOD, lambda: outcome)
