@@ -401,7 +401,7 @@ def test_a_float16_activation_behind_a_float32_layer_in_eager(name):
         half = K.layers.Activation(activation)
     linear = K.layers.Activation("linear", dtype="float32")
     wide = K.layers.Activation(activation, dtype="float32")
-    logits = tf.constant([[50.0, -50.0]])
+    logits = tf.constant([[50.0, -50.0]], tf.float16)  # float32 ones would be read exactly
     loss = getattr(losses, name)()
     certain = [0] if y_true is SPARSE else [[1.0, 0.0]]
     for right, layer in ((certain, half), (y_true, wide), (certain, wide)):
