@@ -204,10 +204,7 @@ def _notes(layer: tf.keras.layers.Layer, is_output: bool, model: tf.keras.Model)
             f"Its policy is {layer.dtype_policy.name}, not the model's: it was given a dtype of "
             "its own, or made under another global policy."
         ) + _about_other_policy(layer, is_output, model)
-    # Layers of Keras have reasons not to cast, for example the ids that an embedding takes.
-    is_keras_own = type(layer).__module__.startswith(f"{keras_api.ROOT_PACKAGE}.")
-    is_mixed = dtype != layer.variable_dtype
-    if is_mixed and not is_keras_own and not getattr(layer, "autocast", True):
+    if dtype != layer.variable_dtype and not keras_api.casts_inputs(layer):
         yield "It does not cast its inputs: it was created with autocast=False."
 
 

@@ -175,6 +175,18 @@ def check_model(model: Any) -> None:
         )
 
 
+def casts_inputs(layer: Any) -> bool:
+    """Whether a layer casts its inputs, or has Keras's reasons not to.
+
+    Some of Keras's layers cast in `call`, and an embedding takes ids.
+
+    Args:
+        layer: a layer of `tf.keras`.
+    """
+    is_keras_own = type(layer).__module__.startswith(f"{ROOT_PACKAGE}.")
+    return is_keras_own or getattr(layer, "autocast", True)
+
+
 def switch_hint() -> str:
     """Returns the advice that makes `tf.keras` the other Keras."""
     if ROOT_PACKAGE == "keras":

@@ -99,10 +99,8 @@ def _find(name: str) -> Operation | None:
             continue
         # The threshold of a sparse sum has the real dtype of its numbers, under another name.
         has_dtype = [arg.type_attr in (attr.name, "Treal") for arg in op_def.input_arg]
-        is_drawn = name in op_table.DRAWS and any(
-            arg.type_attr == attr.name for arg in op_def.output_arg
-        )
-        if is_drawn or (any(has_dtype) and name not in op_table.DRAWS):
+        is_of_results = [arg.type_attr == attr.name for arg in op_def.output_arg]
+        if any(is_of_results if name in op_table.DRAWS else has_dtype):
             refuses = frozenset(
                 dtype
                 for low, dtype in _LOW.items()
@@ -116,11 +114,9 @@ def _find(name: str) -> Operation | None:
             return _described(op_def, attr.name, has_dtype, outputs, refuses)
         if FLOAT32 in allowed and allowed.isdisjoint(_LOW):
             # Its inputs hide their dtype, such as those of a product of sparse matrices.
-            outputs = [arg.type_attr == attr.name for arg in op_def.output_arg]
-            return dataclasses.replace(
-                _described(op_def, attr.name, has_dtype, outputs, frozenset(LOW_PRECISION)),
-                kind="draw",
-            )
+            refuses = frozenset(LOW_PRECISION)
+            described = _described(op_def, attr.name, has_dtype, is_of_results, refuses)
+            return dataclasses.replace(described, kind="draw")
     has_dtype = [arg.type == FLOAT32 for arg in op_def.input_arg]
     if not any(has_dtype):
         return None

@@ -157,12 +157,10 @@ def _call_in(
 def _with_exact_faces(layer: tf.keras.layers.Layer, args: Any, kwargs: Any) -> Any:
     """Returns arguments with exact float32 faces in the place of 16-bit tensors.
 
-    They are for a float32 layer, whose own cast would take what was rounded. Some of Keras's layers
-    cast in `call`.
+    They are for a float32 layer, whose own cast would take what was rounded.
     """
-    is_of_keras = type(layer).__module__.startswith(f"{keras_api.ROOT_PACKAGE}.")
-    casts = is_of_keras or getattr(layer, "autocast", True)
-    if not casts or not any(map(faces.is_low_tensor, tf.nest.flatten((args, kwargs)))):
+    has_any = any(map(faces.is_low_tensor, tf.nest.flatten((args, kwargs))))
+    if not has_any or not keras_api.casts_inputs(layer):
         return args, kwargs
 
     def exact(value: Any) -> Any:

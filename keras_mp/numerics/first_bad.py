@@ -205,7 +205,7 @@ class FirstBadOperation:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._block.close()
         if kind is None:
-            self.check()
+            self._check()
             if not self._has_seen_any:
                 messages.warn(
                     "`watch` has seen no operation. It watches only functions that are "
@@ -220,7 +220,7 @@ class FirstBadOperation:
                 )
 
     @op_callbacks.unobserved()
-    def check(self) -> bool:
+    def _check(self) -> bool:
         """Reads what was measured, and returns whether something was not finite.
 
         For operations that have run in eager; functions are looked at when they return.
@@ -348,14 +348,14 @@ class FirstBadOperation:
         kind = kind.decode() if isinstance(kind, bytes) else kind
         if graph is None and kind.startswith(("__inference_", "__forward_", "__backward_")):
             self._eager.use(self._eager.row_of.of(inputs))
-            if self._graphs.rows and self.check():
+            if self._graphs.rows and self._check():
                 self._spoil(outputs)
             return
         with self._lock:
             if graph is None:
                 self._has_seen_any = True
                 if self._eager.is_full():
-                    self.check()
+                    self._check()
                 # Metrics, say, keep what a function has made.
                 is_read = bool(self.found) and kind in READS
                 if is_read or self._spoilt.of(inputs):

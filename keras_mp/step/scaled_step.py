@@ -133,13 +133,17 @@ def make_step(
         if not aggregate and replicas.are_several():
             finite = replicas.agree(finite)
     own = (lambda: unclipped) if unclipped else sent or sums
-    is_moved = scaler is not None and state.moved_scale is scaler.loss_scale
     replica = _Replica(state.losses, sums, kept, has_examples, own, totals, tested)
 
     # Make or skip the step, once for all replicas.
     def apply(replica: _Replica) -> Any:
         with scaled_losses.applying():
             return adapter.apply(list(zip(replica.sums(), variables)), name, aggregate=False)
+
+    def outcome(finite: Any, skipped: SkippedStep | None = None) -> list[Any]:
+        if scaler is None:
+            return []
+        return scaler.outcome(finite, skipped, state.moved_scale is scaler.loss_scale)
 
     def decide(
         finite: Any, steps: Sequence[_Replica], apply_on_each: Callable[[], Any]
@@ -152,15 +156,13 @@ def make_step(
             for each in steps:
                 each.kept.release()
             applied = apply_on_each()
-            return _operation(
-                [applied, *(scaler.outcome(True, None, is_moved) if scaler and may_skip else ())]
-            )
+            return _operation([applied, *(outcome(True) if may_skip else ())])
 
         def skip() -> Operation:
             skipped = _skipped(adapter, steps, paths)
             adapter.drop_accumulated()
             put_back()
-            return _operation(scaler.outcome(False, skipped, is_moved) if scaler else [])
+            return _operation(outcome(False, skipped))
 
         def accumulate() -> Operation:
             applied = apply_on_each()
@@ -184,7 +186,7 @@ def make_step(
         skipped = _skipped(adapter, steps, paths)
         _write_if(finite, apply_on_each)
         put_back(finite)
-        return _operation(scaler.outcome(finite, skipped, is_moved) if scaler else [])
+        return _operation(outcome(finite, skipped))
 
     operation = replicas.decide_for_all_replicas(decide, finite, replica, apply)
     if scaler is not None and not scaler.is_shared:

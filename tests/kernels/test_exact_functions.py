@@ -123,6 +123,10 @@ PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
     "nn.isotonic_regression": lambda c: tf.nn.isotonic_regression(c(MANY[:3000, 0] + 300.0))[0],
     "linalg.det": lambda c: tf.linalg.det(c(MATRIX / 300)),
     "linalg.expm": lambda c: tf.linalg.expm(c(MATRIX / 100)),
+    "constant": lambda c: tf.math.log(-tf.math.log(tf.constant([0.99995, 0.3], c(ROWS).dtype))),
+    "linalg.diag_part": lambda c: tf.math.log(
+        tf.linalg.diag_part(tf.eye(3, dtype=c(ROWS).dtype) * 2001.25) / 2000.0
+    ),
     "einsum": lambda c: tf.einsum("ij->i", c(ROWS)) / 1000.0,
     "linalg.qr": lambda c: tf.linalg.qr(c(MATRIX))[1],
     "linalg.trace": lambda c: tf.linalg.trace(c(tf.linalg.diag(ROWS[:, 1] * 100 - 19990))),

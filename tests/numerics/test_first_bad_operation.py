@@ -174,12 +174,12 @@ def test_what_is_found_is_told_once_and_the_program_goes_on():
 def test_eager_code_stops_where_it_is_checked():
     with FirstBadOperation() as watch:
         x = tf.nn.softmax(tf.constant([-math.inf, 1.0]) * 2)
-        watch.check()
+        watch._check()
         tf.sqrt(-x)
         with pytest.raises(NotFiniteError) as raised:
-            watch.check()
+            watch._check()
         assert (raised.value.operation.operation, raised.value.operation.bad) == ("Sqrt", 1)
-        watch.check()
+        watch._check()
 
 
 @common.once
