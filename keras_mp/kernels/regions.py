@@ -172,7 +172,8 @@ def _dtype_for(plan: Plan, values: Sequence[tf.Tensor | float], dtype: tf.DType)
     if not found or not found.issubset(lower_precision.FLOATS) or tf.float32 not in found:
         return None
     if plan.policy == cast_policy.ALLOW:
-        return dtype
+        is_sum = plan.known.has_list and len(values) == 1  # an `einsum` of one tensor
+        return None if is_sum else dtype
     if len(found) > 1:
         return tf.float32
     if plan.policy == cast_policy.PROMOTE:
