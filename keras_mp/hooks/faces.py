@@ -426,10 +426,13 @@ def is_held(value: Any, dtype: tf.DType) -> bool:
         if dtype is tf.bfloat16:
             return not _LARGEST_BFLOAT16 < size <= _MAX
         return size == 0 or _SMALLEST_FLOAT16 <= size <= _LARGEST_FLOAT16 or not size <= _MAX
-    wide = np.asarray(value, np.float64)
+    wide = np.asarray(value)
+    # Positions and counts are meant as they are.
+    rounds_by = 0.0 if wide.dtype.kind in "iu" and wide.ndim else _ROUNDS_BY
+    wide = wide.astype(np.float64)
     with np.errstate(all="ignore"):
         low = wide.astype(dtype.as_numpy_dtype).astype(np.float64)
-        lost = np.abs(low - wide) > _ROUNDS_BY * np.abs(wide)
+        lost = np.abs(low - wide) > rounds_by * np.abs(wide)
     return not np.any(lost & (np.abs(wide) <= _MAX))
 
 

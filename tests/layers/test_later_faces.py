@@ -95,9 +95,10 @@ def of_large_products(h):
     return tf.maximum(chosen, 1.0) / 1e4 + tf.reduce_max(large) / 1e4
 
 
-def angles(h):
+def angles(h, positions=None):
     """Positions times frequencies, as for rotary embeddings."""
-    positions = tf.cast(tf.range(3000, 3004), h.dtype)
+    if positions is None:
+        positions = tf.cast(tf.range(3000, 3004), h.dtype)
     frequencies = tf.constant([1.0, 0.125], h.dtype)
     found = [
         tf.einsum("i,j->ij", positions, frequencies),
@@ -106,6 +107,14 @@ def angles(h):
         tf.matmul(tf.reshape(h, [4, 1]), positions[tf.newaxis, 2:]),
     ]
     return tf.stack([tf.sin(each) for each in found])
+
+
+def angles_of_an_array(h):
+    return angles(h, tf.constant(np.arange(3000, 3004), h.dtype))
+
+
+def angles_of_a_list(h):
+    return angles(h, tf.constant([3000, 3001, 3002, 3003], h.dtype))
 
 
 class Rolls(K.layers.Layer):
@@ -139,7 +148,8 @@ class ProductOfWeights(K.layers.Layer):
 PROGRAMS = [
     *(of_a_constant, of_what_is_not_recorded, of_a_constant_of_an_inner_tape),
     *(of_a_constant_in_forward_mode, taken_twice, of_an_array_that_changes, Rolls),
-    *(of_zeros_of_a_relu, overlap_of_boxes, of_large_products, angles, ProductOfWeights),
+    *(of_zeros_of_a_relu, overlap_of_boxes, of_large_products, ProductOfWeights),
+    *(angles, angles_of_an_array, angles_of_a_list),
 ]
 
 
