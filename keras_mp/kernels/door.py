@@ -69,14 +69,14 @@ def _low_dtype_of(values: Sequence[Any]) -> tf.DType | None:
     return None
 
 
-def _as_tensor(value: Any, low: tf.DType, is_first: bool = False) -> Any:
+def _as_tensor(value: Any, low: tf.DType, has_list: bool, is_first: bool = False) -> Any:
     """Returns an input as a tensor; a number after others gets their dtype anyway."""
     if isinstance(value, tf.Tensor) or (type(value) in _NUMBERS and not is_first):
         return value
     if isinstance(value, tf.Variable) or hasattr(value, "__tf_tensor__"):
         return tf.convert_to_tensor(value)
-    if isinstance(value, list | tuple) and any(map(tf.is_tensor, _flat(value))):
-        return [_as_tensor(each, low) for each in value]
+    if isinstance(value, list | tuple) and has_list and any(map(tf.is_tensor, _flat(value))):
+        return [_as_tensor(each, low, has_list) for each in value]
     return tf.convert_to_tensor(value, low)
 
 
@@ -194,8 +194,10 @@ def _note_lazily(known: Operation, args: Sequence[Any], pairs: Sequence[Any], re
 
 _ARITHMETIC = op_table.ops(
     *("additions", "multiplications", "signs", "softmax", "sigmoids"),
-    *("maxima of two", "maxima over axes", "selections"),
-) - {*("BiasAdd", "BiasAddV1")}
+    *("maxima of two", "maxima over axes", "selections", "roundings"),
+) | {"SegmentMax", "SegmentMin", "UnsortedSegmentMax", "UnsortedSegmentMin"} - {
+    *("BiasAdd", "BiasAddV1")
+}
 # Operations whose results have faces that are made when they are taken. A relu that is 0 stops a
 # gradient that is infinite in float16; in eager it would keep one more tensor for that.
 _LAZY = op_table.MOVES | _ARITHMETIC
@@ -223,18 +225,36 @@ def _made(
         return make(given, pairs)
     for i in range(len(given)):
         if i in known.positions:
-            given[i] = _as_tensor(given[i], low, i == known.positions[0])
+            given[i] = _as_tensor(given[i], low, known.has_list, i == known.positions[0])
         else:
             given[i] = known.as_tensor(i, given[i])
     choice = _choice_of(known, given, pairs, low)
     if choice is None:
         results = make(given, pairs)
-        is_lazy = known.name in _LAZY or (
-            known.name in _LAZY_IN_GRAPHS and not tf.executing_eagerly()
-        )
-        if is_lazy and not _follows_others():
-            _note_lazily(known, given, pairs, results)
-        return results
+    else:
+        results = _widened(known, given, pairs, make, cast, choice)
+    has_none = choice is None or not choice.kind
+    if has_none and not _follows_others() and _has_later_face(known, pairs):
+        _note_lazily(known, given, pairs, results)
+    return results
+
+
+def _has_later_face(known: Operation, pairs: Sequence[Any]) -> bool:
+    """Whether the face of a result in 16 bits is made when it is taken."""
+    if known.name == "Einsum":
+        return _sums_nothing(known, (), pairs)
+    return known.name in _LAZY or (known.name in _LAZY_IN_GRAPHS and not tf.executing_eagerly())
+
+
+def _widened(
+    known: Operation,
+    given: Sequence[Any],
+    pairs: Sequence[Any],
+    make: Callable[..., Any],
+    cast: Callable[[Any, tf.DType], Any],
+    choice: _Choice,
+) -> Any:
+    """Returns the results of an operation that is computed in float32, rounded."""
     is_exact_product = known.kind == "product" and choice.kind == LAST
     widen = faces.factor if is_exact_product else _WIDEN[choice.kind]
     wide = [widen(value) if i in known.positions else value for i, value in enumerate(given)]

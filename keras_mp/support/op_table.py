@@ -218,11 +218,15 @@ EXACT = ops(
     *("log softmax", "cross entropies", "softplus", "exponential units", "interpolations"),
     "other functions that 16 bits end",
 ) | {"AvgPool3D"}
-# `sampled_softmax_loss` moves the lowest float32 number to where it hides a class.
-MOVES = ops(
-    *("identities", "identities without a gradient", "identities that check", "reshapes"),
-    *("views", "moves"),
-) | {"SparseToDense"}
+# `sampled_softmax_loss` moves the lowest float32 number to where it hides a class. Where places are
+# the same, `ScatterNd` adds.
+MOVES = (
+    ops(
+        *("identities", "identities without a gradient", "identities that check", "reshapes"),
+        *("views", "moves", "moves by index"),
+    )
+    | {"SparseToDense", "TopK", "TopKV2", "TensorScatterUpdate", "RaggedTensorToTensor"}
+) - {"ScatterNd"}
 READS = frozenset({*ops("reads of variables"), "ResourceGather", "ResourceGatherNd"})
 
 _GRAD = ops("gradients", "gradients of biases")

@@ -95,6 +95,21 @@ def of_large_products(h):
     return tf.maximum(chosen, 1.0) / 1e4 + tf.reduce_max(large) / 1e4
 
 
+def of_large_numbers_elsewhere(h):
+    large = (300.0 * h) * (100.0 * tf.reverse(h, [1]))
+    row, by_rows = large[0], tf.transpose(large)
+    found = [
+        *(tf.sort(large), tf.math.top_k(large, 2).values, tf.round(large), tf.floor(large)),
+        tf.math.unsorted_segment_max(by_rows, [0, 1, 0, 1], 2),
+        tf.math.unsorted_segment_min(by_rows, [0, 1, 0, 1], 2),
+        *tf.dynamic_partition(row, [0, 1, 0, 1], 2),
+        tf.dynamic_stitch([tf.constant([0, 2]), tf.constant([1, 3])], [row[:2], row[2:]]),
+        tf.tensor_scatter_nd_update(row, [[1]], [h[0, 0]]),
+        tf.einsum("bi,bi->bi", 300.0 * h, 100.0 * tf.reverse(h, [1])),
+    ]
+    return tf.concat([tf.reshape(each, [-1]) / 1e4 for each in found], 0)
+
+
 def angles(h, positions=None):
     """Positions times frequencies, as for rotary embeddings."""
     if positions is None:
@@ -149,12 +164,12 @@ PROGRAMS = [
     *(of_a_constant, of_what_is_not_recorded, of_a_constant_of_an_inner_tape),
     *(of_a_constant_in_forward_mode, taken_twice, of_an_array_that_changes, Rolls),
     *(of_zeros_of_a_relu, overlap_of_boxes, of_large_products, ProductOfWeights),
-    *(angles, angles_of_an_array, angles_of_a_list),
+    *(of_large_numbers_elsewhere, angles, angles_of_an_array, angles_of_a_list),
 ]
 
 
-# In eager, a face of a relu would keep one more tensor.
 CASES = [(program, mode) for program in PROGRAMS for mode in MODES]
+# In eager, a face of a relu would keep one more tensor.
 CASES += [(of_a_dead_relu, mode) for mode in MODES if mode != "eager"]
 
 
