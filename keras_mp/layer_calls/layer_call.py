@@ -21,7 +21,7 @@ from keras_mp.hooks.once import once
 from keras_mp.hooks.reach import Region
 from keras_mp.kernels import functions
 from keras_mp.layer_calls import added_losses, data_layers, initial_weights, model_outputs
-from keras_mp.op_autocast import region_check
+from keras_mp.op_autocast import context_manager
 from keras_mp.policy import Policy
 from keras_mp.support import softmax_and_cross_entropy as fusion
 from keras_mp.support.autograph import allow_conversion, do_not_convert
@@ -214,4 +214,4 @@ def _explained(error: Exception, layer: tf.keras.layers.Layer) -> Exception | No
 def _gradients(policy: Any, dtype: tf.DType | None) -> contextlib.AbstractContextManager[Any]:
     if dtype is None or policy.output_dtype is None:
         return contextlib.nullcontext()
-    return region_check.entered(Region(dtype, gradients_only=True))
+    return context_manager.entered(Region(dtype, gradients_only=True))

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp import hardware, kernels
-from keras_mp.hooks import reach
+from keras_mp import hardware, hooks, kernels
+from keras_mp.hooks import Replacement, When, reach
+from keras_mp.hooks.once import once
 from keras_mp.hooks.reach import Region
 from keras_mp.kernels import (
+    cast_pairs,
     cast_policy,
     known_operations,
     lower_precision,
@@ -23,9 +25,9 @@ from keras_mp.kernels import (
     sums,
     trials,
 )
-from keras_mp.op_autocast import region_check
 from keras_mp.support import dtypes, messages, validation
-from keras_mp.tensorflow_api import operations
+from keras_mp.tensorflow_api import graphs, operations
+from keras_mp.tensorflow_api.features import FACES
 
 
 class autocast(contextlib.ContextDecorator):
@@ -59,7 +61,6 @@ class autocast(contextlib.ContextDecorator):
         ValueError: the dtype is another one, TensorFlow has no such operation, or an operation is
             in both lists or cannot run in 16 bits.
         TypeError: `enabled` is no bool, `allow` or `deny` is no list, or a class is decorated.
-        RuntimeError: on entering, if this version of TensorFlow is not known.
 
     Example:
 
@@ -119,7 +120,7 @@ class autocast(contextlib.ContextDecorator):
         return super().__call__(function)
 
     def __enter__(self) -> "autocast":
-        scope = region_check.entered(self._region())
+        scope = entered(self._region())
         scope.__enter__()
         reach.thread.scopes = (*reach.thread.scopes, scope)
         return self
@@ -139,6 +140,40 @@ class autocast(contextlib.ContextDecorator):
         dtype = None if self._dtype is None else self._dtype.name
         lists = f", allow={sorted(self._allow)}, deny={sorted(self._deny)}"
         return f"autocast({dtype!r}, enabled={self._is_enabled}{lists})"
+
+
+def entered(region: Region | None) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager that puts a region in force in this thread.
+
+    Where TensorFlow has not got a private name that it needs, the region does nothing.
+
+    Args:
+        region: Region, or None, which stops autocasting.
+    """
+    if region is None:
+        # Code of others in a region of the program is not ours, a layer's own code is.
+        return reach.in_region(None, reach.current() if reach.region() is None else None)
+    if not kernels.have_faces():
+        return contextlib.nullcontext()
+    _install()
+    return reach.in_region(region)
+
+
+@once
+def _install() -> None:
+    kernels.install()
+    # It always acts: functions that are made later may use tensors that were computed in a region.
+    hooks.install([Replacement(graphs.function_of_graph, _without_pairs, When.ALWAYS, FACES)])
+
+
+def _without_pairs(original: Callable[..., object]) -> Callable[..., object]:
+    """Makes a function of a graph without the casts that cancel."""
+
+    def from_func_graph(name: str, graph: tf.Graph, *args: Any, **kwargs: Any) -> object:
+        with cast_pairs.left_out(graph):
+            return original(name, graph, *args, **kwargs)
+
+    return from_func_graph
 
 
 class _FunctionInRegion:
