@@ -35,7 +35,7 @@ FEATURES, Name = features.FEATURES + keras_api.FEATURES, names.Name
 dtype_in_reach = reach.current
 enabled_rewrite = passes.enabled_dtype
 low_precision_of = lower_precision.low_precision_of
-slow_operations = slow.slow_operations
+slow_operations, usual_device = slow.slow_operations, trials.usual_device
 uses_onednn, takes_rewrite = cpu.uses_onednn, cpu.takes_rewrite
 
 

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_mp import kernels
 from keras_mp.hardware import turns as clock
 from keras_mp.hardware.turns import fastest
-from keras_mp.kernels import slow
+from keras_mp.hooks import reach
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -24,8 +25,6 @@ _SECONDS = 0.15
 _FEWEST_TURNS = 3
 # A problem that takes float32 so long hides the overhead of a call.
 _LARGE_ENOUGH = 0.002
-# There are CPUs on which a dtype is 90 times slower. There a small problem is enough.
-_MUCH_SLOWER = 16
 # A gradient takes as many floating-point operations as the forward pass, and there are two.
 _PASSES = 3
 
@@ -57,6 +56,7 @@ def measure(device: str) -> Speeds:
     Returns:
         dict of dicts: by operation and dtype, how many floating-point operations a second.
     """
+    kernels.install()
     speeds = {}
     with tf.device(device):
         problems = {"matrix product": _matrix_products(), "convolution": _convolutions()}
@@ -69,43 +69,26 @@ def measure(device: str) -> Speeds:
 def _matrix_products() -> Iterator[Problem]:
     for size in (256, 512, 1024, 2048, 4096):
         a, b = random([size, size]), random([size, size])
-        yield Problem(_multiply, (a, b), _PASSES * 2 * size**3)
-
-
-def _multiply(a: tf.Tensor, b: tf.Tensor) -> list[tf.Tensor]:
-    multiply = functools.partial(_compute, "MatMul")
-    y = multiply(a=a, b=b)
-    return [y, multiply(a=y, b=b, transpose_b=True), multiply(a=a, b=y, transpose_a=True)]
+        yield Problem(tf.matmul, (a, b), _PASSES * 2 * size**3)
 
 
 def _convolutions() -> Iterator[Problem]:
     kernel = random([_KERNEL, _KERNEL, _CHANNELS, _CHANNELS])
+    convolve = functools.partial(tf.nn.conv2d, strides=1, padding="SAME")
     for batch in (1, 4, 16, 64, 256):
         images = random([batch, _IMAGE, _IMAGE, _CHANNELS])
         count = _PASSES * 2 * batch * (_IMAGE * _KERNEL * _CHANNELS) ** 2
-        yield Problem(_convolve, (images, kernel), count)
+        yield Problem(convolve, (images, kernel), count)
 
 
-def _convolve(x: tf.Tensor, kernel: tf.Tensor) -> list[tf.Tensor]:
-    how = {"strides": [1, 1, 1, 1], "padding": "SAME"}
-    y = _compute("Conv2D", input=x, filter=kernel, **how)
-    gradient = functools.partial(_compute, out_backprop=y, **how)
-    return [
-        y,
-        gradient("Conv2DBackpropInput", input_sizes=x.shape, filter=kernel),
-        gradient("Conv2DBackpropFilter", input=x, filter_sizes=kernel.shape),
-    ]
-
-
-def _compute(op: str, **arguments: Any) -> tf.Tensor:
-    """Computes an operation as keras_mp does in reach."""
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, tf.Tensor)}
-    [dtype] = {value.dtype for value in tensors.values()}
-    own = getattr(tf.raw_ops, op)
-    if dtype == tf.float32 or not slow.is_slow_here(op, dtype, arguments):
-        return own(**arguments)
-    wide = {name: tf.cast(value, tf.float32) for name, value in tensors.items()}
-    return tf.cast(own(**{**arguments, **wide}), dtype)
+def _trained(problem: Problem, arguments: list[tf.Tensor], dtype: str) -> list[Any]:
+    """Returns the result of a problem and its gradients, as in a layer of the dtype."""
+    with reach.entered(None if dtype == "float32" else tf.as_dtype(dtype)):
+        with tf.GradientTape() as tape:
+            tape.watch(arguments)
+            result = problem.compute(*arguments)
+        gradients: Any = tape.gradient(result, arguments, output_gradients=result)
+    return [result, *gradients]
 
 
 def random(shape: list[int]) -> tf.Tensor:
@@ -127,8 +110,7 @@ def _race(problems: Iterator[Problem]) -> tuple[int, dict[str, list[float]]]:
         turns = _take_turns(problem, arguments, _FEWEST_TURNS)
         seconds = fastest(turns)
         is_large_enough = not is_first and seconds["float32"] > _LARGE_ENOUGH
-        is_much_slower = max(seconds.values()) > _MUCH_SLOWER * seconds["float32"]
-        larger = None if is_large_enough or is_much_slower else next(problems, None)
+        larger = None if is_large_enough else next(problems, None)
         if larger is None:
             break
         is_first, problem = False, larger
@@ -142,7 +124,7 @@ def _take_turns(
 ) -> dict[str, list[float]]:
     def step(dtype: str) -> None:
         # A device may return before it has computed. A number that is read has been computed.
-        for result in problem.compute(*arguments[dtype]):
+        for result in _trained(problem, arguments[dtype], dtype):
             result[0, 0].numpy()
 
     return clock.take({dtype: functools.partial(step, dtype) for dtype in DTYPES}, count)

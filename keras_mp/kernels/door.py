@@ -129,7 +129,7 @@ def _choose(known: Operation, values: Sequence[Any], pairs: Sequence[Any]) -> _C
     if is_mixed:
         return None if _thread.is_strict else _Choice(None, EXACT)
     if known.kind == "low":
-        return None
+        return _Choice(low, 0) if low in known.refuses else None
     if known.kind == "product":
         if _thread.is_exact:
             return _Choice(low, LAST)

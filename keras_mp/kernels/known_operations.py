@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.kernels import convolutions, cudnn, slow, sums
+from keras_mp.kernels import convolutions, slow, sums
 from keras_mp.kernels.trials import usual_device
 from keras_mp.support import op_table, registered_kernels
 from keras_mp.support.dtypes import LOW_PRECISION
@@ -24,9 +24,10 @@ RESULT = "output_dtype"
 # What TensorFlow makes one tensor of.
 _LISTS: Any = (list, tuple, tf.TensorShape, np.ndarray)
 # The tables of kernels that may be wrong, by operations.
-TRIED = {
-    op: table for table in (sums.TABLE, convolutions.TABLE, cudnn.TABLE) for op in table.kernels
-}
+TRIED = {op: table for table in (sums.TABLE, convolutions.TABLE) for op in table.kernels}
+# In bfloat16 TensorFlow loses their gradients (seen with 2.21 on an H200: training learns nothing).
+# Its kernel casts to float32 for cuDNN, so an operation in float32 is no slower.
+_OF_CUDNN = frozenset(op for op in op_table.ops("recurrent cells") if op.startswith("Cudnn"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Operation:
         attribute: str. The attribute that is the dtype.
         outputs: positions of the outputs in this dtype; None stands for all.
         is_one: bool. Whether it has just one output.
-        refuses: 16-bit DTypes in which TensorFlow does not compute it.
+        refuses: 16-bit DTypes in which TensorFlow does not compute it, or not its gradient.
         is_move: bool. Whether it moves numbers and changes none.
         slow_in: the 16-bit DTypes in which its kernel is slow on a CPU, whatever its arguments.
         may_be_wrong: bool. Whether its kernel may be wrong (`kernels/trials.py`), or be slow on a
@@ -88,8 +89,8 @@ def _find(name: str) -> Operation | None:
     """Returns what the door needs to know about an operation; None if that is nothing."""
     op_def = operations.definition(name)
     may_be_wrong = name in TRIED or name in slow.OPS
-    is_low = name in op_table.LOW
-    if op_def is None or (is_low and not may_be_wrong and name not in op_table.PRODUCTS):
+    is_left = name in op_table.LOW - op_table.PRODUCTS - _OF_CUDNN and not may_be_wrong
+    if op_def is None or is_left:
         return None
     if any(arg.type == _RESOURCE for arg in op_def.input_arg):
         return None  # A variable decides.
@@ -106,6 +107,8 @@ def _find(name: str) -> Operation | None:
                 for low, dtype in _LOW.items()
                 if (allowed and low not in allowed) or not _has_kernel(name, attr.name, low)
             )
+            if name in _OF_CUDNN:
+                refuses |= {tf.bfloat16}
             # What cuDNN keeps for its gradient is not rounded.
             outputs = [
                 arg.type_attr in (attr.name, RESULT) and arg.name != "reserve_space"

@@ -35,8 +35,6 @@ class Kernel(NamedTuple):
             False where it cannot be wrong.
         cases: what `case` returns for the arguments for which most such kernels are wrong.
         wrong_in_xla: dtypes in which XLA is wrong, on every machine.
-        result: takes the function and the example, and returns what shows that a kernel is wrong.
-            Defaults to the function's result.
         terms: takes the function's arguments and returns how many numbers it adds up for each that
             it returns, or None if that is not known. Defaults to None, for no sums.
     """
@@ -46,7 +44,6 @@ class Kernel(NamedTuple):
     case: Callable[..., Any] = lambda *args, **kwargs: None
     cases: tuple[Any, ...] = (None,)
     wrong_in_xla: tuple[tf.DType, ...] = ()
-    result: Callable[..., Any] = lambda original, **arguments: original(**arguments)
     terms: Callable[..., int | None] | None = None
 
 
@@ -59,17 +56,11 @@ class Table:
 
     Args:
         kernels: the mapping.
-        asks: takes an operation, its `Kernel`, a dtype, a case and a type of device, and tells
-            whether the kernel is wrong. Defaults to `is_result_wrong`.
     """
 
-    def __init__(
-        self,
-        kernels: Mapping[str, Kernel],
-        asks: Callable[[str, Kernel, tf.DType, Any, str], bool] | None = None,
-    ) -> None:
+    def __init__(self, kernels: Mapping[str, Kernel]) -> None:
         self.kernels, self.enabled = kernels, True
-        self._asks = asks or is_result_wrong
+        self._asks = is_result_wrong
 
     def is_wrong(
         self, op: str, dtype: tf.DType | str, case: Any = None, device: str | None = None
@@ -175,8 +166,8 @@ def is_result_wrong(op: str, kernel: Kernel, dtype: tf.DType, case: Any, device:
         try:
             with tf.Graph().as_default() if is_graph else contextlib.nullcontext() as graph:
                 with tf.device(f"{device}:0"):
-                    original = getattr(tf.raw_ops, op)
-                    found = last_value(kernel.result(original, **kernel.example(dtype, case)))
+                    compute = getattr(tf.raw_ops, op)
+                    found = last_value(compute(**kernel.example(dtype, case)))
                 if is_graph:
                     config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
                     with tf.compat.v1.Session(graph=graph, config=config) as session:
