@@ -150,21 +150,20 @@ def run(op: str, inputs: Sequence[Any], pairs: Sequence[Any]) -> Any:
         inputs: its inputs.
         pairs: names and values of its attributes in turn.
     """
-    arguments = dict(zip(_parameters(op), inputs)) | attributes(op, len(inputs), pairs)
-    return getattr(tf.raw_ops, op)(**arguments)
+    return getattr(tf.raw_ops, op)(**arguments(op, inputs, pairs))
 
 
-def attributes(op: str, inputs: int, pairs: Sequence[Any]) -> dict[str, Any]:
-    """Returns the attributes of an operation that its function takes.
+def arguments(op: str, inputs: Sequence[Any], pairs: Sequence[Any]) -> dict[str, Any]:
+    """Returns the arguments of an operation's public function by name.
 
     Args:
         op: str. The operation.
-        inputs: int. How many inputs it has.
-        pairs: names and values of attributes in turn, as generated code has them.
+        inputs: its inputs.
+        pairs: names and values of its attributes in turn, as generated code has them.
     """
-    names = _parameters(op)[inputs:]
-    found = dict(zip(pairs[::2], pairs[1::2]))
-    return {each: found[old] for each in names for old in _names(each) if old in found}
+    names, found = _parameters(op), dict(zip(pairs[::2], pairs[1::2]))
+    known = {each: found[old] for each in names for old in _names(each) if old in found}
+    return {**known, **dict(zip(names, inputs))}
 
 
 def _names(name: str) -> tuple[str, ...]:

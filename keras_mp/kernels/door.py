@@ -136,9 +136,9 @@ def _choose(known: Operation, values: Sequence[Any], pairs: Sequence[Any]) -> _C
         if are_weights:
             return _Choice(low, WEIGHT)
         if known.has_list and len(values) == 1:  # Of one tensor, an `einsum` is a sum or a move.
-            is_exact = kind >= EXACT or not _sums_nothing(known, values, pairs)
+            is_exact = kind >= EXACT or not _sums_nothing(values, pairs)
         else:
-            is_exact = _is_square(values) or (kind >= EXACT and _sums_nothing(known, values, pairs))
+            is_exact = _is_square(values) or (kind >= EXACT and _sums_nothing(values, pairs))
         return _Choice(low, EXACT) if is_exact else None
     if known.kind == "exact" or kind >= EXACT or _thread.is_exact:
         return _Choice(low, max(kind, EXACT))
@@ -160,9 +160,9 @@ def _is_square(values: Sequence[Any]) -> bool:
     return len(values) > 1 and values[0] is values[1]
 
 
-def _sums_nothing(known: Operation, values: Sequence[Any], pairs: Sequence[Any]) -> bool:
+def _sums_nothing(values: Sequence[Any], pairs: Sequence[Any]) -> bool:
     """Whether a product of matrices is an outer one, and so multiplications."""
-    attributes = faces.attributes(known.name, len(known.inputs), pairs)
+    attributes = dict(zip(pairs[::2], pairs[1::2]))
     if "equation" in attributes:
         inputs, _, output = tf.compat.as_str(attributes["equation"]).partition("->")
         return set(inputs) - {",", ".", " "} <= set(output)
@@ -358,11 +358,10 @@ def _choice_of(
 ) -> _Choice | None:
     """Returns what an operation is to do; None leaves it in 16 bits."""
     if known.may_be_wrong:
-        attributes = faces.attributes(known.name, len(known.inputs), pairs)
+        arguments = faces.arguments(known.name, given, pairs)
         table = TRIED.get(known.name)
-        if table is not None and table.is_wrong_for(known.name, low, given, attributes):
+        if table is not None and table.is_wrong_for(known.name, low, arguments):
             return _Choice(low, EXACT if table is sums.TABLE else 0)
-        arguments = {**dict(zip(known.inputs, given)), **attributes}
         can_be_slow = known.name in slow.OPS and low not in known.refuses
         is_slow = can_be_slow and slow.is_slow_here(known.name, low, arguments)
     else:

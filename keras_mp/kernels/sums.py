@@ -40,14 +40,12 @@ _MEAN = 30000.0
 _BIAS = _TERMS / 32
 
 
-def _reduction(
-    input: object, axis: Any, *args: object, **kwargs: object
-) -> tuple[bool, ...] | bool:
+def _reduction(input: object, axis: Any, **others: object) -> tuple[bool, ...] | bool:
     """The groups of neighbouring axes that are added up.
 
     (True, False) adds rows together.
     """
-    del args, kwargs
+    del others
     shape, axes = shape_of(input), tf.get_static_value(axis)
     if shape.rank is None or axes is None:
         return True, False  # the layout for which most kernels are wrong
@@ -61,9 +59,9 @@ def _groups(sizes: tuple[int | None, ...], axes: tuple[int, ...]) -> tuple[bool,
     return any(flags) and tuple(flag for flag, _ in itertools.groupby(flags))
 
 
-def _terms(input: object, axis: Any, *args: object, **kwargs: object) -> int | None:
+def _terms(input: object, axis: Any, **others: object) -> int | None:
     """How many numbers a reduction adds up for each result."""
-    del args, kwargs
+    del others
     shape, axes = shape_of(input), tf.get_static_value(axis)
     if shape.rank is None or axes is None:
         return None
@@ -90,22 +88,18 @@ def _all_to_one(*shape: int) -> tf.Tensor:
     return tf.zeros([_FEW_TERMS, *shape], tf.int32)
 
 
-def _bias_layout(out_backprop: object, data_format: Any = None, name: object = None) -> str:
+def _bias_layout(out_backprop: object, data_format: Any = None) -> str:
     """The data format, and whether the sums of all channels fit into shared memory.
 
     That is the shared memory of a GPU.
     """
-    del name
     data_format = tf.compat.as_str(data_format or "NHWC")
     shape = shape_of(out_backprop)
     is_wide = data_format == "NHWC" and bool(shape.rank) and (shape[-1] or 0) > _FIT_INTO_GPU
     return "wide NHWC" if is_wide else data_format
 
 
-def _terms_of_bias(
-    out_backprop: object, data_format: Any = None, name: object = None
-) -> int | None:
-    del name
+def _terms_of_bias(out_backprop: object, data_format: Any = None) -> int | None:
     shape = shape_of(out_backprop)
     if shape.rank is None:
         return None
@@ -124,9 +118,8 @@ def _bias(dtype: tf.DType, layout: str) -> dict[str, Any]:
     return {"out_backprop": terms, "data_format": layout.split()[-1]}
 
 
-def _has_many_classes(logits: object, name: object = None) -> bool:
+def _has_many_classes(logits: object) -> bool:
     """Whether the sum of exponentials of that many classes may be beyond float16."""
-    del name
     shape = shape_of(logits)
     return bool(shape.rank) and (shape[-1] or 0) > float(tf.float16.max)
 
@@ -135,12 +128,12 @@ def _many_classes(dtype: tf.DType, _: bool) -> dict[str, Any]:
     return {"logits": tf.zeros([1, _TERMS], dtype)}
 
 
-def _window_size(value: object, ksize: Any, *args: object, **kwargs: object) -> str | bool:
+def _window_size(ksize: Any, **others: object) -> str | bool:
     """How many numbers a window adds up before it divides.
 
     With many, float16 overflows or rounds.
     """
-    del value, args, kwargs
+    del others
     size = int(np.prod(ksize))
     return size > 1 and ("large" if size >= 64 else "small")
 
@@ -242,14 +235,15 @@ def _without_a_copy(original: Callable[..., tf.Tensor]) -> Callable[..., Any]:
     """
 
     def call(out_backprop: Any, data_format: Any = None, name: str | None = None) -> Any:
-        given, rank = (out_backprop, data_format), shape_of(out_backprop).rank
+        rank = shape_of(out_backprop).rank
+        given = {"out_backprop": out_backprop, "data_format": data_format}
         if (
             not faces.is_low_tensor(out_backprop)
             or rank is None
             or reach.thread.is_exact
-            or not TABLE.is_wrong_for("BiasAddGrad", out_backprop.dtype, given, {})
+            or not TABLE.is_wrong_for("BiasAddGrad", out_backprop.dtype, given)
         ):
-            return original(*given, name=name)
+            return original(**given, name=name)
         channels = 1 if tf.compat.as_str(data_format or "") == "NCHW" else rank - 1
         # Not `tf.reduce_sum`, which takes as long as such a sum.
         add_up = in_its_module(tf.raw_ops.Sum)

@@ -11,7 +11,7 @@ This module needs TensorFlow only.
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -31,17 +31,17 @@ class Kernel(NamedTuple):
         example: takes a dtype and a case; returns arguments of the operation for which the result
             of a wrong kernel shows.
         expected: float. The last value of the right result.
-        case: takes the function's arguments and returns what decides whether the kernel is wrong;
-            False where it cannot be wrong.
+        case: takes the function's arguments by name and returns what decides whether the kernel is
+            wrong; False where it cannot be wrong.
         cases: what `case` returns for the arguments for which most such kernels are wrong.
         wrong_in_xla: dtypes in which XLA is wrong, on every machine.
-        terms: takes the function's arguments and returns how many numbers it adds up for each that
-            it returns, or None if that is not known. Defaults to None, for no sums.
+        terms: takes the same and returns how many numbers it adds up for each that it returns, or
+            None if that is not known. Defaults to None, for no sums.
     """
 
     example: Callable[[tf.DType, Any], dict[str, Any]]
     expected: float
-    case: Callable[..., Any] = lambda *args, **kwargs: None
+    case: Callable[..., Any] = lambda **arguments: None
     cases: tuple[Any, ...] = (None,)
     wrong_in_xla: tuple[tf.DType, ...] = ()
     terms: Callable[..., int | None] | None = None
@@ -79,22 +79,19 @@ class Table:
         dtype = tf.as_dtype(dtype)
         return dtype in LOW_PRECISION and self._is_wrong(op, dtype, case, device or usual_device())
 
-    def is_wrong_for(
-        self, op: str, dtype: tf.DType, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> bool:
+    def is_wrong_for(self, op: str, dtype: tf.DType, arguments: Mapping[str, Any]) -> bool:
         """Whether a kernel is wrong for the arguments of an operation.
 
         Args:
             op: str. A key of `kernels`.
             dtype: the 16-bit DType of its inputs.
-            args: its inputs.
-            kwargs: its attributes.
+            arguments: those of its public function by name.
         """
         if not self.enabled:
             return False
         kernel, device = self.kernels[op], device_type()
-        is_wrong = self._is_wrong(op, dtype, kernel.case(*args, **kwargs), device)
-        return is_wrong or _is_long(kernel, dtype, device, args, kwargs)
+        is_wrong = self._is_wrong(op, dtype, kernel.case(**arguments), device)
+        return is_wrong or _is_long(kernel, dtype, device, arguments)
 
     def _is_wrong(self, op: str, dtype: tf.DType, case: Any, device: str) -> bool:
         if case is False:
@@ -103,9 +100,7 @@ class Table:
         return dtype in kernel.wrong_in_xla or self._asks(op, kernel, dtype, case, device)
 
 
-def _is_long(
-    kernel: Kernel, dtype: tf.DType, device: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
+def _is_long(kernel: Kernel, dtype: tf.DType, device: str, arguments: Mapping[str, Any]) -> bool:
     """Whether a sum on a GPU may have more terms than float16 counts.
 
     Which part of such a sum a GPU's kernel adds up in float16 depends on its shape, and an example
@@ -113,7 +108,7 @@ def _is_long(
     """
     if kernel.terms is None or dtype != tf.float16 or device == "CPU":
         return False
-    terms = kernel.terms(*args, **kwargs)
+    terms = kernel.terms(**arguments)
     return terms is None or terms > _FLOAT16_COUNTS_TO
 
 
