@@ -36,7 +36,7 @@ def test_with_respect_to_intermediates(wrap):
     assert any(error(each, right) > 0 for each, right in zip(found, exact))
 
 
-def test_of_a_tensor_that_several_operations_take():
+def test_of_a_tensor_that_is_watched_and_that_several_operations_take():
     """What they give back is summed in float32, as what the program sees is float32."""
     with keras_mp.autocast("bfloat16"), tf.GradientTape() as tape:
         x = normal(1, 1) @ tf.eye(1)
@@ -152,6 +152,32 @@ def test_gradient_functions_of_the_users_run_as_their_forward_pass():
             states.clear()
 
 
+@tf.custom_gradient
+def reversed_gradient(x):
+    return x, lambda upstream: -upstream
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize(
+    ("function", "factor"),
+    [(reversed_gradient, -1.0), (tf.stop_gradient, 0.0), (tf.grad_pass_through(tf.round), 1.0)],
+    ids=["reversed", "stopped", "passed through"],
+)
+def test_what_a_program_says_of_a_gradient_holds_between_two_products(function, factor, wrap):
+    w = tf.eye(4)
+
+    @wrap
+    def gradients(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(function(x @ w) @ w)
+        zero = tf.UnconnectedGradients.ZERO
+        return tape.gradient(y, x, unconnected_gradients=zero)
+
+    with keras_mp.autocast("bfloat16"):
+        np.testing.assert_array_equal(gradients(normal(4, 4)), tf.fill([4, 4], factor))
+
+
 def test_gradient_function_without_variables_is_an_error_as_ever():
     w = tf.Variable(1.0)
 
@@ -163,11 +189,8 @@ def test_gradient_function_without_variables_is_an_error_as_ever():
         function(tf.constant(1.0))
 
 
-def test_without_the_pairs_of_casts_values_are_equal():
-    """In a step, and where the backward pass is made of the forward pass's graph.
-
-    In eager all casts are made.
-    """
+def test_values_are_those_of_eager_code():
+    """In a step, and where the backward pass is made of the forward pass's graph."""
     w, b = tf.Variable(normal(4, 4)), tf.Variable(normal(4))
     x = normal(4, 4, seed=1)
 
