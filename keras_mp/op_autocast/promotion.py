@@ -40,6 +40,7 @@ from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION, is_low, parse
 from keras_mp.tensorflow_api import graphs, operations, saving
 from keras_mp.tensorflow_api.features import FACES, SIGNATURES
+from keras_mp.variables import scope
 
 # The errors that functions raise if dtypes do not fit.
 _REFUSALS = TypeError, ValueError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError
@@ -89,7 +90,7 @@ def _replacements() -> Iterator[Replacement]:
     for original in branching:
         yield Replacement(Everywhere(original), _made_again, When.ALWAYS)
     yield Replacement(Everywhere(tf.compat.v1.cond), _made_again, When.OUT_OF_REACH)
-    yield Replacement(Method(type(tf.function(_read)), "__call__"), _called_again, When.ALWAYS)
+    yield Replacement(Method(type(tf.function(scope.read)), "__call__"), _called_again, When.ALWAYS)
     for name in _WRITING:
         yield Replacement(Method(tf.TensorArray, name), _in_the_dtype_of_the_array, When.ALWAYS)
 
@@ -255,7 +256,7 @@ def _with_faces_of_branches(original: Callable[..., Any]) -> Callable[..., Any]:
         def widening(branch: Any) -> Any:
             @do_not_convert
             def call() -> Any:
-                results = tf.nest.map_structure(_read, branch(), expand_composites=True)
+                results = tf.nest.map_structure(scope.read, branch(), expand_composites=True)
                 flat = tf.nest.flatten(results, expand_composites=True)
                 kinds.append([_kind_of(each) for each in flat])
                 return tf.nest.map_structure(_widened, results, expand_composites=True)
@@ -450,11 +451,6 @@ def _in_other_dtypes(inputs: Any) -> Iterator[Any]:
 def _is_number(value: Any) -> bool:
     is_array = isinstance(value, np.ndarray | np.generic)
     return isinstance(value, float) or (is_array and value.dtype.kind == "f")
-
-
-def _read(value: Any) -> Any:
-    is_variable = not isinstance(value, tf.Tensor) and _dtype_of(value) is not None
-    return tf.convert_to_tensor(value) if is_variable else value
 
 
 def _widened(value: Any) -> Any:

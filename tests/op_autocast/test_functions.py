@@ -68,7 +68,7 @@ def test_a_concrete_function_is_what_it_was_traced_as():
     assert is_rounded(inside(X))
 
 
-def test_no_cast_is_between_two_operations():
+def test_pairs_of_casts_are_left_out():
     w, b = tf.Variable(normal(4, 4)), tf.Variable(normal(4))
 
     @tf.function

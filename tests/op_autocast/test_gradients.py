@@ -189,7 +189,7 @@ def test_gradient_function_without_variables_is_an_error_as_ever():
         function(tf.constant(1.0))
 
 
-def test_values_are_those_of_eager_code():
+def test_without_the_pairs_of_casts_values_are_equal():
     """In a step, and where the backward pass is made of the forward pass's graph."""
     w, b = tf.Variable(normal(4, 4)), tf.Variable(normal(4))
     x = normal(4, 4, seed=1)
