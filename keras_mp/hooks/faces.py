@@ -441,14 +441,16 @@ _LARGEST_BFLOAT16, _LARGEST_FLOAT16 = float(tf.bfloat16.max), float(tf.float16.m
 _SMALLEST_FLOAT16 = 2.0**-18
 
 
-def constant(make: Callable[..., Any], value: Any, low: tf.DType, keeps_arrays: bool = True) -> Any:
+def constant(
+    make: Callable[..., Any], value: Any, low: tf.DType, keeps_scalars: bool = True
+) -> Any:
     """Makes a constant in 16 bits, which keeps the number that the program wrote.
 
     Args:
         make: takes a value and a dtype, and returns a tensor.
         value: a number, or a list or array of numbers and tensors.
         low: DType of 16 bits.
-        keeps_arrays: bool. Whether numbers of NumPy are kept, too, that the program has not cast.
+        keeps_scalars: bool. Whether those of NumPy are kept, too, that the program has not cast.
     """
     try:
         is_lossy = not is_held(value, low)
@@ -458,7 +460,8 @@ def constant(make: Callable[..., Any], value: Any, low: tf.DType, keeps_arrays: 
         result, is_number = make(value, low), type(value) in (float, int)
         # A list may have tensors in it, whose gradients would be lost.
         is_wide = _is_list_of_numbers(value) or (
-            keeps_arrays and getattr(value, "dtype", None) in (tf.float32, tf.float64)
+            isinstance(value, np.ndarray | np.generic if keeps_scalars else np.ndarray)
+            and value.dtype in (np.float32, np.float64)
         )
         if isinstance(result, tf.Tensor) and (is_number or is_wide):
             wide = float(value) if is_number else np.array(value, np.float32)  # It may change.

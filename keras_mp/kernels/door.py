@@ -192,12 +192,13 @@ def _note_lazily(known: Operation, args: Sequence[Any], pairs: Sequence[Any], re
     faces.lazily(known.name, args, pairs, results, kind, known.is_move)
 
 
-_ARITHMETIC = op_table.ops(
-    *("additions", "multiplications", "signs", "softmax", "sigmoids"),
-    *("maxima of two", "maxima over axes", "selections", "roundings"),
-) | {"SegmentMax", "SegmentMin", "UnsortedSegmentMax", "UnsortedSegmentMin"} - {
-    *("BiasAdd", "BiasAddV1")
-}
+_ARITHMETIC = {
+    *("SegmentMax", "SegmentMin", "UnsortedSegmentMax", "UnsortedSegmentMin"),
+    *op_table.ops(
+        *("additions", "multiplications", "signs", "softmax", "sigmoids"),
+        *("maxima of two", "maxima over axes", "selections", "roundings"),
+    ),
+} - {"BiasAdd", "BiasAddV1"}
 # Operations whose results have faces that are made when they are taken. A relu that is 0 stops a
 # gradient that is infinite in float16; in eager it would keep one more tensor for that.
 _LAZY = op_table.MOVES | _ARITHMETIC
@@ -242,7 +243,7 @@ def _made(
 def _has_later_face(known: Operation, pairs: Sequence[Any]) -> bool:
     """Whether the face of a result in 16 bits is made when it is taken."""
     if known.name == "Einsum":
-        return _sums_nothing(known, (), pairs)
+        return _sums_nothing((), pairs)
     return known.name in _LAZY or (known.name in _LAZY_IN_GRAPHS and not tf.executing_eagerly())
 
 

@@ -72,7 +72,7 @@ def _replacements() -> Iterator[Replacement]:
     ):
         yield Replacement(name, make, when, FACES)
     for original, make in (
-        (tf.constant, functools.partial(_keeping_numbers, keeps_arrays=False)),
+        (tf.constant, functools.partial(_keeping_numbers, keeps_scalars=False)),
         (tf.matmul, _of_ragged),
     ):
         yield Replacement(Everywhere(original), make, feature=FACES)
@@ -85,7 +85,8 @@ def _replacements() -> Iterator[Replacement]:
     for cls in tf.experimental.dtensor.DVariable.__mro__:
         for name in vars(cls).keys() & _ASSIGNING if cls is not tf.Variable else ():
             yield Replacement(Method(cls, name), _in_the_dtype_of_the_variable, When.ALWAYS)
-    yield Replacement(Everywhere(tf.compat.v1.cond), _with_faces_of_branches)
+    for original in (tf.compat.v1.cond, tf.switch_case):
+        yield Replacement(Everywhere(original), _with_faces_of_branches)
     branching: list[Any] = [tf.switch_case, tf.compat.v1.while_loop]
     for original in branching:
         yield Replacement(Everywhere(original), _made_again, When.ALWAYS)
@@ -95,7 +96,9 @@ def _replacements() -> Iterator[Replacement]:
         yield Replacement(Method(tf.TensorArray, name), _in_the_dtype_of_the_array, When.ALWAYS)
 
 
-def _keeping_numbers(original: Callable[..., Any], keeps_arrays: bool = True) -> Callable[..., Any]:
+def _keeping_numbers(
+    original: Callable[..., Any], keeps_scalars: bool = True
+) -> Callable[..., Any]:
     """Returns a function that makes tensors; a constant in 16 bits keeps its number."""
 
     def make(value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +115,7 @@ def _keeping_numbers(original: Callable[..., Any], keeps_arrays: bool = True) ->
             lambda value, dtype: original(value, dtype, *args, **kwargs),
             value,
             wanted,
-            keeps_arrays,
+            keeps_scalars,
         )
 
     return make
@@ -245,11 +248,10 @@ def _in_the_dtype_of_the_variable(original: Callable[..., Any]) -> Callable[...,
 def _with_faces_of_branches(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that makes two branches, whose results keep faces."""
 
-    def cond(
-        pred: Any, true_fn: Any = None, false_fn: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def choose(*args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly() or not _is_active() or reach.region() is not None:
-            return original(pred, true_fn, false_fn, *args, **kwargs)
+            return original(*args, **kwargs)
+        branches = [each for each in tf.nest.flatten((args, kwargs)) if callable(each)]
         kinds: list[list[int | None]] = []
         low: Any = reach.current()
 
@@ -267,16 +269,17 @@ def _with_faces_of_branches(original: Callable[..., Any]) -> Callable[..., Any]:
             known = [each for each in of_branches if each is not None]
             if len(known) < len(of_branches):  # One of them has float32.
                 return result
-            return faces.rounded(result, low, min(known))
+            return faces.rounded(result, low, max(faces.MADE, min(known)))
 
-        results = original(pred, widening(true_fn), widening(false_fn), *args, **kwargs)
+        args, kwargs = tf.nest.map_structure(widening, (args, kwargs))
+        results = original(*args, **kwargs)
         flat = tf.nest.flatten(results, expand_composites=True)
-        if len(kinds) != 2 or any(len(each) != len(flat) for each in kinds):
+        if len(kinds) < len(branches) or any(len(each) != len(flat) for each in kinds):
             return results
         flat = [rounded(*each) for each in zip(flat, zip(*kinds))]
         return tf.nest.pack_sequence_as(results, flat, expand_composites=True)
 
-    return cond
+    return choose
 
 
 def _kind_of(value: Any) -> int | None:

@@ -173,5 +173,5 @@ def recompute_grad(function: Callable[..., Any]) -> Callable[..., Any]:
 def read(value: Any) -> Any:
     """Returns the tensor of a variable, or anything else as it is."""
     is_variable = isinstance(value, tf.Variable) or hasattr(value, "__tf_tensor__")
-    is_tensor = isinstance(value, tf.Tensor)
-    return tf.convert_to_tensor(value) if is_variable and not is_tensor else value
+    is_other = isinstance(value, tf.Tensor | tf.Operation)
+    return tf.convert_to_tensor(value) if is_variable and not is_other else value

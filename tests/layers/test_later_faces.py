@@ -1,5 +1,7 @@
 """Faces that are made when they are taken are on the tapes that know their tensors."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -89,14 +91,18 @@ def overlap_of_boxes(h):
     return width * height / (area + tf.transpose(area) - width * height)
 
 
+def large_numbers(h):
+    return (300.0 * h) * (100.0 * tf.reverse(h, [1]))
+
+
 def of_large_products(h):
-    large = (300.0 * h) * (100.0 * tf.reverse(h, [1]))
+    large = large_numbers(h)
     chosen = tf.where(large > 0.0, large, tf.zeros_like(large))
     return tf.maximum(chosen, 1.0) / 1e4 + tf.reduce_max(large) / 1e4
 
 
 def of_large_numbers_elsewhere(h):
-    large = (300.0 * h) * (100.0 * tf.reverse(h, [1]))
+    large = large_numbers(h)
     row, by_rows = large[0], tf.transpose(large)
     found = [
         *(tf.sort(large), tf.math.top_k(large, 2).values, tf.round(large), tf.floor(large)),
@@ -108,6 +114,23 @@ def of_large_numbers_elsewhere(h):
         tf.einsum("bi,bi->bi", 300.0 * h, 100.0 * tf.reverse(h, [1])),
     ]
     return tf.concat([tf.reshape(each, [-1]) / 1e4 for each in found], 0)
+
+
+def of_branches(h):
+    is_small = tf.reduce_sum(h) < 1.0
+    tf.cond(is_small, tf.no_op, tf.no_op)
+    large = functools.partial(large_numbers, h)
+    found = [
+        tf.cond(is_small, lambda: h, large),
+        tf.switch_case(tf.cast(is_small, tf.int32), {0: large, 1: lambda: h}, lambda: -h),
+        tf.case([(is_small, lambda: h)], large),
+    ]
+    return tf.concat(found, 0) / 1e4
+
+
+def of_an_array(h):
+    numbers = np.array([0.1, 0.2, 0.3, 0.7], "float32")
+    return h + tf.sin(2000.0 * tf.constant(numbers, h.dtype))
 
 
 def angles(h, positions=None):
@@ -164,7 +187,8 @@ PROGRAMS = [
     *(of_a_constant, of_what_is_not_recorded, of_a_constant_of_an_inner_tape),
     *(of_a_constant_in_forward_mode, taken_twice, of_an_array_that_changes, Rolls),
     *(of_zeros_of_a_relu, overlap_of_boxes, of_large_products, ProductOfWeights),
-    *(of_large_numbers_elsewhere, angles, angles_of_an_array, angles_of_a_list),
+    *(of_large_numbers_elsewhere, of_branches, of_an_array),
+    *(angles, angles_of_an_array, angles_of_a_list),
 ]
 
 
