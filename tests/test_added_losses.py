@@ -53,6 +53,45 @@ def test_a_finite_loss_and_one_of_another_dtype_are_not_told_of(mode):
         assert np.isfinite(fit(factor, policy, mode, X / 10)).all()
 
 
+CROSS_ENTROPIES = {
+    "BinaryCrossentropy": lambda p: tf.keras.losses.BinaryCrossentropy()(tf.ones_like(p), p),
+    "binary_crossentropy": lambda p: tf.keras.losses.binary_crossentropy(tf.ones_like(p), p),
+    "SparseCategoricalCrossentropy": lambda p: tf.keras.losses.SparseCategoricalCrossentropy()(
+        tf.zeros([4]), p
+    ),
+    "categorical_crossentropy": lambda p: tf.keras.losses.categorical_crossentropy(
+        tf.one_hot([0] * 4, 2, dtype=p.dtype), p
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", HOW[:2], ids=["eager", "graph"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", list(CROSS_ENTROPIES))
+def test_cross_entropies_of_keras_know_the_logits(name, policy, mode):
+    activation = "sigmoid" if name.lower().startswith("binary") else "softmax"
+
+    class Adds(tf.keras.layers.Layer):
+        def build(self, _):
+            self.slope = self.add_weight(name="slope", shape=[], initializer="ones")
+
+        def call(self, x):
+            probabilities = tf.keras.activations.get(activation)(self.slope * x)
+            self.add_loss(tf.reduce_mean(CROSS_ENTROPIES[name](probabilities)))
+            return x
+
+    def losses(policy):
+        with keras_mp.policy_scope(policy):
+            model = compiled_model(Adds(), inputs=2, loss=None, **mode)
+        x = np.full([4, 2], [-24.0, 24.0], "float32")
+        return model.fit(x, epochs=3, verbose=0).history["loss"]
+
+    # Sure and wrong: a probability is 1, and its own gradient 0.
+    control = losses("float32")
+    assert control[2] < 0.99 * control[0]
+    np.testing.assert_allclose(losses(policy), control, rtol=0.01)
+
+
 @tf.custom_gradient
 def reversed_gradient(x):
     return tf.identity(x), lambda upstream: -upstream

@@ -19,7 +19,6 @@ CASTS_OF_STATES: tuple[Replacement, ...] = ()
 
 # They subtract what is nearly equal, or multiply matrices, and `stft` refuses 16 bits.
 _IN_FLOAT32 = (
-    "binary_crossentropy",
     "corrcoef",
     "cross",
     "lstsq",

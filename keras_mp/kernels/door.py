@@ -25,7 +25,7 @@ from keras_mp.hooks import faces, reach
 from keras_mp.hooks.faces import CAST, EXACT, LAST, LEFT, MADE, NOTE, WEIGHT
 from keras_mp.kernels import known_operations, low_precision_gradients, regions, slow, sums
 from keras_mp.kernels.known_operations import FLOAT32, RESULT, TRIED, Operation
-from keras_mp.support import op_table
+from keras_mp.support import marks, op_table
 from keras_mp.support.dtypes import LOW_PRECISION, is_low
 from keras_mp.tensorflow_api import gradients, operations
 
@@ -309,9 +309,11 @@ def _made_cast(value: Any, pairs: Sequence[Any], make: Callable[..., Any]) -> An
         return make([value], pairs)
     if is_low(value.dtype):
         face = None if wanted is value.dtype else faces.float32_of(value)
+        result = make([value if face is None else face], pairs)
+        if wanted.is_floating:
+            marks.copy_logits(value, _only(result))
         if face is None:
-            return make([value], pairs)
-        result = make([face], pairs)
+            return result
         if is_low(wanted):
             faces.note(_only(result), face, faces.kind_of(value))
         return result

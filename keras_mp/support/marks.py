@@ -19,6 +19,11 @@ def copy(source: Any, result: Any) -> Any:
     """
     if hasattr(source, "_keras_mask"):
         result._keras_mask = source._keras_mask
+    return copy_logits(source, result)
+
+
+def copy_logits(source: Any, result: Any) -> Any:
+    """As `copy`, without the mask, which is only of what a layer returns."""
     if hasattr(source, "_keras_logits"):
         # Losses and metrics of cross entropy look for this attribute.
         result._keras_logits = tf.cast(source._keras_logits, result.dtype)
