@@ -49,17 +49,17 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: an option or a file is wrong; its status is 2.
     """
     options = _parse(argv)
-    with tf.keras.utils.custom_object_scope(_objects_of(options.modules)):
+    with tf.keras.utils.custom_object_scope(_objects_of(vars(options).get("import", ()))):
         model, batch = _load_model(options.file), load_batch(options.batch)
         try:
-            if options.under:
-                model = compiled(model, options.under)
+            if "policy" in options:
+                model = compiled(model, vars(options).pop("policy"))
             result, status = options.run(model, batch, options)
         except (TypeError, ValueError, ImportError, tf.errors.OpError) as error:
             # For example, labels of another shape.
-            _fail(f"{options.file} cannot be {options.looked_at}: {error}")
-        print(result.to_text(options.rows))
-        if options.json:
+            _fail(f"{options.file} cannot be {options.name.removesuffix('e')}ed: {error}")
+        print(result.to_text(None if "all_rows" in options else text_tables.MOST))
+        if "json" in options:
             result.to_json(options.json)
         return status
 
@@ -173,49 +173,31 @@ def _tune(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> t
     starts = range(0, min(len(each) for each in batch.parts()), size)
     batches = [tuple(batch.rows(start, start + size)) for start in starts]
     tuned = tune(model, batches, **_given(tune, options))
-    if options.output:
+    if "output" in options:
         tuned.model.save(options.output)
     return tuned, SOUND if tuned.policies[""] != "float32" else FOUND
 
 
-# What runs each command, what a model has then been, and its flags.
-_COMMANDS: dict[str, tuple[Callable[..., tuple[Result, int]], str, tuple[str, ...]]] = {
-    "check": (_check, "checked", ("--reference", "--loss", "--no-training")),
-    "profile": (_profile, "profiled", ("--device", "--steps")),
-    "watch": (
-        _watch,
-        "watched",
-        (
-            *("--every", "--no-gradients", "--no-outputs", "--output-gradients", "--no-weights"),
-            *("--read-freq", "--include", "--exclude", "--epochs", "--batch-size"),
-        ),
-    ),
-    "tune": (
-        _tune,
-        "tuned",
-        (
-            *("--dtype", "--tolerance", "--loss", "--include", "--leave-out", "--seed"),
-            *("--batch-size", "--output"),
-        ),
-    ),
-}
+COMMANDS = {"check": _check, "profile": _profile, "watch": _watch, "tune": _tune}
 
 
 def _given(tool: Callable[..., Result], options: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments of a tool that were given as flags."""
     names = inspect.signature(tool).parameters
-    flags = vars(options).items()
-    return {name: value for name, value in flags if name in names and value is not None}
+    return {name: value for name, value in vars(options).items() if name in names}
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m keras_mp")
     commands = parser.add_subparsers(required=True)
-    for name, (run, looked_at, flags) in _COMMANDS.items():
-        made = commands.add_parser(name, description=run.__doc__)
-        for flag in ("file", "batch", *flags, *_COMMON):
-            made.add_argument(flag, **_OPTIONS[flag])
-        made.set_defaults(run=run, looked_at=looked_at)
+    for name, run in COMMANDS.items():
+        # What is not given is left to the tool.
+        default = argparse.SUPPRESS
+        made = commands.add_parser(name, description=run.__doc__, argument_default=default)
+        for takers, flag, what, how in _FLAGS:
+            if name in takers.split():
+                made.add_argument(flag, help=what, **how)
+        made.set_defaults(run=run, name=name)
     return parser.parse_args(argv)
 
 
@@ -225,82 +207,66 @@ def _fail(message: str) -> NoReturn:
     sys.exit(FAILED)
 
 
-def _path(*endings: str) -> Callable[[str], str]:
-    """Returns a type of argument: a file in an existing folder, with one of these endings."""
+def file(ending: str = "") -> Callable[[str], str]:
+    """Returns a type of argument: a file in an existing folder, with this ending."""
 
     def check(text: str) -> str:
-        if not text.endswith(endings) or not os.path.isdir(os.path.dirname(text) or "."):
+        folder = os.path.dirname(text) or "."
+        if not text.endswith(ending) or os.path.isdir(text) or not os.path.isdir(folder):
+            what = f"a {ending} file".replace("  ", " ")
             raise argparse.ArgumentTypeError(
-                f"must end with {' or '.join(endings)} and be in an existing folder, "
-                f"received {text}"
+                f"must be {what} in an existing folder, received {text}"
             )
         return text
 
     return check
 
 
-def _positive(text: str) -> int:
+def _number_or_name(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def positive(text: str) -> int:
+    """A type of argument: a number of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, received {text}")
     return value
 
 
-def _set(value: bool | None, what: str, **how: Any) -> dict[str, Any]:
-    return {"action": "store_const", "const": value, "help": what, **how}
-
-
-def _patterns(what: str) -> dict[str, Any]:
-    return {"action": "append", "metavar": "PATTERN", "help": f"{what}; may be repeated"}
-
-
-_COMMON = ("--policy", "--all-rows", "--json", "--import")
-# All flags, for argparse.
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "file": {"metavar": "MODEL.keras", "help": "a model that tf.keras has saved"},
-    "batch": {
-        "metavar": "BATCH.npz",
-        "help": "a batch in a file of numpy.savez, with the arrays x and, if needed, y and "
-        "sample_weight; for a model with several inputs or outputs x.NAME and y.NAME",
-    },
-    "--all-rows": _set(
-        None, "print all rows, not only the worst ten", dest="rows", default=text_tables.MOST
-    ),
-    "--json": {"type": _path(".json"), "metavar": "PATH"},
-    "--import": {
-        "action": "append",
-        "default": [],
-        "dest": "modules",
-        "metavar": "MODULE",
-        "help": "a module with layers, losses and metrics of the model; may be repeated",
-    },
-    "--policy": {
-        "dest": "under",
-        "metavar": "NAME",
-        "help": "for a model that was saved in float32: for example mixed_float16, or a .json file "
-        "of tune",
-    },
-    "--reference": {"help": "a policy, or another saved model with the same layers (float32)"},
-    "--loss": {"metavar": "NAME", "help": "a loss of tf.keras (that of the model)"},
-    "--no-training": _set(False, "call layers with training=False (no dropout)", dest="training"),
-    "--device": {"help": 'a GPU and its compute capability, such as "GPU 8.0" (this machine)'},
-    "--steps": {"type": int, "help": "how many steps are timed; 0 for none (9)"},
-    "--every": {"type": _positive, "metavar": "N", "help": "one step in so many is counted (1)"},
-    "--no-gradients": _set(False, "count no gradients of variables", dest="gradients"),
-    "--no-outputs": _set(False, "count no outputs of layers", dest="outputs"),
-    "--output-gradients": _set(True, "count gradients of outputs, too"),
-    "--no-weights": _set(False, "count no trainable variables", dest="weights"),
-    "--read-freq": {
-        "type": lambda text: int(text) if text.isdecimal() else text,
-        "help": "epoch, or a number of batches (epoch)",
-    },
-    "--include": _patterns("operations or layers that are looked at, or may be in 16 bits (all)"),
-    "--exclude": _patterns("operations or layers that are not looked at"),
-    "--leave-out": _patterns("layers that stay in float32"),
-    "--dtype": {"help": "float16 or bfloat16 (float16)"},
-    "--tolerance": {"type": float, "help": "the largest distance from float32 (0.05)"},
-    "--seed": {"type": int, "help": "of the random numbers of all runs (0)"},
-    "--epochs": {"type": _positive, "metavar": "N", "default": 1},
-    "--batch-size": {"type": _positive, "metavar": "N", "default": 32},
-    "--output": {"type": _path(".keras"), "metavar": "MIXED.keras", "help": "the mixed model"},
-}
+_ALL, _LIST = "check profile tune watch", {"action": "append"}
+_YES_OR_NO: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+_BATCH = (
+    "a batch in a file of numpy.savez, with the arrays x and, if needed, y and sample_weight; for "
+    "a model with several inputs or outputs x.NAME and y.NAME"
+)
+# The commands that take a flag, its name, its help, and what else argparse takes.
+_FLAGS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    (_ALL, "file", "a model that tf.keras has saved", {"metavar": "MODEL.keras"}),
+    (_ALL, "batch", _BATCH, {"metavar": "BATCH.npz"}),
+    ("check", "--reference", "a policy, or another model with the same layers (float32)", {}),
+    ("check tune", "--loss", "a loss of tf.keras, by name (that of the model)", {}),
+    ("check", "--training", "call layers with training=True, as for dropout (yes)", _YES_OR_NO),
+    ("profile", "--device", 'a GPU and its compute capability: "GPU 8.0" (this machine)', {}),
+    ("profile", "--steps", "how many steps are timed; 0 for none (9)", {"type": int}),
+    ("watch", "--every", "one step in so many is counted (1)", {"type": positive}),
+    ("watch", "--gradients", "count gradients of variables (yes)", _YES_OR_NO),
+    ("watch", "--outputs", "count outputs of layers (yes)", _YES_OR_NO),
+    ("watch", "--output-gradients", "count gradients of outputs (no)", _YES_OR_NO),
+    ("watch", "--weights", "count trainable variables (yes)", _YES_OR_NO),
+    ("watch", "--read-freq", "epoch, or a number of batches (epoch)", {"type": _number_or_name}),
+    ("watch", "--include", "operations or layers that are looked at (all); repeatable", _LIST),
+    ("watch", "--exclude", "operations or layers that are not looked at; repeatable", _LIST),
+    ("watch", "--epochs", "how long it trains (1)", {"type": positive, "default": 1}),
+    ("tune", "--dtype", "float16 or bfloat16 (float16)", {}),
+    ("tune", "--tolerance", "the largest distance from float32 (0.05)", {"type": float}),
+    ("tune", "--include", "layers that may be in 16 bits (all); repeatable", _LIST),
+    ("tune", "--leave-out", "layers that stay in float32; repeatable", _LIST),
+    ("tune", "--seed", "of the random numbers of all runs (0)", {"type": int}),
+    ("tune", "--output", "a file for the mixed model", {"type": file(".keras")}),
+    ("tune watch", "--batch-size", "of each batch (32)", {"type": positive, "default": 32}),
+    (_ALL, "--policy", "for a model in float32: its name, or a .json file of tune", {}),
+    (_ALL, "--all-rows", "print all rows, not only the worst ten", {"action": "store_true"}),
+    (_ALL, "--json", "a file for all that is known", {"type": file(".json")}),
+    (_ALL, "--import", "a module with layers, losses, metrics of the model; repeatable", _LIST),
+)

@@ -443,7 +443,7 @@ def test_files_that_cannot_be_used(tmp_path, capsys):
         (["none.keras", data], "none.keras cannot be loaded"),
         ([model, "none.npz"], "none.npz cannot be loaded"),
         ([model, data], "Expected arrays named x, y and sample_weight"),
-        ([model, data, "--json", "a.txt"], "must end with .json"),
+        ([model, data, "--json", "a.txt"], "must be a .json file"),
     ):
         with pytest.raises(SystemExit) as raised:
             main(["check", *arguments])

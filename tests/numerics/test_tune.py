@@ -242,7 +242,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     files = saved(tmp_path, model, x=x, y=y)
     outputs = [str(tmp_path / name) for name in ("mixed.keras", "policies.json")]
     options = ["--batch-size", "8", "--output", outputs[0], "--json", outputs[1], "--all-rows"]
-    monkeypatch.setitem(commands._OPTIONS["--all-rows"], "default", 1)
+    monkeypatch.setattr(commands.text_tables, "MOST", 1)
     assert main(["tune", *files, *options, "--tolerance", "0.1", "--leave-out", "last"]) == 0
     printed = capsys.readouterr().out
     assert "to_text(rows=None)" not in printed

@@ -8,12 +8,9 @@ import time
 import types
 
 import pytest
-import tensorflow as tf
 
-import keras_mp
 from keras_mp.__main__ import main
 from tests import common
-from tests.common import once
 
 _STEPS_PER_EPOCH = 44
 _EPOCHS = 5  # the default
@@ -90,17 +87,6 @@ def test_time_per_step_fits_into_the_run(comparison):
         assert 0 < float(row["milliseconds"]) / 1000 * int(row["steps"]) / 2 < comparison.seconds
 
 
-def test_it_says_what_16_bits_bring_here(comparison):
-    times = {policy: float(row["milliseconds"]) for policy, row in comparison.table.items()}
-    (line,) = re.findall("^On this machine .+$", comparison.printed, re.M)
-    for policy in ("mixed_float16", "mixed_bfloat16"):
-        (speed,) = re.findall(rf"{policy} ran at ([\d.]+)", line)
-        assert float(speed) == pytest.approx(times["float32"] / times[policy], abs=0.02)
-        if abs(float(speed) - 1.1) > 0.02:
-            is_recommended = policy in line.partition(":")[2]
-            assert is_recommended == (float(speed) > 1.1)
-
-
 def test_progress(comparison):
     shown = re.findall(r"^(\w+), epoch (\d+): loss [\d.]+$", comparison.printed, re.M)
     assert shown == [
@@ -113,42 +99,11 @@ def test_picture(comparison):
     assert f"picture is in {comparison.picture}" in comparison.printed
 
 
-@once
-def test_mirrored_strategy(tmp_path):
-    epochs, picture = 3, tmp_path / "digits.png"
-    printed, table = run_program(
-        "--strategy=mirrored", "--policy=mixed_float16", "--epochs", epochs, "--output", picture
-    )
-    replicas = int(re.search(r"MirroredStrategy with (\d+) replicas", printed)[1])
-    assert replicas == (len(tf.config.list_physical_devices("GPU")) or 2)
-    assert list(table) == ["mixed_float16"]
-    assert float(table["mixed_float16"]["accuracy"]) > 0.9
-    check_scaled(table["mixed_float16"], epochs)
-    check_picture(picture)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--policy", "float8"], "invalid choice: 'float8'"),
-        (["--strategy", "parameter_server"], "invalid choice: 'parameter_server'"),
-        (["--epochs", "0"], "must be at least 1, received 0"),
-        (["--output", "no/such/folder/digits.png"], "must be a file in an existing folder"),
-    ],
-)
-def test_bad_option(arguments, message, capsys):
+def test_bad_option(capsys):
     with pytest.raises(SystemExit) as raised:
-        main(arguments)
+        main(["--output", "no/such/folder/digits.png"])
     assert raised.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@once
-def test_the_best_policy_gets_its_name_once(tmp_path):
-    best = keras_mp.hardware.best_policy()
-    arguments = [f"--policy={name}" for name in ("float32", "best", best)]
-    _, table = run_program("--epochs=1", "--output", tmp_path / "digits.png", *arguments)
-    assert list(table) == list(dict.fromkeys(["float32", best]))
+    assert "must be a file in an existing folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("module", ["matplotlib", "sklearn"])
