@@ -6,8 +6,8 @@ Nothing runs: all of it is read from the graph.
 import contextlib
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -34,8 +34,6 @@ _NO_COMPUTATIONS = op_table.ops(
 )
 
 _NO_LAYER = "outside of layers"
-
-_Item = TypeVar("_Item", "Operation", "Cast")
 
 
 class Operation(NamedTuple):
@@ -72,6 +70,21 @@ class Operation(NamedTuple):
     work: int
     is_least: bool
 
+    @property
+    def amount(self) -> int:
+        """Its work."""
+        return self.work
+
+    @property
+    def place(self) -> str:
+        """The path of its layer, or other words."""
+        return self.layer or _NO_LAYER
+
+    @property
+    def about(self) -> tuple[str, ...]:
+        """What operations of equal layers have in common that are added up."""
+        return self.dtype, self.why + " (a loop, counted once)" * self.is_least
+
 
 class Cast(NamedTuple):
     """A cast from one floating-point dtype to another.
@@ -102,6 +115,22 @@ class Cast(NamedTuple):
     why: str
     bytes: int
 
+    @property
+    def amount(self) -> int:
+        """How many bytes it moves."""
+        return self.bytes
+
+    @property
+    def place(self) -> str:
+        """The paths of the layers that it is between, or of the one that it is in."""
+        after, before = self.after or _NO_LAYER, self.before or _NO_LAYER
+        return after if after == before else f"{after} > {before}"
+
+    @property
+    def about(self) -> tuple[str, ...]:
+        """What casts between equal layers have in common that are added up."""
+        return self.source, self.to, self.why
+
 
 class Graph(NamedTuple):
     """The operations and casts of a graph.
@@ -122,15 +151,10 @@ class Graph(NamedTuple):
 
     def work(self) -> dict[str, int]:
         """Returns a dict of dtypes, and how much products and convolutions compute in each."""
-        return _sums((each.dtype, each.work) for each in self.operations if each.work)
-
-
-def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
-    """Adds up counts of the same key; the largest sum first."""
-    result: Counter[Any] = Counter()
-    for key, count in pairs:
-        result[key] += count
-    return dict(result.most_common())
+        work = Counter[str]()
+        for each in self.operations:
+            work[each.dtype] += each.work
+        return {dtype: amount for dtype, amount in work.most_common() if amount}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,27 +192,39 @@ class Census(Result):
         yield f"Census of {self.name}" + (f" on a {self.device}" if self.device else "")
         for sentence in self._sentences():
             yield from text_tables.wrapped(sentence) if most else [sentence]
-        yield ""
-        rows = [("", "operations", "products", "work", "casts", "bytes cast")]
-        yield from text_tables.aligned([*rows, *_rows(self.traced)])
-        yield ""
-        graph, is_apart = self.traced, most is None
-        total = sum(graph.work().values())
-        products = [each for each in graph.operations if each.work]
+        graph, total = self.traced, sum(self.traced.work().values())
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
+        for each in graph.operations:
+            products = each.turns if each.work else 0
+            counts[each.dtype].update(operations=each.turns, products=products, work=each.work)
+        for each in graph.casts:
+            counts[each.to].update(casts=1, moved=each.bytes)
+        rows = [
+            (
+                *(dtype, f"{of['operations']:,}", f"{of['products']:,}"),
+                *(_scaled(of["work"], "FLOP"), f"{of['casts']:,}", _scaled(of["moved"], "B")),
+            )
+            for dtype, of in sorted(
+                counts.items(), key=lambda each: (-each[1]["work"], -each[1]["operations"])
+            )
+        ]
+        header = ("", "operations", "products", "work", "casts", "bytes cast")
+        yield from ("", *text_tables.aligned([header, *rows]), "")
         rows = [
             (f"{amount / total:.1%}", dtype, name, why)
-            for name, (dtype, why), amount, _ in _grouped(
-                products, _layer, _about, "work", is_apart
-            )
+            for name, amount, _, (dtype, why) in _groups(self._products, most is None)
         ]
-        yield from _table(("work", "dtype", "layer", "why"), rows, most)
+        yield from _table(("work", "dtype", "layer", "why"), rows, (1, 2, 3), most)
         rows = [
-            (_bytes(amount), str(count), source, to, name, why)
-            for name, (source, to, why), amount, count in _grouped(
-                graph.casts, _between, _about_cast, "bytes", is_apart
-            )
+            (_scaled(amount, "B"), str(count), source, to, name, why)
+            for name, amount, count, (source, to, why) in _groups(graph.casts, most is None)
         ]
-        yield from _table(("bytes cast", "casts", "from", "to", "between", "why"), rows, most)
+        header = ("bytes cast", "casts", "from", "to", "between", "why")
+        yield from _table(header, rows, (2, 3, 4, 5), most)
+
+    @property
+    def _products(self) -> list[Operation]:
+        return [each for each in self.traced.operations if each.work]
 
     def _sentences(self) -> Iterator[str]:
         graph, work = self.traced, self.traced.work()
@@ -196,24 +232,25 @@ class Census(Result):
         for dtype, count in work.items():
             part = f"{_percent(count / total)} in {dtype}"
             if parts or dtype not in LOW_PRECISION_NAMES:
-                products = [e for e in graph.operations if e.dtype == dtype and e.work]
-                layers = [
-                    name for name, *_ in _grouped(products, _layer, lambda _: (), "work", False)
-                ]
-                whys = _sums((each.why, each.work) for each in products)
-                part += f" ({next(iter(whys))}: {', '.join(layers[:3])})"
+                products = [each for each in self._products if each.dtype == dtype]
+                whys = Counter[str]()
+                for each in products:
+                    whys[each.why] += each.work
+                [(why, _)] = whys.most_common(1)
+                layers = dict.fromkeys(name for name, *_ in _groups(products, False))
+                part += f" ({why}: {', '.join([*layers][:3])})"
             parts.append(part)
         if parts:
             yield f"Of the multiplications, {'; '.join(parts)}."
         if graph.casts:
             moved = sum(each.bytes for each in graph.casts)
-            places = text_tables.merged(graph.casts, _between)
+            places = text_tables.merged(graph.casts, lambda each: each.place)
             where, casts = max(places, key=lambda place: len(place[1]))
             after, _, before = where.partition(" > ")
             place = f"between {after} and {before}" if before else f"in {after}"
             yield (
-                f"{len(graph.casts)} cast{'s' * (len(graph.casts) > 1)} move {_bytes(moved)} a "
-                f"call, {len(casts)} of them {place}."
+                f"{len(graph.casts)} cast{'s' * (len(graph.casts) > 1)} move "
+                f"{_scaled(moved, 'B')} a call, {len(casts)} of them {place}."
             )
         if turning := [each for each in graph.operations if each.is_least]:
             yield (
@@ -434,88 +471,46 @@ def _is_autocast(name: str) -> bool:
     return name.rpartition("/")[2].startswith(lower_precision.NAME)
 
 
-def _grouped(
-    items: Iterable[_Item],
-    name: Callable[[_Item], str],
-    about: Callable[[_Item], tuple[str, ...]],
-    amount: str,
-    is_apart: bool,
-) -> list[tuple[str, tuple[str, ...], int, int]]:
+def _groups(
+    items: Sequence[Operation] | Sequence[Cast], is_apart: bool
+) -> list[tuple[str, int, int, tuple[str, ...]]]:
     """Adds up operations or casts of equal layers; the largest sum first.
 
     Args:
-        items: sequence of `Operation` or `Cast`.
-        name: called with each; returns the name of its layer.
-        about: called with each; returns what else those have in common that are added up.
-        amount: str. The attribute that is added up.
-        is_apart: bool. Whether layers whose names differ in numbers are left apart.
+        items: the operations or casts.
+        is_apart: whether layers whose names differ in numbers are left apart.
 
     Returns:
-        list of a name for all of the layers, what they have in common, the sum, and their number.
+        list of a name for all of the layers, the sum, their number, and what they have in common.
     """
-    groups = text_tables.merged(items, name, lambda each: (about(each), is_apart and name(each)))
+    groups = text_tables.merged(
+        items, lambda each: each.place, lambda each: (each.about, is_apart and each.place)
+    )
     found = [
-        (title, about(group[0]), sum(getattr(each, amount) for each in group), len(group))
-        for title, group in groups
+        (name, sum(each.amount for each in group), len(group), group[0].about)
+        for name, group in groups
     ]
-    return sorted(found, key=lambda each: each[2], reverse=True)
+    return sorted(found, key=lambda each: -each[1])
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], most: int | None) -> Iterator[str]:
+def _table(
+    header: Sequence[str], rows: Sequence[tuple[str, ...]], left: Sequence[int], most: int | None
+) -> Iterator[str]:
     """Yields the lines of a table of groups, each of which stays a row of its own."""
     if rows:
-        ranked = [text_tables.RankedRow(tuple(row), (-i,), i) for i, row in enumerate(rows)]
-        left = [i for i, title in enumerate(header) if title not in ("work", "bytes cast", "casts")]
-        yield from text_tables.shortened(header, ranked, most, left, name=left[0])
+        ranked = [text_tables.RankedRow(row, (-i,), i) for i, row in enumerate(rows)]
+        yield from text_tables.shortened(header, ranked, most, left, name=left[-2])
         yield ""
 
 
-def _some(operations: Iterable["Operation"]) -> str:
+def _some(operations: Sequence[Operation]) -> str:
     """Returns the names of their layers, at most three."""
-    names = [*dict.fromkeys(map(_layer, operations))]
+    names = [*dict.fromkeys(each.place for each in operations)]
     return ", ".join([*names[:3], *([f"{len(names) - 3} more"] if len(names) > 3 else [])])
-
-
-def _rows(graph: Graph) -> Iterator[tuple[str, ...]]:
-    work, operations = graph.work(), _sums((e.dtype, e.turns) for e in graph.operations)
-    products = _sums((e.dtype, e.turns) for e in graph.operations if e.work)
-    casts = _sums((each.to, 1) for each in graph.casts)
-    moved = _sums((each.to, each.bytes) for each in graph.casts)
-    for dtype in dict.fromkeys([*work, *operations, *casts]):
-        yield (
-            dtype,
-            f"{operations.get(dtype, 0):,}",
-            f"{products.get(dtype, 0):,}",
-            _scaled(work.get(dtype, 0), "FLOP"),
-            f"{casts.get(dtype, 0):,}",
-            _bytes(moved.get(dtype, 0)),
-        )
-
-
-def _layer(operation: "Operation") -> str:
-    return operation.layer or _NO_LAYER
-
-
-def _about(operation: "Operation") -> tuple[str, ...]:
-    return operation.dtype, operation.why + " (a loop, counted once)" * operation.is_least
-
-
-def _between(cast: "Cast") -> str:
-    """Returns the names of the layers that a cast is between, or of the one that it is in."""
-    after, before = cast.after or _NO_LAYER, cast.before or _NO_LAYER
-    return after if after == before else f"{after} > {before}"
-
-
-def _about_cast(cast: "Cast") -> tuple[str, ...]:
-    return cast.source, cast.to, cast.why
 
 
 def _percent(share: float) -> str:
     return f"{share:.0%}" if 0.01 <= share <= 0.99 or share == 1 else f"{share:.2%}"
-
-
-def _bytes(count: int) -> str:
-    return _scaled(count, "B")
 
 
 def _scaled(count: float, unit: str) -> str:

@@ -6,17 +6,16 @@ on one H200 (docs/speed.md); it tells orders of magnitude apart. Code that XLA c
 XLA, which takes a tenth of the time.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_mp import hardware
 from keras_mp.grappler import optimize
 from keras_mp.hardware import devices
 from keras_mp.numerics.graph import Node, multiplied_sizes
 from keras_mp.support import op_table
-from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 # Other sizes are filled up to a multiple. (Nvidia, "Matrix Multiplication Background",
 # "Requirements to Use Tensor Cores": 16 bytes; with the A100, 128 are best.)
@@ -55,24 +54,24 @@ _NOT_SENT = op_table.ops(
 )
 
 
-def take(dtype: str, device: str | None) -> bool:
-    """Whether tensor cores multiply a dtype.
+def capability_of(device: str | None) -> tuple[int, int] | None:
+    """Returns the compute capability of a GPU as two numbers.
 
     Args:
-        dtype: str.
-        device: str. A GPU, such as "GPU 7.0"; None for those of this machine.
+        device: str. A GPU, such as "GPU 7.0"; None for the slowest of this machine.
+
+    Returns:
+        None if there is none.
     """
-    if dtype not in LOW_PRECISION_NAMES:
-        return False
     if device is None:
-        return hardware.has_tensor_cores(dtype)
-    return capability(device) >= devices.COMPUTE_CAPABILITY[dtype]
-
-
-def capability(device: str) -> tuple[int, int]:
-    """Returns the compute capability of a GPU, such as "GPU 7.0", as two numbers."""
+        return min((each.capability or (0, 0) for each in devices.gpus()), default=None)
     major, minor = optimize.compute_capability(device).split(".")
     return int(major), int(minor)
+
+
+def _is_taken(node: Node, capability: tuple[int, int]) -> bool:
+    """Whether tensor cores multiply the dtype of an operation."""
+    return capability >= devices.COMPUTE_CAPABILITY.get(node.dtype, (math.inf, 0))
 
 
 def on_tensor_cores(nodes: Sequence[Node], device: str | None) -> Iterator[str]:
@@ -83,16 +82,15 @@ def on_tensor_cores(nodes: Sequence[Node], device: str | None) -> Iterator[str]:
         device: str. A GPU, such as "GPU 7.0"; None for those of this machine.
     """
     products = [(each, each.turns * work) for each in nodes if (work := each.work)]
-    total = sum(work for _, work in products)
-    if not total or (device is None and not devices.gpus()):
+    total, capability = sum(work for _, work in products), capability_of(device)
+    if not total or capability is None:
         return
-    taken = [(each, work) for each, work in products if take(each.dtype, device)]
+    taken = [(each, work) for each, work in products if _is_taken(each, capability)]
     share = sum(work for _, work in taken) / total
-    if device is not None:
-        yield f"The tensor cores of a {device} take {share:.0%} of the multiplications."
+    whose = "this GPU" if device is None else f"a {device}"
+    yield f"The tensor cores of {whose} take {share:.0%} of the multiplications."
     in_float32 = sum(work for each, work in products if each.dtype == "float32") / total
-    is_newer = device is not None and capability(device) >= _TENSOR_FLOAT_32
-    if in_float32 and is_newer and _has_tensor_float_32():
+    if in_float32 and capability >= _TENSOR_FLOAT_32 and _has_tensor_float_32():
         yield (
             f"They also take the {in_float32:.0%} in float32, as TensorFloat-32, with as many "
             "digits as float16 (tf.config.experimental.enable_tensor_float_32_execution(False) "
@@ -147,17 +145,16 @@ def sending(
         device: str. A GPU, such as "GPU 7.0"; None for those of this machine.
         model: the model whose step it is, or None.
     """
-    found = [each.capability or (0, 0) for each in devices.gpus()]
-    least = min(found, default=None) if device is None else capability(device)
-    if least is None:
+    capability = capability_of(device)
+    if capability is None:
         return None
-    products, moved = next(of for at, of in _GPUS.items() if least >= at)
+    products, moved = next(of for at, of in _GPUS.items() if capability >= at)
     sent, seconds = 0, 0.0
     for node in nodes:
         if not node.dtypes or node.made.type in _NOT_SENT:
             continue
         sent += 0 if node.is_compiled else node.turns
-        speed = products * (1 if take(node.dtype, device) else _WITHOUT_TENSOR_CORES)
+        speed = products * (1 if _is_taken(node, capability) else _WITHOUT_TENSOR_CORES)
         computing = (node.work or 0) / speed
         tensors = (*node.made.inputs, *node.made.outputs)
         numbers = sum(tensor.shape.num_elements() or 0 for tensor in tensors)
@@ -178,14 +175,10 @@ def sentences(found: Sending) -> Iterator[str]:
     """
     if not found.is_bound:
         return
+    host, gpu = (f"{1000 * each:.2g} ms" for each in (found.host_seconds, found.gpu_seconds))
     yield (
         f"It is bound by what the host sends: {found.operations:,} operations one by one, about "
-        f"{_milliseconds(found.host_seconds)} on a slow host, for about "
-        f"{_milliseconds(found.gpu_seconds)} of the GPU (estimates)."
+        f"{host} on a slow host, for about {gpu} of the GPU (estimates)."
     )
     if found.helps:
         yield f"XLA sends what it compiles in a few calls: {', or '.join(found.helps)}."
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.2g} ms"

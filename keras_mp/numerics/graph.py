@@ -25,6 +25,13 @@ _Known = Sequence[tuple[int, ...]]
 _LOOPS = op_table.ops("loops")
 _BRANCHES = op_table.ops("conditions")
 CALLS = op_table.ops("calls")
+# The attributes that name the functions which an operation runs, or of which it runs one.
+_FUNCTIONS = {
+    **dict.fromkeys(_LOOPS, ("body",)),
+    **dict.fromkeys(CALLS, ("f",)),
+    **dict.fromkeys(_BRANCHES, ("then_branch", "else_branch")),
+    **dict.fromkeys(("Case", "StatelessCase"), ("branches",)),
+}
 
 # The value of a tensor, or None where it is not known.
 _Value = np.ndarray | int | None
@@ -121,57 +128,41 @@ class _Body:
                 self.is_least,
                 self.is_compiled,
             )
-            yield from self._called(made)
+            bodies = [list(body.nodes()) for body in self._inside(made)]
+            yield from max(bodies, key=_amount, default=())
 
-    def _called(self, made: tf.Operation) -> Iterator[Node]:
-        if made.type in _LOOPS:
-            yield from self._inside(made, "body", "body/", self._times(made)).nodes()
-        elif made.type in CALLS:
-            yield from self._inside(made, "f").nodes()
-        elif made.type in _BRANCHES:
-            names = {"then_branch": "then/", "else_branch": "else/"}
-            if made.type.endswith("Case"):
-                count = len(cast(Any, made.get_attr("branches")))
-                names = {f"branches {i}": f"branch{i}/" for i in range(count)}
-            bodies = [self._inside(made, each, prefix) for each, prefix in names.items()]
-            yield from max((list(body.nodes()) for body in bodies), key=_amount)
+    def _functions(self, made: tf.Operation, *attributes: str) -> list[Any]:
+        """Returns the graphs of the functions that attributes of an operation name."""
+        graphs_of = []
+        for found in (cast(Any, made.get_attr(each)) for each in attributes):
+            for function in found if isinstance(found, list) else [found]:
+                body = self
+                while (known := graphs.function_of_name(body.graph, function.name)) is None:
+                    assert body.around is not None
+                    body = body.around
+                graphs_of.append(known.graph)
+        return graphs_of
 
-    def _function(self, made: tf.Operation, attribute: str) -> Any:
-        """Returns the graph of a function that an operation calls."""
-        name, _, index = attribute.partition(" ")
-        found: Any = made.get_attr(name)
-        function, body = found[int(index)] if index else found, self
-        while (known := graphs.function_of_name(body.graph, function.name)) is None:
-            assert body.around is not None
-            body = body.around
-        return known.graph
-
-    def _inside(
-        self, made: tf.Operation, attribute: str, prefix: str = "", times: int | None = 1
-    ) -> "_Body":
-        """Returns the function that an operation calls.
-
-        Args:
-            made: the operation.
-            attribute: str. Its attribute that names the function, with an index if it has several.
-            prefix: str. What tells it from the operation's other functions.
-            times: int. How often the operation calls it; None if that is not known.
-        """
-        graph, values = self._function(made, attribute), {}
-        if made.type not in _LOOPS:  # In a loop they change with each turn.
-            given = made.inputs[1 if made.type in _BRANCHES else 0 :]
-            values = {to.name: self._value(each) for to, each in zip(graph.inputs, given)}
-        return _Body(
-            graph,
-            values,
-            # The graph of a function with a gradient may have more of them.
-            graph.outputs[: len(made.outputs)],
-            self,
-            f"{self.prefix}{made.name}/{prefix}",
-            self.turns * (1 if times is None else times),
-            self.is_least or times is None,
-            self.is_compiled or made.node_def.attr["_XlaMustCompile"].b,
-        )
+    def _inside(self, made: tf.Operation) -> Iterator["_Body"]:
+        """Yields the functions that an operation runs, or of which it runs one."""
+        for i, graph in enumerate(self._functions(made, *_FUNCTIONS.get(made.type, ()))):
+            times, values = 1, {}
+            if made.type in _LOOPS:  # What it hands around changes with each turn.
+                times = self._times(made)
+            else:
+                given = made.inputs[1 if made.type in _BRANCHES else 0 :]
+                values = {to.name: self._value(each) for to, each in zip(graph.inputs, given)}
+            yield _Body(
+                graph,
+                values,
+                # The graph of a function with a gradient may have more of them.
+                graph.outputs[: len(made.outputs)],
+                self,
+                f"{self.prefix}{made.name}/{f'{i}/' if i else ''}",
+                self.turns * (1 if times is None else times),
+                self.is_least or times is None,
+                self.is_compiled or made.node_def.attr["_XlaMustCompile"].b,
+            )
 
     def _times(self, loop: tf.Operation) -> int | None:
         """Returns how often a loop turns, if that is known, or else at most, or else None."""
@@ -183,7 +174,7 @@ class _Body:
         With `maximum_iterations`, TensorFlow counts the turns.
         """
         inputs = [self._value(tensor) for tensor in loop.inputs]
-        condition, body = (self._function(loop, each) for each in ("cond", "body"))
+        condition, body = self._functions(loop, "cond", "body")
         names = [tensor.name for tensor in condition.inputs]
         before = _Body(condition, dict(zip(names, inputs)), condition.outputs, self)
         # `tf.range` hands its step around, unchanged.
@@ -221,7 +212,7 @@ class _Body:
         if made.type in _LOOPS:  # Its first result counts its turns.
             return self._times(made) if index == 0 else None
         if made.type in CALLS:
-            body = self._inside(made, "f")
+            [body] = self._inside(made)
             return body._value(body.outputs[index])
         if made.type == "Shape":
             shape = known(made.inputs[0].shape)

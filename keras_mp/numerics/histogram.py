@@ -27,6 +27,8 @@ EDGES = (0, 1, 0x7F0000, 0x7F8000, 0x7FE000, 0x7FF000)
 
 # One row for zeros, one for each exponent, one for infinities (its first bin) and NaN.
 ROWS, COLUMNS = HIGHEST - LOWEST + 3, len(EDGES)
+# The first bin of finite values that are not zero, and that of infinities.
+_FINITE, _INFINITE = COLUMNS, (ROWS - 1) * COLUMNS
 
 _LARGEST_SHIFT = 300
 
@@ -84,6 +86,11 @@ class Fate(NamedTuple):
             name: "zero", "subnormal" or "infinite".
         """
         return getattr(self, name) / self.values if self.values else 0.0
+
+    @property
+    def share_lost(self) -> float:
+        """The share of what becomes zero or infinite."""
+        return self.share("zero") + self.share("infinite")
 
 
 class Window(NamedTuple):
@@ -197,28 +204,32 @@ class Histogram:
     @property
     def total(self) -> int:
         """How many values there are, including zeros, infinities and NaN."""
-        return int(self._counts.sum())
+        return self._between(0, ROWS * COLUMNS)
 
     @property
     def zeros(self) -> int:
         """How many are zero."""
-        return int(self.bins[0].sum())
+        return self._between(0, _FINITE)
 
     @property
     def infinities(self) -> int:
         """How many are infinite."""
-        return int(self.bins[-1, 0])
+        return self._between(_INFINITE, _INFINITE + 1)
 
     @property
     def nans(self) -> int:
         """How many are NaN."""
-        return int(self.bins[-1, 1:].sum())
+        return self._between(_INFINITE + 1, ROWS * COLUMNS)
 
     @property
     def exponents(self) -> dict[int, int]:
         """The exponents that occur, and how many finite values have each."""
         rows = self.bins[1:-1].sum(axis=1)
         return {LOWEST + int(i): int(rows[i]) for i in np.flatnonzero(rows)}
+
+    def _between(self, low: int, high: int) -> int:
+        """Returns how many values are in some of the bins."""
+        return int(self._counts[(low <= self._places) & (self._places < high)].sum())
 
     def fate(self, dtype: str, scale: float = 1.0) -> Fate:
         """Returns what becomes of the values in a dtype, if they are multiplied by a scale first.
@@ -236,14 +247,12 @@ class Histogram:
             ValueError: the dtype is not one of these, or the scale is no power of two.
         """
         where, shift = format_of(dtype), exponent_of(scale)
-        values = self._finite()
-        up_to = np.concatenate([[0], np.cumsum(values)])
 
         def below(exponent: int, column: int) -> int:
-            place = (exponent - shift - LOWEST) * COLUMNS + column
-            return int(up_to[np.clip(place, 0, len(values))])
+            place = _FINITE + (exponent - shift - LOWEST) * COLUMNS + column
+            return self._between(_FINITE, min(place, _INFINITE))
 
-        total, zero = int(up_to[-1]), below(where.zero, 1)
+        total, zero = self._between(_FINITE, _INFINITE), below(where.zero, 1)
         return Fate(total, zero, below(*where.normal) - zero, total - below(*where.infinite))
 
     def window(self, dtype: str, tolerance: float = 0.0) -> Window:
@@ -260,24 +269,17 @@ class Histogram:
             ValueError: the dtype is not one of those.
         """
         where = format_of(dtype)
-        values = self._finite()
-        places = np.flatnonzero(values)
-        if not places.size:
+        finite = self._places[(self._places >= _FINITE) & (self._places < _INFINITE)]
+        if not finite.size:
             return EVERYWHERE
-        allowed = tolerance * values.sum()
-        largest = LOWEST + int(places[-1]) // COLUMNS
+        exponent, column = divmod(int(finite[-1]) - _FINITE, COLUMNS)
+        largest = LOWEST + exponent
         low = where.zero - largest - 1  # where all of them become zero
-        while self.fate(dtype, 2.0**low).zero > allowed:
+        fate = self.fate(dtype)
+        while self.fate(dtype, 2.0**low).zero > tolerance * fate.values:
             low += 1
         # One below the border where the largest value is beyond it.
-        high = where.infinite[0] - largest
-        if int(places[-1]) % COLUMNS >= where.infinite[1]:
-            high -= 1
-        return Window(low, high)
-
-    def _finite(self) -> np.ndarray:
-        """Returns the bins of values that are finite and not zero, in ascending order."""
-        return self.bins[1:-1].reshape(-1)
+        return Window(low, where.infinite[0] - largest - (column >= where.infinite[1]))
 
     def __add__(self, other: "Histogram") -> "Histogram":
         return Histogram(self.bins + other.bins)
