@@ -308,6 +308,11 @@ def census(
             "Expected a batch after the model: x, or a tuple (x, y) or (x, y, sample_weight). "
             f"Received {len(args)} positional and {len(kwargs)} other arguments."
         )
+    if not callable(function):
+        raise TypeError(
+            "Expected a model of `tf.keras`, a concrete function, a `tf.function` or another "
+            f"callable. Received: {function!r} (of type {type(function)})"
+        )
     layers = origins.Layers(model)
     with Progress("census", parts=2) as progress:
         progress.begin("tracing")
@@ -315,14 +320,17 @@ def census(
             if model is not None:
                 batch, name = batches.as_fit_takes_it(model, args[0]), name_of_step(model)
                 with batches.suiting(name, batch), own_thread.random_numbers_of(model):
-                    concrete = trace(model, batch, layers)
+                    concrete: Any = trace(model, batch, layers)
             else:
-                concrete = _function_of(function, *args, **kwargs)
-                name = getattr(function, "__name__", None) or concrete.name.decode()  # pyright: ignore
+                concrete = function
+                if not isinstance(function, tf.types.experimental.ConcreteFunction):
+                    is_of_tf = hasattr(function, "get_concrete_function")
+                    concrete = function if is_of_tf else tf.function(function)
+                    concrete = concrete.get_concrete_function(*args, **kwargs)
+                name = getattr(function, "__name__", None) or concrete.name.decode()
         progress.begin("reading the graph")
-        graph: Any = concrete.graph  # pyright: ignore
-        nodes = nodes_of(graph)
-        traced = _Reader(graph, model, layers).read(nodes)
+        nodes = nodes_of(concrete.graph)
+        traced = _Reader(concrete.graph, model, layers).read(nodes)
         more, sent = [*gpu.on_tensor_cores(nodes, device)], None
         if not (rewrites.is_compiled(concrete) or getattr(model, "jit_compile", False) is True):
             sent = gpu.sending(nodes, device, model)
@@ -333,34 +341,6 @@ def census(
                     "keras_mp.graph_rewrite.report tells."
                 )
         return Census(name, traced, device, sent, tuple(more))
-
-
-def _function_of(
-    function: Callable[..., object], *args: Any, **kwargs: Any
-) -> tf.types.experimental.ConcreteFunction:
-    """Traces a function, without running it.
-
-    Args:
-        function: `ConcreteFunction`, `tf.function`, or any callable.
-        *args: arguments or `tf.TensorSpec`s, for what is not traced yet.
-        **kwargs: the same.
-
-    Returns:
-        `tf.types.experimental.ConcreteFunction`.
-
-    Raises:
-        TypeError: it cannot be called.
-    """
-    if isinstance(function, tf.types.experimental.ConcreteFunction):
-        return function
-    if not callable(function):
-        raise TypeError(
-            "Expected a model of `tf.keras`, a concrete function, a `tf.function` or another "
-            f"callable. Received: {function!r} (of type {type(function)})"
-        )
-    if not hasattr(function, "get_concrete_function"):
-        function = tf.function(function)
-    return function.get_concrete_function(*args, **kwargs)
 
 
 class _Reader:

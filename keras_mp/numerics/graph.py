@@ -18,8 +18,6 @@ from keras_mp.grappler import report as rewrites
 from keras_mp.support import op_table
 from keras_mp.tensorflow_api import graphs
 
-# The sizes of a tensor; None where one of them is not known.
-Shape = tuple[int, ...] | None
 _Known = Sequence[tuple[int, ...]]
 
 _LOOPS = op_table.ops("loops")
@@ -48,6 +46,7 @@ class Node(NamedTuple):
         turns: int. How often it runs in one call.
         is_least: bool. Whether it is in a loop of unknown length. It is counted once then.
         is_compiled: bool. Whether it is in a function that XLA compiles.
+        work: int. The work of one run; None if a shape of a product is not known.
     """
 
     made: tf.Operation
@@ -57,16 +56,12 @@ class Node(NamedTuple):
     turns: int
     is_least: bool
     is_compiled: bool
+    work: int | None
 
     @property
     def dtype(self) -> str:
         """The dtype that it computes in; "" if it has no floating-point one."""
         return self.dtypes.get("T") or next(iter(self.dtypes.values()), "")
-
-    @property
-    def work(self) -> int | None:
-        """The work of one run; None if a shape of a product is not known."""
-        return of(self.made)
 
 
 def nodes_of(graph: Any) -> list[Node]:
@@ -127,6 +122,7 @@ class _Body:
                 self.turns,
                 self.is_least,
                 self.is_compiled,
+                of(made),
             )
             bodies = [list(body.nodes()) for body in self._inside(made)]
             yield from max(bodies, key=_amount, default=())
@@ -215,8 +211,8 @@ class _Body:
             [body] = self._inside(made)
             return body._value(body.outputs[index])
         if made.type == "Shape":
-            shape = known(made.inputs[0].shape)
-            return None if shape is None else np.array(shape)
+            shape = made.inputs[0].shape
+            return np.array(shape) if shape.is_fully_defined() else None
         if made.type == "Const":
             return tf.get_static_value(made.outputs[0])
         if made.type not in _FOLDED:
@@ -255,11 +251,6 @@ def _amount(nodes: Sequence[Node]) -> tuple[int, int]:
     return sum(amounts), len(nodes)
 
 
-def known(shape: tf.TensorShape) -> Shape:
-    """Returns a shape as a tuple, or None."""
-    return cast(tuple[int, ...], tuple(shape)) if shape.is_fully_defined() else None
-
-
 def of(made: tf.Operation) -> int | None:
     """Counts the floating-point operations of one operation.
 
@@ -290,8 +281,11 @@ def multiplied_sizes(made: tf.Operation) -> tuple[int, ...]:
 
 
 def _shapes(made: tf.Operation) -> list[Any]:
-    """Returns the shapes of its inputs and of its outputs."""
-    return [[known(tensor.shape) for tensor in of] for of in (made.inputs, made.outputs)]
+    """Returns the shapes of its inputs and of its outputs, each a tuple, or None if not known."""
+    return [
+        [tuple(each.shape) if each.shape.is_fully_defined() else None for each in tensors]
+        for tensors in (made.inputs, made.outputs)
+    ]
 
 
 def _multiplications(made: tf.Operation, inputs: _Known, outputs: _Known) -> int:
