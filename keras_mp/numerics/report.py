@@ -422,31 +422,59 @@ def advise(
     """
     format_of(dtype)
     validation.number("tolerance", tolerance, at_least=0, at_most=1)
-    noise = report.noise
+    noise, now = report.noise, round_down(report.loss_scale)
     rows = [row for row in report.rows_in_16_bits if row.key not in noise]
     lost, then, loss_scale = [*_overflowing(rows, dtype, report.where), *culprits.items()], [], None
     if not culprits and not any(owner(path) for path, _ in lost):
         scaled = [row for row in rows if row.is_scaled]
-        lost, then, loss_scale = _of_gradients(report, scaled, dtype, tolerance)
+        is_too_large = any(
+            row.overflowed_at <= now or row.histogram.fate(dtype, now).infinite for row in scaled
+        )
+        unknown = [
+            row
+            for row in scaled
+            if row.dtype == dtype and row.has_unknown_zeros(report.loss_scale, tolerance)
+        ]
+        # Zeros that may be anything do not hide an overflow.
+        if not unknown or is_too_large:
+            lost, then, loss_scale = _of_windows(report, scaled, dtype, tolerance)
+        if unknown and (lost or then or not is_too_large):
+            worst = max(unknown, key=lambda row: row.histogram.zeros / row.histogram.total)
+            then.append(
+                f"{_share(worst.histogram.zeros, worst.histogram.total)} of `{worst.path}`"
+                f"{_others(unknown)} is zero in {dtype} at a loss scale of {report.loss_scale:g}. "
+                "Whether it is zero in float32, too, is unknown: `keras_mp.numerics.check` tells."
+            )
     whys: dict[str, str] = {}
     for path, why in lost:
         if layer := owner(path):
             whys.setdefault(layer, why)
     policies = dict.fromkeys(whys, "float32")
     sentences = [f"Run `{layer}` in float32: {why}." for layer, why in whys.items()] + then
-    if report.step:
-        sentences += _may_be_noise(report, dtype, tolerance)
-    if dtype == "float16" and not culprits and (policies or loss_scale):
-        sentences += _bfloat16([row.histogram for row in rows], report.where)
+    if report.step:  # In a check, runs with noise have told.
+        tiny = [row for row in report.rows_in_16_bits if row.key in noise and row.lost is None]
+        if tiny := [row for row in tiny if row.fate(dtype, now).share("zero") > tolerance]:
+            worst = max(tiny, key=lambda row: row.fate(dtype, now).share("zero"))
+            sentences.append(
+                f"{_loss(worst, dtype, now)}{_others(tiny)}. It is so small compared with the "
+                "other gradients of its layer that it may be rounding noise: "
+                "`keras_mp.numerics.check` tells."
+            )
+    fates = [row.histogram.fate("bfloat16") for row in rows]
+    # Nothing is known about what was not finite.
+    is_unknown = any(row.histogram.infinities + row.histogram.nans for row in rows)
+    is_kept = not is_unknown and not any(fate.zero or fate.infinite for fate in fates)
+    if dtype == "float16" and not culprits and (policies or loss_scale) and is_kept:
+        sentences.append(
+            "bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of "
+            f"{sum(fate.values for fate in fates):,} values none becomes zero or infinite, "
+            f"{report.where}. (It keeps 8 bits of each value, float16 11.)"
+        )
     return Advice(sentences, policies, loss_scale)
 
 
-# Paths of layers that need float32, and why.
-_Lost = Sequence[tuple[str, str]]
-
-
 def _overflowing(rows: Sequence[Row], dtype: str, where: str) -> Iterator[tuple[str, str]]:
-    """Yields the layers whose outputs a dtype does not hold."""
+    """Yields the layers whose outputs a dtype does not hold, and why."""
     is_first = True
     for row in rows:
         if row.kind != "output":
@@ -461,49 +489,24 @@ def _overflowing(rows: Sequence[Row], dtype: str, where: str) -> Iterator[tuple[
             yield row.path, f"{_share(bad, total)} of its output is beyond {dtype}, {where}"
 
 
-def _of_gradients(
-    report: Report, rows: Sequence[Row], dtype: str, tolerance: float
-) -> tuple[_Lost, list[str], float | None]:
-    """Advises about gradients, unless their zeros may have been too small for the dtype."""
-    now = round_down(report.loss_scale)
-    is_too_large = any(
-        row.overflowed_at <= now or row.histogram.fate(dtype, now).infinite for row in rows
-    )
-    unknown = [
-        row
-        for row in rows
-        if row.dtype == dtype and row.has_unknown_zeros(report.loss_scale, tolerance)
-    ]
-    lost, sentences, scale = [], [], None
-    if not unknown or is_too_large:
-        lost, sentences, scale = _of_windows(report, rows, dtype, tolerance)
-    if unknown and (lost or sentences or not is_too_large):
-        worst = max(unknown, key=lambda row: row.histogram.zeros / row.histogram.total)
-        sentences.append(
-            f"{_share(worst.histogram.zeros, worst.histogram.total)} of `{worst.path}`"
-            f"{_others(unknown)} is zero in {dtype} at a loss scale of {report.loss_scale:g}. "
-            "Whether it is zero in float32, too, is unknown: `keras_mp.numerics.check` tells."
-        )
-    return lost, sentences, scale
-
-
 def _of_windows(
     report: Report, rows: Sequence[Row], dtype: str, tolerance: float
-) -> tuple[_Lost, list[str], float | None]:
-    """Advises a loss scale, and layers for float32, unless the current scale is good."""
+) -> tuple[list[tuple[str, str]], list[str], float | None]:
+    """Advises a loss scale, and layers for float32, unless the current scale is good.
+
+    Returns:
+        Layers that need float32, each with the reason; sentences; and a loss scale, or None.
+    """
     now, where = round_down(report.loss_scale), report.where
     overflowed = [r for r in rows if r.dtype == dtype and math.isfinite(r.overflowed_at)]
-    infinite = [row for row in overflowed if not row.histogram.exponents]
-    if infinite:
-        at = _power(min(row.overflowed_at for row in infinite))
-        what = (
-            "No loss scale helps"
-            if report.helpless
-            else "Use a dynamic loss scale, which finds one"
-        )
+    if infinite := [row for row in overflowed if not row.histogram.exponents]:
+        at = min(row.overflowed_at for row in infinite)
+        helps = "No loss scale helps"
+        if not report.helpless:
+            helps = "Use a dynamic loss scale, which finds one"
         sentence = (
-            f"{what}: at {at} all of `{infinite[0].path}`{_others(infinite)} is infinite or NaN, "
-            f"{where}, so its size is unknown."
+            f"{helps}: at {_power(at)} all of `{infinite[0].path}`{_others(infinite)} is infinite "
+            f"or NaN, {where}, so its size is unknown."
         )
         return [], [sentence], None
     has_lost = overflowed or any(row.lost is None or row.lost > tolerance for row in rows)
@@ -536,73 +539,47 @@ def _of_windows(
         if suits(row, best):
             continue
         # At the nearest scale that suits the others; at its own, if nothing suits it.
-        window = windows[row.key]
-        end, is_small, others = max(window.high, 0), window.high >= 0, "it"
-        if not window.is_empty:
-            is_small, others = window.low > best, "others"
-            end = high if is_small else low
-        fate = row.histogram.fate(dtype, 2.0**end)
-        at = f"below {dtype} at any scale that does not overflow {others}"
-        if not is_small:
-            at = f"beyond {dtype} at any scale at which nothing is lost of {others}"
-        share = _share(fate.zero if is_small else fate.infinite, fate.values)
+        window, others = windows[row.key], "others"
+        end = high if window.low > best else low
+        if window.is_empty:
+            end, others = max(window.high, 0), "it"
+        why = _loss(row, dtype, 2.0**end)
+        if "below" in why:
+            why += f" at any scale that does not overflow {others}"
+        else:
+            why += f" at any scale at which nothing is lost of {others}"
         layer = row.path.rpartition("/")[0] if row.kind == "gradient" else row.path
-        lost.append((layer, f"{share} of {_named(row)} is {at}, {where}"))
+        lost.append((layer, f"{why}, {where}"))
         takers = sorted(report.takers.get(row.path, ()))
-        lost += [(each, f"it computes the gradient of `{row.path}`'s output") for each in takers]
+        lost += [(each, f"it computes {_named(row)}") for each in takers]
     if not suited:
         return lost, [], None
     # In the middle of the window, and rather lower, since gradients grow at times. Other batches
     # may have larger ones, so what suits a batch is no scale to keep.
     scale = 2.0 ** ((low + high) // 2)
-    sentence = "fix" if report.step else "start"
-    sentence += f" the loss scale at {_power(scale)}: between 2^{low} and 2^{high} "
+    sentence = f"{'fix' if report.step else 'start'} the loss scale at {_power(scale)}: between "
+    sentence += f"2^{low} and 2^{high} no {'other ' if lost else ''}gradient loses more than "
+    sentence += f"{100 * tolerance:g} %, {where}."
     if lost:
-        lose = f"the other gradients lose no more than {100 * tolerance:g} %, {where}."
-        return lost, [f"Then {sentence}{lose}"], scale
-    sentence = (
-        sentence.capitalize() + f"no gradient loses more than {100 * tolerance:g} %, {where}."
-    )
-    fates = [(row, row.histogram.fate(dtype, now)) for row in rows]
-    worst, fate = max(fates, key=lambda each: each[1].share("zero") + each[1].share("infinite"))
+        return lost, [f"Then {sentence}"], scale
+    sentence = sentence.capitalize()
+    worst = max(rows, key=lambda row: row.fate(dtype, now).share_lost)
     if overflowed and report.step:
         sentence += (
             " That only covers finite gradients. How much smaller the scale has to be for the "
             "steps that overflowed is unknown; a dynamic loss scale finds it."
         )
-    elif fate.infinite or fate.zero:
-        share = _share(fate.infinite or fate.zero, fate.values)
-        beyond = "beyond" if fate.infinite else "below"
-        sentence += f" At {_power(now)}, {share} of {_named(worst)} is {beyond} {dtype}."
+    elif worst.fate(dtype, now).share_lost:
+        sentence += f" At {_power(now)}, {_loss(worst, dtype, now)}."
     return [], [sentence], scale
 
 
-def _may_be_noise(report: Report, dtype: str, tolerance: float) -> Iterator[str]:
-    """Yields a sentence about gradients that are lost, and may be rounding noise or not."""
-    now, noise = round_down(report.loss_scale), report.noise
-    rows = [row for row in report.rows_in_16_bits if row.key in noise and row.lost is None]
-    fates = [(row.histogram.fate(dtype, now), row.path) for row in rows]
-    lost = [each for each in fates if each[0].share("zero") > tolerance]
-    if lost:
-        fate, path = max(lost, key=lambda each: each[0].share("zero"))
-        yield (
-            f"{_share(fate.zero, fate.values)} of `{path}`{_others(lost)} is below {dtype} at "
-            f"{_power(now)}. It is so small compared with the other gradients of its layer that it "
-            "may be rounding noise: `keras_mp.numerics.check` tells."
-        )
-
-
-def _bfloat16(histograms: Sequence[Histogram], where: str) -> Iterator[str]:
-    """Yields a sentence if bfloat16 keeps what float16 loses."""
-    # Nothing is known about what was not finite.
-    is_unknown = any(each.infinities + each.nans for each in histograms)
-    fates = [each.fate("bfloat16") for each in histograms]
-    if not is_unknown and not any(fate.zero or fate.infinite for fate in fates):
-        yield (
-            "bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of "
-            f"{sum(fate.values for fate in fates):,} values none becomes zero or infinite, "
-            f"{where}. (It keeps 8 bits of each value, float16 11.)"
-        )
+def _loss(row: Row, dtype: str, loss_scale: float) -> str:
+    """Says how much of a gradient a dtype loses at a loss scale."""
+    fate = row.fate(dtype, loss_scale)
+    lost, how = (fate.infinite, "beyond") if fate.infinite else (fate.zero, "below")
+    share = _share(lost, fate.values)
+    return f"{share} of {_named(row)} is {how} {dtype}"
 
 
 def _named(row: Row) -> str:
