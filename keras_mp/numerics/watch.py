@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -21,20 +21,6 @@ _TrainFunction = Callable[[tf.data.Iterator], Mapping[str, tf.Tensor]]
 
 # More marks in a picture would cover each other.
 _MOST_MARKED = 50
-
-
-class _Attached(NamedTuple):
-    """The objects that the monitor uses while a `fit` runs.
-
-    Attributes:
-        histograms: what counts.
-        plain: runs one execution of `fit`, of one or more steps, as Keras made it.
-        counting: runs an execution in which the histograms count.
-    """
-
-    histograms: ExponentHistograms
-    plain: _TrainFunction
-    counting: _TrainFunction
 
 
 class watch(FirstBadOperation, keras_api.BaseCallback, Result):
@@ -118,11 +104,13 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
         self._histograms = None if model is None or optimizer is None else self._made_histograms()
         scaled = [each for each in (model, *tf.nest.flatten(optimizer)) if each is not None]
         super().__init__(*scaled, include=include, exclude=exclude, raises=raises)
-        # In a `fit`, what counts; how many steps were made in it, in it before this epoch, in it
+        # In a `fit`: what counts, the function that runs steps in which it does, and what that
+        # replaces in an execution; how many steps were made in it, in it before this epoch, in it
         # when histograms were last read because of `read_freq`, and before this `fit`.
-        self._attached: _Attached | None = None
+        self._in_fit: ExponentHistograms | None = None
+        self._counting_steps: _TrainFunction | None = None
+        self._plain_steps: _TrainFunction | None = None
         self._made = self._before_epoch = self._last_read = self._before_fit = 0
-        self._is_called = False
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager around a step of a loop of your own, which is counted.
@@ -234,14 +222,14 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
         return {"found": found, "report": self.report().to_dict() if self.history else None}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Attaches the monitor to the training step.
+        """Begins to count anew.
 
         Args:
             logs: not used.
         """
-        self._detach()  # if an error has ended the `fit` before
-        if self.model.built:
-            self._attach()
+        self._in_fit = None
+        self._made = 0
+        self._before_fit = self.history[-1].step if self.history else 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes where the epoch begins.
@@ -253,13 +241,30 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
         self._before_epoch = self._last_read = self._made
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that the next steps belong to a `fit` with this callback.
+        """Lets this execution of one or more steps count, if one of them is due.
 
         Args:
             batch: not used.
             logs: not used.
         """
-        self._is_called = True
+        model: Any = self.model
+        other = getattr(model.train_function, "__self__", None)
+        # All callbacks of a `fit` share their parameters. An error has ended any other `fit`.
+        if isinstance(other, watch) and other.params is self.params:
+            raise ValueError(
+                "Expected one `watch` in a `fit`: each counts in steps of its own. "
+                f"Received: {other!r} and {self!r}"
+            )
+        if not model.built:
+            return  # Keras 2 builds a model with its first batch, which is not counted then.
+        plain = model.train_function
+        if self._in_fit is None:
+            self._in_fit = ExponentHistograms(model, **self._counting)
+            with self._counting_step(self._in_fit):
+                model.make_train_function(force=True)
+            self._counting_steps, model.train_function = model.train_function, plain
+        if self._in_fit.is_due(self._made, keras_api.steps_per_execution(model)):
+            self._plain_steps, model.train_function = plain, self._count
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads, if that is due after this batch.
@@ -268,10 +273,9 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
             batch: not used.
             logs: not used.
         """
-        if self._attached is None:
-            # Keras 2 builds a model with its first batch, which is not counted then.
-            self._attach()
-        elif isinstance(self.read_freq, int) and self._made >= self._last_read + self.read_freq:
+        if self._in_fit is not None:
+            self._made += keras_api.steps_per_execution(self.model)
+        if isinstance(self.read_freq, int) and self._made >= self._last_read + self.read_freq:
             self._last_read = self._made
             self._read()
 
@@ -288,42 +292,7 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
             self._made = min(self._made, self._before_epoch + in_epoch)
         self._read()
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Puts the training step back as it was.
-
-        Args:
-            logs: not used.
-        """
-        self._detach()
-
-    def _attach(self) -> None:
-        model = self.model
-        other = getattr(model.train_function, "__self__", None)
-        if isinstance(other, watch):
-            # All callbacks of a `fit` share their parameters. An error has ended any other `fit`.
-            if other.params is self.params:
-                raise ValueError(
-                    "Expected one `watch` in a `fit`: each counts in steps of its own. "
-                    f"Received: {other!r} and {self!r}"
-                )
-            other._detach()
-        histograms = ExponentHistograms(model, **self._counting)
-        self._made = self._before_epoch = self._last_read = 0
-        self._before_fit = self.history[-1].step if self.history else 0
-        plain = model.train_function
-        with self._counting_steps(histograms):
-            model.make_train_function(force=True)
-        self._attached = _Attached(histograms, plain, model.train_function)
-        model.train_function = self._execute
-
-    def _detach(self) -> None:
-        if self._attached is not None:
-            model = self._attached.histograms.model
-            if model.train_function == self._execute:  # unless it was compiled meanwhile
-                model.train_function = self._attached.plain
-            self._attached = None
-
-    def _counting_steps(
+    def _counting_step(
         self, histograms: ExponentHistograms
     ) -> contextlib.AbstractContextManager[None]:
         """Wraps the step that Keras makes a function of, while it makes or traces it."""
@@ -332,26 +301,17 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
         # Keras 3 keeps the method that it finds now, which goes on counting after the block.
         return attributes.replaced(self.model, "train_step", counted)
 
-    def _execute(self, iterator: tf.data.Iterator) -> Mapping[str, tf.Tensor]:
-        """Runs one execution of `fit`, with the function that counts if one of its steps is due."""
-        histograms, plain, counting = cast(_Attached, self._attached)
-        if not self._is_called:  # An error has ended the `fit` that had this callback.
-            self._detach()
-            return plain(iterator)
-        self._is_called = False
-        steps = keras_api.steps_per_execution(self.model)
-        if not histograms.is_due(self._made, steps):
-            logs = plain(iterator)
-        else:
-            histograms.go_on_from(self._made)
-            with self._counting_steps(histograms):
-                logs = counting(iterator)
-        self._made += steps
-        return logs
+    def _count(self, iterator: tf.data.Iterator) -> Mapping[str, tf.Tensor]:
+        """Runs one execution of `fit` that counts; the next one is Keras's own again."""
+        self.model.train_function = self._plain_steps
+        histograms, steps = cast(Any, self._in_fit), cast(_TrainFunction, self._counting_steps)
+        histograms.go_on_from(self._made)
+        with self._counting_step(histograms):
+            return steps(iterator)
 
     def _read(self) -> None:
-        if self._attached is not None:
-            report = self._attached.histograms.read()
+        if self._in_fit is not None:
+            report = self._in_fit.read()
             report.step = self._before_fit + self._made
             if report.counted:
                 self.history.append(report)
