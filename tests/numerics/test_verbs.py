@@ -175,7 +175,7 @@ def test_layers_without_a_name_in_their_config_are_named_as_in_the_model():
 
 
 def test_a_model_is_watched_in_fit_and_in_a_loop():
-    model = small_model(dense(8, name="dense"))
+    model = small_model(dense(8, name="dense"), jit_compile="auto" if common.IS_KERAS_3 else None)
     watching = watch(model, every=1)
     with watching:
         model.fit(X, Y, 4, verbose=0, callbacks=[watching])

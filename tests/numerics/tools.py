@@ -34,7 +34,11 @@ dense = functools.partial(functools.partial, tf.keras.layers.Dense)
 def sequential(
     *layers, shape=(8,), policy=None, optimizer="sgd", loss="mse", name=None, **compiled
 ):
-    """A model of layers, or of what makes them, under a policy; compiled if there is a loss."""
+    """A model of layers, or of what makes them, under a policy; compiled if there is a loss.
+
+    XLA does not compile its step unless that is asked for: it takes longest.
+    """
+    compiled.setdefault("jit_compile", False)
     with keras_mp.policy_scope(policy or keras_mp.global_policy()):
         of_keras = tf.keras.layers.Layer
         made = [layer if isinstance(layer, of_keras) else layer() for layer in layers]
