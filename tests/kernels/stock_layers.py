@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "Bidirectional": (lambda **kw: L.Bidirectional(L.LSTM(3, **kw), **kw), (4, 6, 2)),
     "BatchNormalization": (L.BatchNormalization, (64, 8, 8, 4)),
     "LayerNormalization": (L.LayerNormalization, (64, 16)),
-    "MultiHeadAttention": (lambda **kw: L.MultiHeadAttention(2, 4, **kw), (2, 30, 8)),
+    "MultiHeadAttention": (lambda **kw: L.MultiHeadAttention(2, 4, **kw), (2, 32, 8)),
     "UpSampling2D": (lambda **kw: L.UpSampling2D(2, interpolation="bilinear", **kw), (1, 8, 8, 2)),
     "AveragePooling2D": (lambda **kw: L.AveragePooling2D(8, **kw), (2, 16, 16, 4)),
     "MaxPooling2D": (lambda **kw: L.MaxPooling2D(2, **kw), (2, 16, 16, 4)),
