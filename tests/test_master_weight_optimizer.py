@@ -607,20 +607,6 @@ def test_fit_on_replicas_builds_it_with_the_first_step(method):
         assert not np.isin(lazily, (0, 1)).any()
 
 
-def test_a_mirrored_model_goes_on_from_a_checkpoint(tmp_path):
-    def make():
-        return Run("new.Adam", tf.bfloat16, "function", replicas=2)
-
-    run = make().train(2)
-    parts = lambda r: tf.train.Checkpoint(v=r.kernel, b=r.bias, optimizer=r.optimizer)  # noqa: E731
-    saved = parts(run).save(str(tmp_path / "run"))
-    again = make()
-    parts(again).restore(saved)
-    np.testing.assert_array_equal(run.float32_weights()[0], again.float32_weights()[0])
-    run.train(2), again.train(2)
-    np.testing.assert_array_equal(run.float32_weights()[0], again.float32_weights()[0])
-
-
 @pytest.mark.skipif(IS_KERAS_3, reason="Keras 2 has both.")
 def test_a_saved_model_with_a_legacy_optimizer_is_refused(tmp_path):
     model = make_model("legacy.Adam", "bfloat16", run_eagerly=True)

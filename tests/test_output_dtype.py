@@ -8,7 +8,6 @@ import keras_mp
 from tests import inside
 from tests.common import IS_KERAS_3, MODES, differentiated, made, mirrored, pairs
 from tests.kernels.stock_layers import LAYERS
-from tests.saving.common import COPIES
 
 L = tf.keras.layers
 DTYPES = ["bfloat16", "float16"]
@@ -122,19 +121,12 @@ def test_bad_output_dtypes(name, output_dtype, error):
 X = np.random.RandomState(0).normal(size=[64, 6]).astype("float32")
 
 
-def test_files_and_conversion_keep_it(tmp_path):
+def test_conversion_keeps_it():
     policy = policy_of("bfloat16")
-    with keras_mp.policy_scope("mixed_bfloat16"):
-        layers = [tf.keras.Input([6]), L.Dense(8, "relu"), L.Dense(3, dtype=policy)]
-        model = tf.keras.Sequential(layers)
-    loaded = COPIES[".keras"](model, tmp_path)
-    np.testing.assert_array_equal(loaded.predict(X, verbose=0), model.predict(X, verbose=0))
-    model.export(str(tmp_path / "exported"))
-    exported = tf.saved_model.load(str(tmp_path / "exported"))
-    served = exported.serve(X)
-    np.testing.assert_allclose(served, model.predict(X, verbose=0), rtol=2**-6, atol=1e-3)
-    assert keras_mp.convert(model, "float32").layers[-1].dtype_policy.name == "float32"
-    assert keras_mp.convert(loaded, policy).layers[-1].dtype_policy == policy
+    model = tf.keras.Sequential([tf.keras.Input([6]), L.Dense(3, dtype=policy)])
+    converted = keras_mp.convert(model, "float32")
+    assert converted.layers[-1].dtype_policy.name == "float32"
+    assert keras_mp.convert(converted, policy).layers[-1].dtype_policy == policy
 
 
 def test_on_replicas_and_inside_of_regions():
