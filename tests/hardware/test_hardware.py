@@ -1,8 +1,6 @@
 import importlib
 import inspect
 import pathlib
-import subprocess
-import sys
 import time
 from concurrent import futures
 
@@ -10,9 +8,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import mirrored, once
+from tests.common import mirrored
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
 hardware = keras_mp.hardware
 cpu, devices = keras_mp.support.cpu, hardware.devices
 
@@ -315,32 +312,3 @@ def test_which_cpus_take_the_rewrite_to_float16(machine, monkeypatch, flags, tak
 def test_another_dtype_is_refused(call):
     with pytest.raises(ValueError, match="Expected 'float16' or 'bfloat16'. Received: dtype='f"):
         call("float8")
-
-
-PROGRAM = """
-import keras_mp
-import tensorflow as tf
-
-keras_mp.set_global_policy("mixed_bfloat16")
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.threading.set_intra_op_parallelism_threads(2)
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-assert len(tf.config.list_logical_devices("CPU")) == 2
-tf.random.set_seed(1)
-model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
-before = tf.random.uniform([]).numpy()
-tf.random.set_seed(1)
-tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
-model.compile(tf.keras.optimizers.SGD(), "mse")
-assert tf.random.uniform([]).numpy() == before
-print(keras_mp.hardware.why_slow("bfloat16"))
-"""
-
-
-@once
-def test_a_program_configures_its_devices_after_its_policy():
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    reason = done.stdout.strip()
-    assert ("mixed_bfloat16 may run slower" in done.stderr) == (reason != "None")

@@ -7,10 +7,12 @@ has imported keras_mp: imports take longer than what programs do.
 """
 
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -111,6 +113,52 @@ def a_scope_before_a_policy() -> list[Any]:
     return [before == values(), *before]
 
 
+def devices_after_a_policy() -> list[bool]:
+    """Whether a program can configure its devices after its policy, and is warned all the same."""
+    import keras_mp
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        keras_mp.set_global_policy("mixed_bfloat16")
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.threading.set_intra_op_parallelism_threads(2)
+        halves = [tf.config.LogicalDeviceConfiguration()] * 2
+        tf.config.set_logical_device_configuration(cpu, halves)
+        is_divided = len(tf.config.list_logical_devices("CPU")) == 2
+        tf.random.set_seed(1)
+        model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+        before = tf.random.uniform([]).numpy()
+        tf.random.set_seed(1)
+        tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+        model.compile(tf.keras.optimizers.SGD(), "mse")
+        draws_as_before = tf.random.uniform([]).numpy() == before
+    is_warned = any("mixed_bfloat16 may run slower" in str(each.message) for each in caught)
+    is_slow = keras_mp.hardware.why_slow("bfloat16") is not None
+    return [is_divided, bool(draws_as_before), is_warned == is_slow]
+
+
+def regions_without_a_function() -> list[str]:
+    """Regions where TensorFlow does not use a function that they replace."""
+    import keras_mp
+    from keras_mp import hooks, kernels
+
+    kernels.install()
+    errors = []
+    for name in ("TFE_Py_FastPathExecute", "_apply_op_helper"):
+        places = {row.place for row in hooks.installed()}
+        ours = {each: each.get() for each in places if getattr(each, "attribute", "") == name}
+        for place, function in ours.items():
+            place.set(inspect.unwrap(function))
+        try:
+            with keras_mp.autocast("bfloat16"):
+                errors.append("entered")
+        except RuntimeError as error:
+            errors.append(str(error))
+        for place, function in ours.items():
+            place.set(function)
+    return errors
+
+
 def _error_of_compile(keras: Any, make_optimizer: Callable[[], Any]) -> str:
     model = keras.Sequential([keras.layers.Dense(1)])
     try:
@@ -140,6 +188,8 @@ def main() -> None:
         other_keras_before_a_policy,
         other_keras_after_a_policy,
         a_scope_before_a_policy,
+        devices_after_a_policy,
+        regions_without_a_function,
     ):
         raised[each.__name__] = in_a_fork(each)
     print(json.dumps(raised))
