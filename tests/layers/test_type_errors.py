@@ -209,3 +209,5 @@ def test_the_explanation_comes_before_the_lines_of_autograph(policy):
     first = text.replace("\x1b[1m", "").strip().splitlines()[0]
     assert first.startswith("Layer 'branches' (of type Branches) computes in")
     assert "Either cast one of them there" in first
+    assert 'dtype="float32"' in first
+    assert text.count("TensorFlow said") == 1
