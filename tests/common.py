@@ -108,9 +108,15 @@ def run_program(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
+def distance(found: Any, exact: Any) -> float:
+    """How far numbers are from others, relative to these, by the norm."""
+    found, exact = (np.asarray(tf.convert_to_tensor(each), "float64") for each in (found, exact))
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+
 def distances(found: Iterable[Any], exact: Iterable[Any]) -> list[float]:
-    """How far arrays are from others, relative to these, each by its norm."""
-    return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, exact, strict=True)]
+    """How far arrays are from others, each by its norm."""
+    return [distance(a, b) for a, b in zip(found, exact, strict=True)]
 
 
 def make_optimizer(name: str, learning_rate: float = 0.01, **kwargs: Any) -> Any:

@@ -18,7 +18,6 @@ from tests.common import (
     compiled_model,
     make_optimizer,
     needs_bfloat16_rewrite,
-    needs_cuda,
     once,
 )
 
@@ -344,19 +343,6 @@ def test_a_model_of_several_inputs():
     model.compile("sgd", "mse", jit_compile=False)
     batch = {name: np.ones([8, 4], "float32") for name in inputs}, np.ones([8, 1], "float32")
     assert graph_rewrite.report(model, *batch).by_dtype()["bfloat16"]["MatMul"] == 2
-
-
-@once
-@needs_cuda
-def test_what_fit_would_run_on_a_gpu():
-    """It needs no GPU, and the rewrite does not have to be on."""
-    batch = np.ones([8, 4], "float32"), np.ones([8, 1], "float32")
-    model = small_model(jit_compile=False)
-    report = graph_rewrite.report(model, *batch, device="GPU 8.0")
-    older = graph_rewrite.report(model, *batch, device="GPU 6.1")
-    assert report.by_dtype()["float16"]["MatMul"] >= 3
-    assert "MatMul" not in report.by_dtype()["float32"]
-    assert "float16" not in older.by_dtype()
 
 
 # Sessions.

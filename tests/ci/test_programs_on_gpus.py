@@ -12,10 +12,10 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import graph_rewrite
-from tests.common import digits, needs_cuda, once, value
+from tests.common import digits, distance, needs_cuda, once, value
 from tests.compat import tf1_program
 from tests.grappler import rewritten
-from tests.grappler.rewritten import distance, update
+from tests.grappler.rewritten import update
 
 V1 = tf.compat.v1
 GPUS = ("GPU 6.1", "GPU 7.0", "GPU 8.0", "GPU 9.0")
@@ -89,38 +89,3 @@ def test_the_graph_of_a_session(device, use_resource):
         found = graph_rewrite.report([train, loss], device=device).by_dtype().get("float16", {})
     counts = [found.get(op, 0) for op in ("Conv2D", "Conv2DBackpropFilter", "MatMul")]
     assert counts == ([1, 1, 3] if device in TENSOR_CORES else [0, 0, 0])
-
-
-@once
-@pytest.mark.parametrize(
-    ("changes", "dtypes"),
-    [
-        ({}, {"MatMul": "float16", "Tanh": "float16", "Exp": "float32"}),
-        ({"allow": ["Exp"]}, {"MatMul": "float16", "Tanh": "float16", "Exp": "float16"}),
-        ({"infer": ["Exp"]}, {"MatMul": "float16", "Tanh": "float16", "Exp": "float16"}),
-        ({"clear": ["Exp"]}, {"MatMul": "float16", "Tanh": "float16", "Exp": "float16"}),
-        ({"none": ["Tanh"]}, {"MatMul": "float16", "Tanh": "float32", "Exp": "float32"}),
-        ({"deny": ["MatMul"]}, {"MatMul": "float32", "Tanh": "float32", "Exp": "float32"}),
-    ],
-)
-def test_the_lists_say_what_is_computed(changes, dtypes):
-    """In the report, and in the numbers."""
-    x = tf.constant(digits()[0][:16, :16])
-
-    @tf.function
-    def function(x):
-        return tf.matmul(tf.exp(tf.matmul(tf.tanh(tf.matmul(x, x)), x) / 8.0), x)
-
-    graph_rewrite.change_op_lists(**changes)
-    try:
-        report = graph_rewrite.report(function, x, device="GPU 7.0")
-        concrete = function.get_concrete_function(x)
-        [found] = rewritten.of_function(concrete, "GPU 7.0")(x)
-    finally:
-        graph_rewrite.change_op_lists()
-    assert {each.op: each.dtype for each in report.operations if each.op in dtypes} == dtypes
-    error = distance(found, concrete(x))
-    if "float16" in dtypes.values():
-        assert 2**-20 < error < rewritten.tolerance(report)
-    else:
-        assert error < 2**-20

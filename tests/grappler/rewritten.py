@@ -75,11 +75,6 @@ def update(model: Any, step: Callable[..., Any], *arguments: Any) -> np.ndarray:
     return np.concatenate([np.ravel(new - old) for new, old in zip(after, before, strict=True)])
 
 
-def distance(found: np.ndarray, exact: np.ndarray) -> float:
-    """How far numbers are from others, relative to these."""
-    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
-
-
 def for_this_cpu(graph: Any) -> Any:
     """A graph without devices: its operations for the GPU have kernels for CPUs, too."""
     result = V1.GraphDef()

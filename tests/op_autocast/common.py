@@ -25,12 +25,6 @@ def normal(*shape, seed=0):
     return tf.constant(generator.normal(size=shape).astype("float32") / 2)
 
 
-def error(found, exact):
-    """Relative, in the norm."""
-    found, exact = (np.asarray(tf.convert_to_tensor(x), "float64") for x in (found, exact))
-    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
-
-
 def operations(graph, *types):
     """Types and dtypes of the operations in a graph and the functions that it calls."""
     if hasattr(graph, "as_graph_def"):

@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import mirrored, once
-from tests.op_autocast.common import casts, error, is_rounded, normal, operations, region
+from tests.common import distance, mirrored, once
+from tests.op_autocast.common import casts, is_rounded, normal, operations, region
 
 pytestmark = once
 
@@ -176,7 +176,7 @@ def test_graphs_of_tensorflow_1():
             result, *gradients = session.run([y, *gradients], {x: X.numpy()})
     assert {dtype for _, dtype in operations(graph, "MatMul")} == {"bfloat16"}
     exact = tf.nn.relu(X @ X) @ X
-    assert 0 < error(result, exact) < 0.02
+    assert 0 < distance(result, exact) < 0.02
     assert [gradient.dtype for gradient in gradients] == ["float32"] * 4
     np.testing.assert_array_equal(gradients[1], tf.ones([4, 4]))
 

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import inside
-from tests.common import assert_all_equal, differentiated, once
-from tests.op_autocast.common import HALF, error, normal, region
+from tests.common import assert_all_equal, differentiated, distance, once
+from tests.op_autocast.common import HALF, normal, region
 
 pytestmark = once
 
@@ -32,8 +32,8 @@ def test_with_respect_to_intermediates(wrap):
     exact = function(normal(4, 4))
     with keras_mp.autocast("bfloat16"):
         found = function(normal(4, 4))
-    assert all(0 <= error(each, right) < 0.02 for each, right in zip(found, exact))
-    assert any(error(each, right) > 0 for each, right in zip(found, exact))
+    assert all(0 <= distance(each, right) < 0.02 for each, right in zip(found, exact))
+    assert any(distance(each, right) > 0 for each, right in zip(found, exact))
 
 
 def test_of_a_tensor_that_is_watched_and_that_several_operations_take():
@@ -99,7 +99,7 @@ def test_recomputed_outside_of_the_region_as_inside(wrap):
     np.testing.assert_array_equal(found, expected)
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.sin(layer(x)))
-    assert 0 < error(found, tape.gradient(loss, w)) < 0.05
+    assert 0 < distance(found, tape.gradient(loss, w)) < 0.05
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

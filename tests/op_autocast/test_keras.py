@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import digits
-from tests.op_autocast.common import error, region
+from tests.common import digits, distance
+from tests.op_autocast.common import region
 
 K = tf.keras
 
@@ -62,7 +62,7 @@ def test_fit(make):
     assert losses["bfloat16"] != losses[None]
     np.testing.assert_allclose(losses["bfloat16"], losses[None], rtol=0.05)
     # What was trained inside predicts in float32 outside.
-    assert 0 < error(predictions, model(x)) < 0.05
+    assert 0 < distance(predictions, model(x)) < 0.05
 
 
 def test_within_a_mixed_policy_nothing_changes():

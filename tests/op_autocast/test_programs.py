@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.common import assert_all_equal, differentiated, once
-from tests.op_autocast.common import ROUNDING, casts, error, normal, operations, region
+from tests.common import assert_all_equal, differentiated, distance, once
+from tests.op_autocast.common import ROUNDING, casts, normal, operations, region
 
 pytestmark = once
 
@@ -128,14 +128,14 @@ def check(programs, name, wrap, dtype="bfloat16", run=run, rounds=True):
     exact, exact_gradients = run(programs, function, None)
     found, gradients = run(programs, function, dtype)
     # A few operations in a row, each of which rounds what it takes and what it returns.
-    assert error(found, exact) < 10 * ROUNDING[dtype]
+    assert distance(found, exact) < 10 * ROUNDING[dtype]
     if rounds:
-        assert error(found, exact) > 0
+        assert distance(found, exact) > 0
     assert [g is None for g in gradients] == [g is None for g in exact_gradients]
     for gradient, expected in zip(gradients, exact_gradients):
         if expected is not None:
             assert gradient.dtype == tf.float32
-            assert error(gradient, expected) < 30 * ROUNDING[dtype]
+            assert distance(gradient, expected) < 30 * ROUNDING[dtype]
     again, _ = run(programs, function, None)
     np.testing.assert_array_equal(again, exact)
 
@@ -204,4 +204,4 @@ def test_what_comes_from_outside_of_a_loop_is_cast_once():
     assert casts(body) == 2  # of the state, to 16 bits and back
     exact = differentiated(lambda: x @ tf.exp(x) @ tf.exp(x) @ tf.exp(x), x)
     for found, right in zip(differentiated(lambda: function(x), x), exact):
-        assert error(found, right) < 10 * ROUNDING["bfloat16"]
+        assert distance(found, right) < 10 * ROUNDING["bfloat16"]
