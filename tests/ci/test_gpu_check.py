@@ -34,21 +34,11 @@ def test_all_that_is_promised_is_kept_here(tmp_path, capsys):
     assert f"{intact} of {intact} promises are kept." in lines
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--output", "no_folder/check.json"], "cannot be written: No such file"),
-        (["--output", "."], "cannot be written: Is a directory"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_anything_runs(
-    arguments, message, monkeypatch, tmp_path, capsys
-):
-    monkeypatch.chdir(tmp_path)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "check", pytest.fail)
     with pytest.raises(SystemExit, match="2"):
-        program.main(arguments)
-    assert message in capsys.readouterr().err
+        program.main(["--output", "no_folder/check.json"])
+    assert "cannot be written: No such file" in capsys.readouterr().err
 
 
 @pytest.fixture
