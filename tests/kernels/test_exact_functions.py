@@ -308,49 +308,18 @@ def test_in_a_region_they_are_those_of_float32(name: str) -> None:
 OPS: dict[str, Callable[..., Any]] = {}
 if IS_KERAS_3:
     ops = tf.keras.ops
-    QUANTILES = tf.constant([0.25, 0.7])
+    # What Keras computes by itself in a way of its own. The others are made of TensorFlow's.
     OPS = {
-        "norm": lambda c: ops.norm(c(ROWS), axis=-1),
-        "normalize": lambda c: ops.normalize(c(ROWS), axis=-1),
-        "cdist": lambda c: ops.cdist(c(ROWS), c(ROWS + 300.0)),
-        "average": lambda c: ops.average(c(MANY * 1e6), axis=0),
         "corrcoef": lambda c: ops.corrcoef(c(ODDS * 30 + 300.0)),
-        "nanmean": lambda c: ops.nanmean(c(MANY * 1e6), axis=0),
-        "nanvar": lambda c: ops.nanvar(c(ROWS / 2), axis=-1),
-        "nanstd": lambda c: ops.nanstd(c(ROWS * 5), axis=-1),
-        "squareplus": lambda c: ops.squareplus(c(ROWS)),
-        "sparsemax": lambda c: ops.sparsemax(c(ODDS)),
         "tanh_shrink": lambda c: ops.tanh_shrink(c(ODDS / 30)),
-        "celu": lambda c: ops.celu(c(ODDS)),
-        "sparse_plus": lambda c: ops.sparse_plus(c(ODDS / 9)),
-        "sinc": lambda c: ops.sinc(c(ODDS / 90 + 0.1)),
-        "trapezoid": lambda c: ops.trapezoid(c(NUMBERS * 30)),
-        "quantile": lambda c: ops.quantile(c(tf.range(5000.0)), c(QUANTILES)),
-        "nanquantile": lambda c: ops.nanquantile(c(tf.range(5000.0)), c(QUANTILES)),
-        "percentile": lambda c: ops.percentile(c(tf.range(5000.0)), c(QUANTILES * 100)),
-        "nanpercentile": lambda c: ops.nanpercentile(c(tf.range(5000.0)), c(QUANTILES * 100)),
-        "linspace": lambda c: ops.linspace(c(ROWS[1]), c(ROWS[0]), 300),
+        "quantile": lambda c: ops.quantile(c(tf.range(5000.0)), c(tf.constant([0.25, 0.7]))),
         "logspace": lambda c: ops.logspace(c(ROWS[1]), c(ROWS[2]), 30),
-        "logaddexp2": lambda c: ops.logaddexp2(c(ODDS), c(ODDS - 1.3)),
-        "log2": lambda c: ops.log2(c(ROWS + 0.1)),
-        "log10": lambda c: ops.log10(c(ROWS + 0.1)),
-        "cbrt": lambda c: ops.cbrt(c(ROWS * 90)),
-        "hypot": lambda c: ops.hypot(c(ROWS * 90), c(ROWS[::-1] * 90)),
-        "deg2rad": lambda c: ops.deg2rad(c(ROWS * 70)),
-        "rad2deg": lambda c: ops.rad2deg(c(ROWS)),
-        "psnr": lambda c: ops.psnr(c(IMAGES), c(OTHERS), 255.0),
         "binary_crossentropy": lambda c: ops.binary_crossentropy(c(LABELS), c(LABELS[::-1])),
-        "categorical_crossentropy": lambda c: ops.categorical_crossentropy(
-            c(LABELS), c(ROWS[:, :1] * 100 + LABELS)
-        ),
         "moments": lambda c: [ops.moments(c(factor * ROWS), [0]) for factor in (1.0, 4.0)],
-        "histogram": lambda c: ops.histogram(c(tf.range(1990.0, 2022.0)), 5),
         "cross": lambda c: ops.cross(c(MATRIX / 7), c(MATRIX[::-1] / 7.1)),
         "lstsq": lambda c: ops.lstsq(c(MATRIX), c(VECTORS)),
-        "arange": lambda c: ops.arange(0, 3000, 1, dtype=c(ROWS).dtype),
         "stft": lambda c: ops.stft(c(NUMBERS[:1024]), 128, 32, 128),
         "image.gaussian_blur": lambda c: ops.image.gaussian_blur(c(IMAGES)),
-        "image.ssim": lambda c: ops.image.ssim(c(IMAGES), c(OTHERS), 255.0),
         "floor_divide": lambda c: ops.floor_divide(c(ODDS * 30), c(LABELS + 0.7)),
     }
 
@@ -368,12 +337,9 @@ def test_those_of_keras(name: str, dtype: str) -> None:
         right = tf.nest.flatten(OPS[name](lambda x: tf.cast(tf.cast(x, dtype), tf.float32)))
     policy = keras_mp.Policy(f"mixed_{dtype}")
     layer = Mixes(lambda x: OPS[name](lambda x: _rounded(x, dtype)), dtype=policy)
-    # Functions refuse its `if`, and XLA their branches, in float32, too.
-    in_functions = not name.startswith("corrcoef")
-    compiles = not name.startswith(("nanquantile", "nanpercentile"))
-    # One dtype in each.
-    function = tf.function(layer, jit_compile=compiles and dtype == "bfloat16")
-    for run in (layer, *([function] if in_functions else ())):
+    # One dtype in each. Functions refuse the `if` of one of them, in float32, too.
+    function = tf.function(layer, jit_compile=dtype == "bfloat16")
+    for run in (layer, *([function] if name != "corrcoef" else ())):
         found = tf.nest.flatten(run(ROWS))
         assert {value.dtype for value in found} == {tf.as_dtype(dtype)}
         _expect_rounded(found, right, dtype)
@@ -404,26 +370,6 @@ def test_inputs_of_other_dtypes_may_be_lists(compute: Callable[[tf.Tensor], tf.T
     layer = Mixes(widened, dtype=keras_mp.Policy("mixed_float16"))
     for run in (layer, tf.function(layer)):
         np.testing.assert_array_equal(run(ROWS), right)
-
-
-@once
-def test_weights_are_inputs() -> None:
-    """TensorFlow casts a weight when it reads it, in the middle of a function."""
-    start = MATRIX / 200.0
-
-    class Layer(tf.keras.layers.Layer):
-        def build(self, _: Any) -> None:
-            self.matrix = self.add_weight(shape=(3, 3), name="matrix")
-
-        def call(self, x: tf.Tensor) -> tf.Tensor:
-            return x @ tf.linalg.expm(self.matrix)
-
-    layer = Layer(dtype=keras_mp.Policy("mixed_float16"))
-    layer.build((None, 3))
-    layer.set_weights([start])
-    right = tf.reduce_sum(tf.linalg.expm(start), 0, keepdims=True)
-    for run in (layer, tf.function(layer)):
-        np.testing.assert_allclose(tf.cast(run(tf.ones([1, 3])), tf.float32), right, rtol=2e-3)
 
 
 @once

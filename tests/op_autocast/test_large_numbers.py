@@ -8,7 +8,6 @@ import tensorflow as tf
 
 import keras_mp
 from tests.common import (
-    IS_KERAS_3,
     MODES,
     Mixes,
     Subclassed,
@@ -66,16 +65,6 @@ OPERATIONS = {
     "cond": lambda x, number: tf.cond(x[0, 0] > 0, lambda: x + number, lambda: x),
     "backend.constant": lambda x, number: mask(x) * tf.keras.backend.constant(number, x.dtype),
 }
-if IS_KERAS_3:
-    ops = tf.keras.ops
-    OPERATIONS |= {
-        "ops.where": lambda x, number: ops.where(x > 2, x, number),
-        "ops.multiply": lambda x, number: ops.multiply(mask(x), number),
-        "ops.add": lambda x, number: ops.add(mask(x), number),
-        "ops.maximum": lambda x, number: ops.maximum(x, number),
-        "ops.full_like": lambda x, number: ops.full_like(x, number) * mask(x),
-        "ops.cast": lambda x, number: ops.cast(number, x.dtype) * mask(x),
-    }
 
 
 @pytest.mark.parametrize(("name", "mode", "dtype"), eager_and_graph(OPERATIONS))

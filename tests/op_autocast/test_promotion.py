@@ -64,6 +64,8 @@ WEIGHT = np.array([[0.5, 2.0], [1.5, 1.0]], "float32")
 OF_WEIGHTS = {
     "complex": lambda w: tf.abs(tf.complex(w, w)),
     "inv": lambda w: tf.linalg.inv(w),
+    # TensorFlow reads it in the middle of a function.
+    "linalg.expm": lambda w: tf.linalg.expm(w),
     "digamma": lambda w: tf.math.digamma(w),
     "stateless_normal": lambda w: tf.random.stateless_normal([2, 2], [1, 2], w, 0.0),
     "einsum with an array": lambda w: tf.einsum("ij,jk->ik", w, WEIGHT),
@@ -189,20 +191,23 @@ def test_what_float32_computes_runs_in_16_bits(group, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_in_what_is_of_float32(mode):
+    left_out = operations.NOT_IN_XLA if mode == "jit" else ()
+    functions = [function for name, function in OF_WEIGHTS.items() if name not in left_out]
+
     class Layer(tf.keras.layers.Layer):
         def build(self, shape):
             self.kernel = self.add_weight(shape=[2, 2], name="kernel")
 
         def call(self, x):
-            return [function(self.kernel) for function in OF_WEIGHTS.values()]
+            return [function(self.kernel) for function in functions]
 
-    for dtype in ("float16", "bfloat16"):
+    for dtype, rtol in (("float16", 2**-10), ("bfloat16", 2**-7)):
         layer = Layer(dtype=keras_mp.Policy(f"mixed_{dtype}"))
         layer(tf.constant(X))
         layer.set_weights([WEIGHT])
-        for function, found in zip(OF_WEIGHTS.values(), MODES[mode](layer)(tf.constant(X))):
+        for function, found in zip(functions, MODES[mode](layer)(tf.constant(X))):
             expected = function(tf.constant(WEIGHT))
-            np.testing.assert_allclose(tf.cast(found, tf.float32), expected, rtol=2**-6)
+            np.testing.assert_allclose(tf.cast(found, tf.float32), expected, rtol=rtol)
 
 
 # For a number of NumPy in a list, generated code takes its slower way at once.

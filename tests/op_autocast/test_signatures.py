@@ -118,26 +118,6 @@ def test_weights(mode):
     np.testing.assert_allclose(placed(mode, layer)(tf.constant(X)), X + 4, rtol=2**-7)
 
 
-def test_a_method_of_a_model_with_an_input_signature():
-    class Model(tf.keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = tf.keras.layers.Dense(2)
-
-        def call(self, x):
-            return self.infer(x)
-
-        @tf.function(input_signature=[SPEC])
-        def infer(self, x):
-            return self.dense(x)
-
-    with keras_mp.policy_scope("mixed_float16"):
-        model = Model()
-    found = model.predict(X, verbose=0)
-    np.testing.assert_allclose(found, X @ model.dense.get_weights()[0], rtol=1e-2)
-    assert model(X).dtype == tf.float32
-
-
 @once
 def test_elsewhere_they_refuse_16_bits():
     Mixes(doubled, dtype=keras_mp.Policy("mixed_float16"))(X)
