@@ -84,8 +84,7 @@ def tools() -> None:
 # After each of these groups, controls are looked at.
 CALLS = (
     (imported, policy, own_loop),
-    (another_dtype, fit, autocast, autocast_scope),
-    (tools,),
+    (another_dtype, fit, autocast, autocast_scope, tools),
 )
 
 

@@ -25,7 +25,7 @@ K = tf.keras
 L = K.layers
 DTYPES = ("bfloat16", "float16")
 # Those in which most is replaced.
-OFTEN = ("Dense", "Conv2D", "Bidirectional", "bias", "broadcast", "nn.gelu")
+OFTEN = ("Dense", "Conv2D", "LSTM", "bias", "broadcast", "nn.gelu")
 Control = Callable[[], list[Any]]
 
 

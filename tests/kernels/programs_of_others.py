@@ -91,38 +91,6 @@ def loaded() -> Program:
     return run
 
 
-def traced_before() -> Program:
-    """A function, and its concrete one, that are called again and never traced again."""
-    layer, x = _layer("float16")
-
-    @tf.function
-    def step(x: tf.Tensor) -> list[Any]:
-        with tf.GradientTape() as tape:
-            y = layer(x)
-        return tape.gradient(y, layer.trainable_variables)
-
-    concrete = step.get_concrete_function(x)
-    return lambda: [*step(x), *concrete(x)]
-
-
-def trained() -> Program:
-    """A model of Keras's own policy, in `fit`."""
-    x = tf.random.stateless_uniform([64, 2], [1, 2], 0.5, 1.5)
-    policy = OWN_POLICY("mixed_bfloat16")
-    layers = [L.Dense(4, "gelu", dtype=policy), L.Reshape([2, 2], dtype=policy)]
-    layers += [L.LSTM(3, dtype=policy), L.Dense(1, dtype="float32")]
-    model = K.Sequential([K.Input([2]), *layers])
-    model.compile(K.optimizers.SGD(0.1), "mse")
-    start = model.get_weights()
-
-    def run() -> list[Any]:
-        model.set_weights(start)
-        model.fit(x, x[:, :1], 32, shuffle=False, verbose=0)
-        return model.get_weights()
-
-    return run
-
-
 class Counts(L.Layer):
     def build(self, input_shape: Any) -> None:
         self.sum = self.add_weight(name="sum", shape=[], initializer="zeros", trainable=False)
@@ -149,9 +117,5 @@ def counting() -> Program:
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
-    each.__name__: each
-    for each in (
-        *(forward_mode, vectorized, datasets, loaded),
-        *(traced_before, trained, counting),
-    )
+    each.__name__: each for each in (forward_mode, vectorized, datasets, loaded, counting)
 }

@@ -16,11 +16,6 @@ K = tf.keras
 BATCH, TIME, FEATURES, UNITS = 6, 9, 5, 8
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    K.utils.set_random_seed(0)
-
-
 @pytest.fixture
 def calls(monkeypatch):
     """How many times the loop was run in the place of Keras's."""
