@@ -307,7 +307,8 @@ class GraphRecorder(OperationTable):
         before = [bad for bad in found if bad.graph is graph]
         dtypes = tuple(value.dtype for value in values)
         measured = _measuring(dtypes, len(before), _is_inside(graph, _LOOP))
-        self._bad[index] = measured(self._state(values[0].device), index, *values, *before)
+        state = _captured(graph, self._state(values[0].device))
+        self._bad[index] = measured(state, index, *values, *before)
         return index
 
     def _state(self, device: str) -> tf.Tensor:
@@ -377,6 +378,16 @@ def _is_inside(graph: tf.Graph, kind: str) -> bool:
             return True
         graph = graph.outer_graph
     return False
+
+
+def _captured(graph: Any, handle: tf.Tensor) -> tf.Tensor:
+    """Returns the handle of a variable in a graph.
+
+    The gradient of a branch takes tensors from the graph around it, and none of eager code.
+    """
+    if not function_graphs.is_of_function(graph):
+        return handle
+    return graph.capture(_captured(graph.outer_graph, handle))
 
 
 def _clear(handle: tf.Tensor) -> None:
