@@ -16,7 +16,9 @@ import tensorflow as tf
 
 from keras_mp.conversion import paths_in_config
 from keras_mp.models.layer_paths import layers_by_path, variables_by_path
+from keras_mp.numerics import origins
 from keras_mp.numerics.histogram import Histogram
+from keras_mp.numerics.operation_table import ByTensor
 from keras_mp.numerics.records import (
     LIMIT,
     NOISE,
@@ -29,10 +31,9 @@ from keras_mp.numerics.records import (
     Distance,
     LayerRecord,
     Noise,
-    Quantity,
     are_finite,
     array,
-    largest_gradients,
+    largest_gradient,
     relative,
     rms,
     sample,
@@ -43,7 +44,6 @@ from keras_mp.numerics.results import Finding
 from keras_mp.numerics.run import (
     LOSS,
     Call,
-    KeptOperations,
     Run,
     Runner,
     check_same_calls,
@@ -97,6 +97,65 @@ class TooFar(NamedTuple):
     side: str
     distance: Distance
     what: str = ""
+
+
+@dataclasses.dataclass
+class Operation:
+    """An operation that ran in eager.
+
+    Attributes:
+        kind: str. Its type.
+        inputs: the tensors that it took.
+        outputs: list of the tensors that it returned. One whose result is only rounded to 16 bits,
+            as a sum in float32 is, has the rounded result.
+        is_gradient: whether it ran for a gradient.
+        line: the line of the program that it came from; None where only libraries had to do with
+            it.
+    """
+
+    kind: str
+    inputs: Sequence[tf.Tensor]
+    outputs: list[tf.Tensor]
+    is_gradient: bool
+    line: Line | None
+
+
+class KeptOperations(ByTensor):
+    """Operations that ran and have computed floating-point numbers.
+
+    Attributes:
+        operations: list of Operation, in their order. What is known of a tensor is the one that
+            computed it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+
+    def keep(
+        self,
+        kind: str | bytes,
+        inputs: Sequence[tf.Tensor],
+        _: object,
+        outputs: Sequence[tf.Tensor],
+        *__: object,
+        **___: object,
+    ) -> None:
+        """Keeps an operation; `op_callbacks.observed` calls it."""
+        kind = kind.decode() if isinstance(kind, bytes) else kind
+        if not any(value.dtype.is_floating for value in outputs):
+            return
+        makers = self.of(inputs)
+        if not origins.is_safe(kind, outputs):
+            origin = origins.running()
+            made = Operation(kind, inputs, list(outputs), origin.is_gradient, origin.line)
+            self.operations.append(made)
+            self.note(outputs, made)
+        elif makers:
+            if kind == "Cast" and outputs[0].dtype.size < inputs[0].dtype.size:
+                made = makers[0].outputs
+                made[:] = [outputs[0] if each is inputs[0] else each for each in made]
+            self.note(outputs, makers[0])
 
 
 def policy_path(model: tf.keras.Model, path: str) -> str | None:
@@ -180,8 +239,7 @@ def compare(narrow: Runner, wide: Runner) -> tuple[Comparison, Report]:
 
 
 def layers_of(run: Run) -> list[LayerRecord]:
-    """Returns a record for each call of a run, and one for each weight that belongs to no call."""
-    left = dict(run.gradients)
+    """Returns a record for each call of a run, with the gradients of the weights of its layer."""
     names = {id(weight): name for name, weight in named_weights(run.model).items()}
     layers = []
     for call in run.calls:
@@ -190,12 +248,9 @@ def layers_of(run: Run) -> list[LayerRecord]:
         for weight in getattr(call.layer, "trainable_weights", ()):
             # A layer inside of another one comes first, so its weights are counted there.
             name = names.pop(id(weight), None)
-            if name in left:
-                gradients[name] = left.pop(name)
+            if name in run.gradients:
+                gradients[name] = run.gradients[name]
         layers.append(LayerRecord.of(call, gradients, run.loss_scale))
-    for name, gradient in left.items():
-        of = {name: Quantity.of(gradient, run.loss_scale)}
-        layers.append(LayerRecord(name, "variable", gradient.dtype.name, backward=of))
     return layers
 
 
@@ -207,20 +262,20 @@ def _compare_calls(
     Of nested layers, the innermost is named. A layer whose inputs are not finite is not blamed. If
     none is off by itself, it is the first one that is.
     """
-    largest = largest_gradients(other for _, other in pairs)
+    largest = largest_gradient(other for _, other in pairs)
     rows: list[ComparedLayer] = []
     first: dict[str, list[TooFar]] = {side: [] for side in SIDES}
     calls, least = [*zip(run.calls, other.calls)], UNIT_ROUNDOFF[run.dtype]
-    for i, (layer, reference) in enumerate(pairs):
+    for both, (layer, reference) in zip(calls, pairs):
         worst = []
         for side in SIDES:
             found = layer.distances(reference, side, largest)
             distance = Distance.worst(list(found.values()))
             worst.append(distance)
-            if _is_far(distance) and i < len(calls):
+            if _is_far(distance):
                 name = next(name for name in found if found[name] is distance)
                 what = _what(layer, reference, side, name)
-                first[side].append(TooFar(*calls[i], side, distance, what))
+                first[side].append(TooFar(*both, side, distance, what))
         rows.append(ComparedLayer(layer.path, layer.kind, layer.dtype, *worst))
     # Noise may explain as much, where nothing is left of a gradient.
     always = bool(first["backward"]) or any((row.lost or 0) > MANY_ZEROS for row in report.rows)
@@ -228,7 +283,7 @@ def _compare_calls(
     backward: list[TooFar] = []
     for i, (call, wide) in enumerate(calls):
         row = rows[i]
-        if any(call.contains(culprit.call) for culprit in forward):
+        if any(culprit.call in call.inside for culprit in forward):
             continue
         if _is_far(row.output) and not are_finite(call.inputs) and are_finite(wide.inputs):
             before = (each.output for each in rows[:i] if each.output is not None)
@@ -237,7 +292,7 @@ def _compare_calls(
                 forward.append(TooFar(call, wide, "forward", row.output, what))
             continue
         # The gradient that a layer is to blame for is that of what it takes.
-        rows[i], amplifies = _alone(row, call, wide, run, least, always)
+        rows[i], amplifies = _alone(row, call, wide, least, always)
         output, gradient = rows[i].own_output, rows[i].own_gradient
         if _is_far(output):
             # Max pooling turns NaN into finite numbers, which are no evidence either.
@@ -245,7 +300,7 @@ def _compare_calls(
                 forward.append(TooFar(call, wide, "forward", output))
         elif row.output is not None and amplifies:
             forward.append(TooFar(call, wide, "forward", row.output, amplifies))
-        elif _is_far(gradient) and not any(call.contains(each.call) for each in backward):
+        elif _is_far(gradient) and not any(each.call in call.inside for each in backward):
             backward.append(TooFar(call, wide, "backward", gradient))
     if not forward and not backward:
         return rows, [*first["forward"], *reversed(first["backward"])][:1]
@@ -261,7 +316,7 @@ def _is_far(distance: Distance | None) -> TypeGuard[Distance]:
 
 
 def _alone(
-    row: ComparedLayer, call: Call, wide: Call, run: Run, least: float, always: bool
+    row: ComparedLayer, call: Call, wide: Call, least: float, always: bool
 ) -> tuple[ComparedLayer, str]:
     """Makes a call that is off again in both dtypes, on the same inputs.
 
@@ -269,7 +324,6 @@ def _alone(
         row: what is known of it so far.
         call: in 16 bits.
         wide: in float32.
-        run: Run of the former.
         least: float. The unit roundoff of the run. A distance of few roundings does no harm.
         always: bool. Whether to do so in any case.
 
@@ -278,7 +332,7 @@ def _alone(
         its inputs, "" if it does not.
     """
     upstream, taken, made = call.gradients, 0.0, 0.0
-    if row.output is not None and not any(map(call.contains, run.calls)):
+    if row.output is not None and not call.inside:
         taken, made = _off_before(call, wide), row.output.relative
     rises = made > _RISES * max(taken, least)
     is_off = row.output is not None and row.output.units > _LOOKED_AT
@@ -298,26 +352,22 @@ def _alone(
     for seed in range(NOISY_RUNS):
         noise = Noise(UNIT_ROUNDOFF[call.dtype], seed)
         exact.explain(recorded(replay(call, wide.layer, upstream, "float32", noise)))
-    largest = largest_gradients([exact])
+    largest = largest_gradient([exact])
     own = [Distance.worst(list(layer.distances(exact, side, largest).values())) for side in SIDES]
     moved = [each.explained / each.size for each in exact.forward.values() if each.size]
     times, amplifies = max(moved, default=0.0) / (NOISE * UNIT_ROUNDOFF[call.dtype]), ""
-    if rises and times > _AMPLIFIES:
+    if rises and (times > _AMPLIFIES or made > _OFF):
         amplifies = (
-            f"cancellation: it amplifies rounding by {times:,.0f}; its inputs are off by "
-            f"{taken:.2%}, its outputs by {made:.1%}"
+            f"it amplifies rounding by {times:,.0f}; its inputs are off by {taken:.2%}, its "
+            f"outputs by {made:.1%} of their size"
         )
-    elif rises and made > _OFF:
-        amplifies = f"its outputs are off by {made:.1%} of their size, its inputs by {taken:.2%}"
     of_gradients = own[1] if are_finite(upstream) else None
     return dataclasses.replace(row, own_output=own[0], own_gradient=of_gradients), amplifies
 
 
 def _off_before(call: Call, wide: Call) -> float:
     """Returns how far the inputs of a call are apart in the two runs."""
-    pairs = list(zip(call.inputs, wide.inputs))
-    if any(narrow.shape != exact.shape for narrow, exact in pairs):
-        return math.inf
+    pairs = zip(call.inputs, wide.inputs)
     return max((relative(sample(narrow), sample(exact)) for narrow, exact in pairs), default=0.0)
 
 
@@ -346,7 +396,7 @@ def _what(layer: LayerRecord, other: LayerRecord, side: str, name: str) -> str:
     title = "the output" if side == "forward" else "the gradient of the output"
     if not name.startswith("output"):
         title = f"the gradient of {name}"
-    if value.shape != reference.shape:
+    if value.values.size != reference.values.size:
         return f"{title} has another shape"
     if value.not_finite and not reference.not_finite:
         return f"{title} has {value.not_finite:,} numbers that are not finite"
@@ -381,7 +431,7 @@ def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
     )
     worst, most = None, 2.0
     for op, exact in _matches(*ops):
-        before, after = _apart(op.args, exact.args), _apart(op.outputs, exact.outputs)
+        before, after = _apart(op.inputs, exact.inputs), _apart(op.outputs, exact.outputs)
         lost = _lost_inputs(op, exact, dtype, kept[0])
         if lost is not None:
             return lost, op.line
@@ -395,7 +445,9 @@ def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
     return _inexact(*worst, dtype), worst[0].line
 
 
-def _matches(narrow: Sequence[Call], wide: Sequence[Call]) -> Iterator[tuple[Call, Call]]:
+def _matches(
+    narrow: Sequence[Operation], wide: Sequence[Operation]
+) -> Iterator[tuple[Operation, Operation]]:
     """Yields the operations that two runs have in common."""
     kinds = ([op.kind for op in ops] for ops in (narrow, wide))
     matcher = difflib.SequenceMatcher(None, *kinds, autojunk=False)
@@ -420,9 +472,11 @@ def _apart(narrow: Iterable[tf.Tensor], wide: Iterable[tf.Tensor]) -> float:
     return max((relative(n, w) for n, w in _both(narrow, wide)), default=0.0)
 
 
-def _lost_inputs(op: Call, exact: Call, dtype: str, operations: KeptOperations) -> str | None:
+def _lost_inputs(
+    op: Operation, exact: Operation, dtype: str, operations: KeptOperations
+) -> str | None:
     """Describes an input that 16 bits do not hold, unless an operation has computed it."""
-    pairs = [(n, w) for n, w in zip(op.args, exact.args) if not operations.is_computed(n)]
+    pairs = [(n, w) for n, w in zip(op.inputs, exact.inputs) if not operations.of([n])]
     for n, w in _both(*zip(*pairs)) if pairs else ():
         largest = np.abs(w).max(initial=0)
         takes, are = "takes numbers", "which are"
@@ -440,7 +494,7 @@ def _largest(dtype: str) -> str:
     return f"{float(tf.as_dtype(dtype).max):,.0f}" if dtype == "float16" else "3.4e38"
 
 
-def _not_finite(op: Call, exact: Call, dtype: str) -> str:
+def _not_finite(op: Operation, exact: Operation, dtype: str) -> str:
     kind, terms = op.kind, _terms(op)
     wide = np.concatenate([values.ravel() for values in _arrays(exact.outputs)])
     narrow = np.concatenate([values.ravel() for values in _arrays(op.outputs)])
@@ -452,7 +506,7 @@ def _not_finite(op: Call, exact: Call, dtype: str) -> str:
             f"overflow: {kind}{of_terms} reaches {reached:.3g}; the largest {dtype} is "
             f"{_largest(dtype)}"
         )
-    if kind in _POLES and any((values == 0).any() for values in _arrays(op.args)):
+    if kind in _POLES and any((values == 0).any() for values in _arrays(op.inputs)):
         return f"{kind} of zero: {bad} in {dtype}"
     if terms > 1:
         only = f"though the result is only {reached:.3g}"
@@ -460,12 +514,12 @@ def _not_finite(op: Call, exact: Call, dtype: str) -> str:
     return f"{kind}: {bad} in {dtype}; in float32 they reach {reached:.3g}"
 
 
-def _inexact(op: Call, exact: Call, dtype: str) -> str:
+def _inexact(op: Operation, exact: Operation, dtype: str) -> str:
     kind, terms = op.kind, _terms(op)
     outputs = list(_both(op.outputs, exact.outputs))
     narrow, wide = max(outputs, key=lambda values: relative(*values))
     off, size = relative(narrow, wide), rms(wide)
-    inputs = _arrays(exact.args)
+    inputs = _arrays(exact.inputs)
     largest = max((rms(values[np.isfinite(values)]) for values in inputs), default=0.0)
     of_numbers = (
         f"{kind} of numbers of about {largest:.3g}, which are multiples of "
@@ -491,14 +545,14 @@ def _spacing(size: float, dtype: str) -> float:
     return 2.0 ** math.floor(math.log2(size)) * 2 * UNIT_ROUNDOFF[dtype]
 
 
-def _terms(operation: Call) -> int:
+def _terms(operation: Operation) -> int:
     """Returns how many terms are summed for each result."""
-    sizes = [math.prod(shape_of(v)) for v in operation.args if is_floating(v)]
+    sizes = [math.prod(shape_of(v)) for v in operation.inputs if is_floating(v)]
     result = max(math.prod(shape_of(v)) for v in operation.outputs)
     if not sizes or not result:
         return 1
     if operation.kind == "Cumsum":
-        return max(operation.args[0].shape)
+        return max(shape_of(operation.inputs[0]))
     if operation.kind in _REDUCTIONS:
         return sum(sizes) // result
     if operation.kind in _PRODUCTS and len(sizes) == 2:
@@ -526,7 +580,7 @@ def _report(
         row = Row(kind, path, dtype, Histogram.count(tensor))
         if both:
             value, exact = both
-            is_same = value.shape == exact.shape
+            is_same = value.values.shape == exact.values.shape
             lost = underflow(value.values, exact.values) if is_same else 1.0
             row = row._replace(overflowed_at=at, is_noise=exact.is_noise, lost=lost)
         rows[row.key] = rows[row.key] + row if row.key in rows else row

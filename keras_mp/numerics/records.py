@@ -100,13 +100,11 @@ class Distance:
 
         Args:
             value: array of float64.
-            reference: array of the same shape; of another shape nothing is explained.
+            reference: array of the same size; of another size nothing is explained.
             explained: float. The root mean square of what rounding may change.
             unit: float. The unit roundoff, which rounding explains at least.
             largest: float. The root mean square of the largest gradient beside it, if it is one.
         """
-        if value.shape != reference.shape:
-            return cls(math.inf, math.inf)
         distance = apart(value, reference)
         if distance == 0 or math.isinf(distance):
             return cls(distance, distance)
@@ -138,10 +136,11 @@ def rms(values: np.ndarray) -> float:
 def apart(value: np.ndarray, reference: np.ndarray) -> float:
     """Returns the root mean square of the differences; infinite if only the reference is finite.
 
-    Numbers that are not finite in the reference do not count: the dtype is not to blame.
+    So it is of arrays of different sizes. Numbers that are not finite in the reference do not
+    count: the dtype is not to blame.
     """
     is_finite = np.isfinite(value)
-    if np.any(np.isfinite(reference) & ~is_finite):
+    if value.shape != reference.shape or np.any(np.isfinite(reference) & ~is_finite):
         return math.inf
     both = is_finite & np.isfinite(reference)
     return rms(value[both] - reference[both])
@@ -257,13 +256,11 @@ class Quantity:
 
     Attributes:
         values: array of float64, the numbers, or a sample of a large tensor's.
-        shape: of the tensor.
         not_finite: int. How many numbers of the whole tensor are Inf or NaN.
         explained: float. The root mean square of what rounding may change in it.
     """
 
     values: np.ndarray
-    shape: tuple[Any, ...]
     not_finite: int
     explained: float = 0.0
 
@@ -271,7 +268,7 @@ class Quantity:
     def of(cls, tensor: tf.Tensor, scale: float = 1.0) -> "Quantity":
         """Makes the record of a tensor, which is divided by a scale."""
         bad = int(tf.math.count_nonzero(tf.logical_not(kept_casts.is_finite(tensor))))
-        return cls(sample(tensor) / scale, tuple(tensor.shape), bad)
+        return cls(sample(tensor) / scale, bad)
 
     @property
     def size(self) -> float:
@@ -318,56 +315,40 @@ class LayerRecord:
         for side in SIDES:
             for name, quantity in getattr(self, side).items():
                 found = getattr(moved, side).get(name)
-                distance = math.inf
                 # A tensor that its layer returns and uses has no gradient once noise replaces it.
-                if found is not None and found.shape == quantity.shape:
-                    distance = apart(found.values, quantity.values)
+                distance = math.inf if found is None else apart(found.values, quantity.values)
                 quantity.explained = max(quantity.explained, distance)
 
-    def distances(
-        self, other: "LayerRecord", side: str, largest: Mapping[str, float]
-    ) -> dict[str, Distance]:
+    def distances(self, other: "LayerRecord", side: str, largest: float) -> dict[str, Distance]:
         """Measures how far the tensors of a call are from those of the reference, by their names.
 
         Args:
-            other: the same call in the reference.
+            other: the same call in the reference, of which it is known what rounding explains.
             side: "forward" or "backward".
-            largest: what `largest_gradients` says of all gradients that are known.
+            largest: what `largest_gradient` says of all gradients that are known.
         """
         unit = max(UNIT_ROUNDOFF[self.dtype], UNIT_ROUNDOFF[other.dtype])
-        here, found = largest_gradients([other]), {}
+        found = {}
         for name, value in getattr(self, side).items():
             reference = getattr(other, side).get(name)
             if reference is None:
                 continue
-            beside = 0.0
-            if side == "backward":
-                kind = kind_of(name)
-                beside = (largest if kind == "variable" else here)[kind]
-            explained = max(value.explained, reference.explained)
-            if value.shape != reference.shape or (value.not_finite and not reference.not_finite):
-                # Those may not be in the sample of a large tensor.
-                found[name] = Distance(math.inf, math.inf)
-            else:
-                of = value.values, reference.values
-                found[name] = Distance.of(*of, explained, unit, beside)
+            of = Distance.of(
+                value.values,
+                reference.values,
+                reference.explained,
+                unit,
+                largest if side == "backward" else 0.0,
+            )
+            # Those may not be in the sample of a large tensor.
+            is_bad = value.not_finite and not reference.not_finite
+            found[name] = Distance(math.inf, math.inf) if is_bad else of
         return found
 
 
-def kind_of(name: str) -> str:
-    """Returns "input", "output" or "variable", by the name of a gradient."""
-    kind, _, number = name.partition(" ")
-    return kind if kind in ("input", "output") and number.isdecimal() else "variable"
-
-
-def largest_gradients(layers: Iterable[LayerRecord]) -> dict[str, float]:
-    """Returns the root mean square of the largest gradient of each kind."""
-    largest: dict[str, float] = {}
-    for layer in layers:
-        for name, quantity in layer.backward.items():
-            kind = kind_of(name)
-            largest[kind] = max(largest.get(kind, 0.0), quantity.size)
-    return largest
+def largest_gradient(layers: Iterable[LayerRecord]) -> float:
+    """Returns the root mean square of the largest gradient."""
+    return max((each.size for of in layers for each in of.backward.values()), default=0.0)
 
 
 @dataclasses.dataclass(frozen=True)

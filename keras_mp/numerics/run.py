@@ -10,8 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import numpy as np
@@ -23,20 +22,16 @@ from keras_mp.layer_calls import layer_observers, model_outputs
 from keras_mp.layer_calls.layer_observers import LayerCall, LayerObserver
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models.layer_paths import layers_by_path, native_variable, variables_by_path
-from keras_mp.numerics import origins, own_thread
+from keras_mp.numerics import own_thread
 from keras_mp.numerics.batches import Batch, Structure
-from keras_mp.numerics.operation_table import ByTensor
 from keras_mp.numerics.records import UNIT_ROUNDOFF, Noise, are_finite
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import marks
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
-from keras_mp.support.messages import Line
 
 LOSS = "loss"
 
 _Structure = TypeVar("_Structure")
-
-Position = tuple[int, ...]
 
 # A layer, an operation of Keras, a loss.
 Called = tf.keras.layers.Layer | Callable[..., Any]
@@ -50,44 +45,37 @@ Loss = Callable[[Batch, Structure], tf.Tensor]
 GivenLoss = str | tf.keras.losses.Loss | Callable[..., tf.Tensor]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Call:
-    """One call of a layer, of a loss or of an operation: what went in, and what came out.
+    """One call of a layer or of a loss: what went in, and what came out.
 
     Attributes:
-        position: the number of the call within the call around it, from the outermost to this one.
-            Calls of two runs of the same model have the same positions, whatever the layers' names.
-        path: str. The names of the layers from below the model to this one; of the model its name;
-            "" of an operation.
-        kind: str. The class of the layer, the type of an operation, or "loss".
-        layer: the layer, or what else was called; None for an operation.
+        path: str. The names of the layers from below the model to this one; of the model its name.
+        kind: str. The class of the layer, or "loss".
+        layer: the layer, or what else was called.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        outputs: list of the floating-point tensors that it returned; of an operation, all tensors.
-        gradients: list of the gradients of these, multiplied by the loss scale; None where there is
-            none. Empty until a backward pass has told.
+        outputs: list of the floating-point tensors that it returned.
+        inside: list of Call, those that were made inside of it.
+        numbers: list of the random numbers that were drawn in it.
+        gradients: list of the gradients of the outputs, multiplied by the loss scale; None where
+            there is none. Empty until a backward pass has told.
         trained_through: set of the ids of those arguments whose gradients training computes, since
             trainable weights lie before them. Empty until a backward pass has told.
         is_widened: whether the model has computed its outputs in float32, to return them.
-        numbers: RandomNumbers that the run draws.
-        is_gradient: whether it is an operation that ran for a gradient.
-        line: the line of the program that an operation came from; None where only libraries had to
-            do with it.
     """
 
-    position: Position
     path: str
     kind: str
     layer: Any
     args: tuple[Any, ...]
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    outputs: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    kwargs: dict[str, Any]
+    outputs: list[tf.Tensor]
+    inside: "list[Call]"
+    numbers: list[tf.Tensor]
     gradients: list[tf.Tensor | None] = dataclasses.field(default_factory=list)
     trained_through: set[int] = dataclasses.field(default_factory=set)
     is_widened: bool = False
-    numbers: "RandomNumbers | None" = None
-    is_gradient: bool = False
-    line: Line | None = None
 
     @property
     def inputs(self) -> list[tf.Tensor]:
@@ -106,107 +94,65 @@ class Call:
         known = [dtype for dtype in dtypes if dtype in UNIT_ROUNDOFF]
         return max(known, key=UNIT_ROUNDOFF.__getitem__, default="float32")
 
-    def return_instead(self, others: Mapping[int, tf.Tensor]) -> bool:
-        """Replaces outputs, and returns whether there are any.
-
-        Args:
-            others: what takes the place of outputs, by their ids.
-        """
-        is_one = any(id(value) in others for value in self.outputs)
-        self.outputs = [others.get(id(value), value) for value in self.outputs]
-        return is_one
-
-    def contains(self, other: "Call") -> bool:
-        """Whether the other call was made inside of this one."""
-        around = other.position[: len(self.position)]
-        return other.position != self.position and self.position == around
-
-
-class RandomNumbers:
-    """Keeps the random numbers that the first run draws, for the other runs.
-
-    TensorFlow draws other numbers in float16 than in float32 from the same seed, so the numbers
-    are kept. Let the narrowest dtype run first: wider dtypes hold its numbers exactly.
-    """
-
-    def __init__(self) -> None:
-        self._drawn: dict[tuple[Position, int], tf.Tensor] = {}
-
-    def take(self, position: Position, count: int, own: tf.Tensor) -> tf.Tensor:
-        """Returns the numbers that were drawn at that place, or keeps and returns `own`."""
-        drawn = self._drawn.setdefault((position, count), own)
-        return tf.cast(drawn, own.dtype) if drawn.shape == own.shape else own
-
 
 class Watch(LayerObserver):
-    """Watches the calls of layers.
+    """Watches the calls of layers, and the random numbers that are drawn meanwhile.
+
+    TensorFlow draws other numbers in float16 than in float32 from the same seed. So the numbers of
+    the first run are kept, for the other runs. Let the narrowest dtype run first: wider dtypes hold
+    its numbers exactly.
 
     Attributes:
         calls: list of Call, each when it ends: those inside of a layer come before its own.
 
     Args:
-        numbers: RandomNumbers. Runs that are to be compared share them.
+        numbers: list of the random numbers that were drawn, in their order. Runs that are to be
+            compared share it.
         change: called with each floating-point tensor that a layer returns; the result takes its
             place. None changes nothing.
-        start: the position of the first call.
     """
 
-    def __init__(self, numbers: RandomNumbers, change: Change | None, start: Position) -> None:
+    def __init__(self, numbers: list[tf.Tensor], change: Change | None) -> None:
         self.calls: list[Call] = []
-        self._numbers = numbers
-        self._change = change
-        self._next, self._around = start[-1], start[:-1]
-        # How many times each call has drawn numbers.
-        self._counts: Counter[Position] = Counter()
+        self._numbers, self._change, self._drawn = numbers, change, 0
+        # Of each call that is going on, how many calls and numbers there were before it.
+        self._begun: list[tuple[int, int]] = []
 
-    def run(
-        self,
-        path: str,
-        kind: str,
-        layer: Called,
-        function: Callable[..., Any],
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Calls a function, and notes that as the call of a layer of that name and kind."""
-        outputs = layer_observers.observed(self, path, layer, function)(*args, **kwargs)
-        self.calls[-1].kind = kind
-        return outputs
+    def run(self, path: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function, and notes that as the call of a layer of that name."""
+        return layer_observers.observed(self, path, function, function)(*args)
 
     def inputs(self, call: LayerCall) -> None:
         """Begins a call."""
-        self._around, self._next = (*self._around, self._next), 0
+        self._begun.append((len(self.calls), self._drawn))
 
     def outputs(self, call: LayerCall, outputs: Any) -> Any:
         """Notes a call, and changes what it returns."""
-        position = self._around
-        self.failed(call)
+        first, drawn = self._begun.pop()
         if self._change is not None:
             outputs = map_floating(self._change, outputs)
         path, layer, args, kwargs = call
         if model_outputs.is_made_again():
-            self._next -= 1
-            self._return_instead(layer, floating(outputs))
+            before = next(each for each in reversed(self.calls) if each.layer is layer)
+            self.replace(zip(before.outputs, floating(outputs)))
             return outputs
-        kind = type(layer).__name__
-        seen = Call(position, path, kind, layer, args, kwargs, floating(outputs))
-        seen.is_widened, seen.numbers = model_outputs.is_last(layer), self._numbers
+        kind = LOSS if path == LOSS else type(layer).__name__
+        inside, numbers = self.calls[first:], self._numbers[drawn : self._drawn]
+        seen = Call(path, kind, layer, args, kwargs, floating(outputs), inside, numbers)
+        seen.is_widened = model_outputs.is_last(layer)
         self.calls.append(seen)
         return outputs
 
-    def _return_instead(self, layer: Called, outputs: list[tf.Tensor]) -> None:
-        """Puts what a last layer returns for a model in the place of what it has returned."""
-        before = next(each for each in reversed(self.calls) if each.layer is layer)
-        others = dict(zip(map(id, before.outputs), outputs))
-        for each in self.calls:
-            each.return_instead(others)
-        before.is_widened = True
+    def replace(self, pairs: Iterable[tuple[tf.Tensor, tf.Tensor]]) -> None:
+        """Puts what is made for a model to return in the place of what layers have returned."""
+        places = {id(returned): other for returned, other in pairs}
+        for call in self.calls:
+            call.is_widened |= any(id(value) in places for value in call.outputs)
+            call.outputs = [places.get(id(value), value) for value in call.outputs]
 
     def failed(self, call: LayerCall) -> None:
         """Ends a call."""
-        *outside, number = self._around
-        self._around, self._next = tuple(outside), number + 1
+        self._begun.pop()
 
     @contextlib.contextmanager
     def over(self, root: Any) -> Iterator[None]:
@@ -225,54 +171,10 @@ class Watch(LayerObserver):
             yield
 
     def _take(self, own: tf.Tensor) -> tf.Tensor:
-        self._counts[self._around] += 1
-        return self._numbers.take(self._around, self._counts[self._around], own)
-
-
-class KeptOperations:
-    """Operations that ran, in their order.
-
-    Attributes:
-        operations: list of Call. Those that compute floating-point numbers. One whose result is
-            only rounded to 16 bits, as a sum in float32 is, has the rounded result.
-    """
-
-    def __init__(self) -> None:
-        self.operations: list[Call] = []
-        # The operation that computed a tensor.
-        self._maker = ByTensor()
-
-    def is_computed(self, value: tf.Tensor) -> bool:
-        """Whether one of the operations has computed a tensor."""
-        return bool(self._maker.of([value]))
-
-    def keep(
-        self,
-        kind: str | bytes,
-        inputs: Sequence[tf.Tensor],
-        attrs: object,
-        outputs: Sequence[tf.Tensor],
-        *_: Any,
-        **__: Any,
-    ) -> None:
-        """Keeps an operation; `op_callbacks.observed` calls it."""
-        del attrs
-        kind = kind.decode() if isinstance(kind, bytes) else kind
-        if not any(value.dtype.is_floating for value in outputs):
-            return
-        if not origins.is_safe(kind, outputs):
-            maker, origin = len(self.operations), origins.running()
-            made = Call((), "", kind, None, tuple(inputs), outputs=list(outputs))
-            made.is_gradient, made.line = origin.is_gradient, origin.line
-            self.operations.append(made)
-        else:
-            makers = self._maker.of(inputs)
-            if not makers:
-                return
-            maker = makers[0]
-            if kind == "Cast" and outputs[0].dtype.size < inputs[0].dtype.size:
-                self.operations[maker].return_instead({id(inputs[0]): outputs[0]})
-        self._maker.note(outputs, maker)
+        if self._drawn == len(self._numbers):
+            self._numbers.append(own)
+        drawn, self._drawn = self._numbers[self._drawn], self._drawn + 1
+        return tf.cast(drawn, own.dtype) if drawn.shape == own.shape else own
 
 
 def floating(structure: Any) -> list[tf.Tensor]:
@@ -463,16 +365,13 @@ class Runner:
         model: of `tf.keras`, or a layer, or what else has the variables.
         batch: Batch. Of a function or layer, x is its arguments.
         forward: Forward: `of_model`, `of_step`, or that of a function or layer.
-        numbers: RandomNumbers. Runners whose runs are to be compared share them.
-        position: that of the first call, which the random numbers depend on.
+        numbers: list of random numbers. Runners whose runs are to be compared share it.
     """
 
     model: Any
     batch: Batch
     forward: Forward
-    _: dataclasses.KW_ONLY
-    numbers: RandomNumbers
-    position: Position = (0,)
+    numbers: list[tf.Tensor]
 
     @property
     def name(self) -> str:
@@ -491,7 +390,7 @@ class Runner:
             loss_scale: float. The loss is multiplied by it.
             noise: Noise on inputs and weights, and on what each layer returns.
         """
-        watch = Watch(self.numbers, noise and noise.both_ways, self.position)
+        watch = Watch(self.numbers, noise and noise.both_ways)
         is_built, batch = getattr(self.model, "built", False), self.batch
         with contextlib.ExitStack() as stack:
             stack.enter_context(own_thread.put_back(self.model))
@@ -544,12 +443,8 @@ def of_model(loss: Loss = signed_mean, training: bool = True) -> Forward:
     def forward(model: Any, batch: Batch, watch: Watch, _: tf.GradientTape) -> Passed:
         prediction = model(batch.x, training=training)
         pairs = zip(watch.calls[-1].outputs, floating(prediction))
-        wider = {id(low): wide for low, wide in pairs if low.dtype.size < wide.dtype.size}
-        for call in watch.calls:
-            call.is_widened |= call.return_instead(wider)
-        kind = "sum of the outputs" if loss is signed_mean else LOSS
-        of_batch = functools.partial(loss, batch)
-        value = watch.run(LOSS, kind, of_batch, of_batch, prediction)
+        watch.replace([each for each in pairs if each[0].dtype != each[1].dtype])
+        value = watch.run(LOSS, functools.partial(loss, batch), prediction)
         return _loss_of(value, LOSS, model)
 
     return forward
@@ -592,11 +487,12 @@ def runners(
         step: as for `check`.
         training: as for `check`.
     """
-    numbers, is_given = RandomNumbers(), isinstance(reference, tf.keras.Model)
+    numbers: list[tf.Tensor] = []
+    is_given = isinstance(reference, tf.keras.Model)
 
     def runner(each: tf.keras.Model) -> Runner:
         forward = of_step(step) if step else of_model(loss_of(each, model, batch, loss), training)
-        return Runner(each, batch, forward, numbers=numbers)
+        return Runner(each, batch, forward, numbers)
 
     return runner(model), runner(reference if is_given else compiled(model, reference, "sgd"))
 
@@ -635,7 +531,7 @@ def replay(
             if hasattr(layer, "call"):
                 returned = layer(*args, **kwargs)
             else:
-                returned = watch.run(call.path, call.kind, layer, layer, *args, **kwargs)
+                returned = watch.run(call.path, layer, *args)
             if call.is_widened:
                 returned = model_outputs.widened(returned, lambda _: True)
         again, moved = watch.calls[-1], noise or tf.identity
@@ -649,8 +545,7 @@ def replay(
         return Passed([each for each, _ in pairs], sources, [each for _, each in pairs])
 
     batch = Batch(map_floating(given, (call.args, call.kwargs)))
-    numbers, position = call.numbers or RandomNumbers(), call.position
-    return Runner(layer, batch, forward, numbers=numbers, position=position).run(noise=noise)
+    return Runner(layer, batch, forward, [*call.numbers]).run(noise=noise)
 
 
 def check_same_calls(run: Run, reference: Run) -> None:

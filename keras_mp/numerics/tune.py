@@ -28,7 +28,6 @@ from keras_mp.numerics.results import Result
 from keras_mp.numerics.run import (
     GivenLoss,
     Loss,
-    RandomNumbers,
     Run,
     Runner,
     check_same_calls,
@@ -400,7 +399,7 @@ class _Reference(NamedTuple):
 
     Attributes:
         batch: Batch.
-        numbers: RandomNumbers that were drawn, in the dtypes of a model in 16 bits.
+        numbers: random numbers that were drawn, in the dtypes of a model in 16 bits.
         results: what `_results` returns of its run.
         noise: set of the keys of gradients that are rounding noise.
         loss_scale: float. The largest at which no gradient of float32 overflows in float16, or that
@@ -408,7 +407,7 @@ class _Reference(NamedTuple):
     """
 
     batch: Batch
-    numbers: RandomNumbers
+    numbers: list[tf.Tensor]
     results: _Results
     noise: set[tuple[str, str]]
     loss_scale: float
@@ -454,10 +453,10 @@ class _Search:
         loss = self._loss(self.reference)
         for i, batch in enumerate(self.batches):
             self.progress.begin(f"batch {i + 1} of {len(self.batches)} in both dtypes")
-            numbers = RandomNumbers()
+            numbers: list[tf.Tensor] = []
             # This run draws the random numbers, and all dtypes hold those of the narrowest one.
             narrow = self._run(candidates, batch, numbers)
-            runner = Runner(self.reference, batch, of_model(loss), numbers=numbers)
+            runner = Runner(self.reference, batch, of_model(loss), numbers)
             wide = runner.run()
             if not math.isfinite(wide.loss):
                 raise ValueError(
@@ -528,12 +527,12 @@ class _Search:
         self,
         chosen: Sequence[str],
         batch: Batch,
-        numbers: RandomNumbers,
+        numbers: list[tf.Tensor],
         loss_scale: float | None = None,
     ) -> Run:
         try:
             model, loss = self._model(frozenset(chosen))
-            runner = Runner(model, batch, of_model(loss), numbers=numbers)
+            runner = Runner(model, batch, of_model(loss), numbers)
             return runner.run_as_trained(loss_scale)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
             raise ValueError(
