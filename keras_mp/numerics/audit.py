@@ -1,9 +1,7 @@
 """An audit of a model before it is trained: known hazards of 16 bits, found on one batch.
 
-Each hazard has two functions. The one measures: it goes through a `TracedStep` and yields what is
-`Observed`, with names for the numbers that tell whether it matters. The other judges these numbers,
-and returns what is `Said`, or None. To add a hazard, write both, put them into `HAZARDS`, causes
-before their consequences, test the judge with numbers, and plant the defect in a model.
+To add a hazard, write a function that goes through a `TracedStep` and yields what is `Observed`,
+put it into `HAZARDS`, causes before their consequences, and plant the defect in a model.
 """
 
 import itertools
@@ -21,28 +19,28 @@ from keras_mp.numerics import hazards, not_finite, own_thread
 from keras_mp.numerics.batches import Batch, suiting
 from keras_mp.numerics.batches import reason as reason_of
 from keras_mp.numerics.origins import Layers
-from keras_mp.numerics.results import CURES, Finding, Hazard, Observed
+from keras_mp.numerics.results import CURES, Finding, Observed
 from keras_mp.numerics.traced_step import TracedStep, name_of_step, trace
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
 from keras_mp.variables import type_errors
 
-HAZARDS = (
-    Hazard(hazards.batches, hazards.judge_batch),
-    Hazard(hazards.epsilons, hazards.judge_epsilon),
-    Hazard(hazards.inputs, hazards.judge_input),
-    Hazard(not_finite.numbers, not_finite.judge),
-    Hazard(hazards.sums, hazards.judge_sum),
-    Hazard(hazards.labels, hazards.judge_labels),
-    Hazard(hazards.before_a_logarithm, hazards.judge_before_a_logarithm),
-    Hazard(hazards.cross_entropies, hazards.judge_cross_entropy),
-    Hazard(hazards.layers_in_float32, hazards.judge_layer_in_float32),
-    Hazard(hazards.small_gradients, hazards.judge_small_gradients),
-    Hazard(hazards.factors, hazards.judge_factor),
-    Hazard(hazards.clipping, hazards.judge_clipping),
-    Hazard(hazards.optimizers_epsilon, hazards.judge_optimizers_epsilon),
-    Hazard(hazards.weights, hazards.judge_weights),
+# Each goes through a `TracedStep` and yields what is `Observed`.
+HAZARDS: tuple[Callable[[TracedStep], Iterator[Observed]], ...] = (
+    hazards.batches,
+    hazards.epsilons,
+    hazards.inputs,
+    not_finite.results,
+    hazards.sums,
+    hazards.labels,
+    hazards.before_a_logarithm,
+    hazards.cross_entropies,
+    hazards.layers_in_float32,
+    hazards.small_gradients,
+    hazards.factors,
+    hazards.clipping,
+    hazards.weights,
 )
 
 # Nothing else can be looked at.
@@ -122,32 +120,29 @@ def _traced(
 ) -> Callable[[Batch], Iterator[Finding]]:
     """Traces a step that all hazards measure; returns a function that runs and judges it."""
     steps: list[TracedStep] = []
-    seen: list[tuple[Hazard, Observed]] = []
+    seen: list[Observed] = []
 
     def inspect(step: TracedStep) -> list[dict[str, tf.Tensor]]:
         # A function that makes variables is traced twice. The last trace is the one that runs.
         steps[:] = [step]
-        seen[:] = [(each, found) for each in HAZARDS for found in each.measure(step)]
-        return [
-            {name: each for name, each in found.numbers.items() if isinstance(each, tf.Tensor)}
-            for _, found in seen
-        ]
+        seen[:] = [found for measure in HAZARDS for found in measure(step)]
+        return [found.numbers for found in seen]
 
     with slow.switched_off():
         function = trace(model, batch, layers, inspect)
 
     def findings(batch: Batch) -> Iterator[Finding]:
-        for (hazard, found), measured in zip(seen, _run(model, batch, function), strict=True):
+        for found, measured in zip(seen, _run(model, batch, function), strict=True):
             arrays = {name: np.asarray(each) for name, each in measured.items()}
-            numbers = {name: each if each.ndim else each.item() for name, each in arrays.items()}
-            said = hazard.judge(**{**found.numbers, **numbers})
+            numbers: Any = {n: each if each.ndim else each.item() for n, each in arrays.items()}
+            said = found.said(**numbers)
             if said is None:
                 continue
-            at, line = said.at or found.at, None
-            if isinstance(at, tf.Operation):
+            where, line = said.at, None
+            if isinstance(where, tf.Operation):
                 [step] = steps
-                at, line = step.where(at), step.line(at)
-            yield said.finding(at, line)
+                where, line = step.where(where), step.line(where)
+            yield Finding(said.hazard, where, line, said.why, said.cure)
 
     return findings
 

@@ -1,8 +1,9 @@
-"""Known hazards of 16 bits: each a function that measures a traced step, and one that judges.
+"""Known hazards of 16 bits: each a function that goes through a traced step.
 
 First what 16 bits cannot hold: epsilons, sums, labels, inputs, probabilities, losses; and a batch
 that no dtype holds. Then what is wrong with the step itself: the dtypes of layers, the loss,
-gradients and weights.
+gradients and weights. Each yields what is `Observed`: a suspicious place, the tensors that tell
+whether it does harm, and what is said of it then.
 """
 
 import math
@@ -16,7 +17,7 @@ from keras_mp.layer_calls import data_layers
 from keras_mp.models.model_steps import has_own_train_step
 from keras_mp.numerics import origins
 from keras_mp.numerics.records import SMALLEST, UNIT_ROUNDOFF
-from keras_mp.numerics.results import CURES, Observed, Said
+from keras_mp.numerics.results import CURES, Observed
 from keras_mp.numerics.traced_step import (
     TracedStep,
     before,
@@ -64,21 +65,15 @@ _CLIPPING = ("clip_by_value", "clip_by_norm", "clip_by_average_norm", "clip_by_g
 # Layers with a smaller share of the model's work are not reported.
 _LARGE_SHARE = 0.01
 
-# What is said of a layer in float32.
-_OF_ANOTHER_POLICY, _NOT_CAST, _IGNORES = (
-    "a layer of another policy",
-    "a variable that is not cast",
-    "a layer that ignores its policy",
-)
-
+# What cures a layer in float32.
 _OF_A_LAYER = {
-    _OF_ANOTHER_POLICY: "Create it under the policy of the model, without a dtype of its own, or "
-    "pass dtype=self.dtype_policy from the layer that creates it. If float32 is intended, ignore "
-    "this.",
-    _NOT_CAST: "Make the variable with `add_weight`, which casts it where it is read, or wrap it "
-    "in keras_mp.autocast_variable.",
-    _IGNORES: "Let its `call` cast to self.compute_dtype, and not to float32; or, if it needs "
-    'float32, create it with dtype="float32".',
+    "a layer of another policy": "Create it under the policy of the model, without a dtype of its "
+    "own, or pass dtype=self.dtype_policy from the layer that creates it. If float32 is intended, "
+    "ignore this.",
+    "a variable that is not cast": "Make the variable with `add_weight`, which casts it where it "
+    "is read, or wrap it in keras_mp.autocast_variable.",
+    "a layer that ignores its policy": "Let its `call` cast to self.compute_dtype, and not to "
+    'float32; or, if it needs float32, create it with dtype="float32".',
 }
 
 
@@ -88,52 +83,41 @@ def batches(step: TracedStep) -> Iterator[Observed]:
         flat = (each for each in tf.nest.flatten(part, expand_composites=True) if each is not None)
         floating = [each for each in flat if each.dtype.is_floating]
         if floating:
-            yield Observed(f"the batch's {name}", bad=not_finite_of(floating))
-
-
-def judge_batch(bad: int) -> Said | None:
-    """What is computed from them is not finite either."""
-    if not bad:
-        return None
-    return Said(
-        "a batch that is not finite",
-        f"{bad:,} of its numbers are NaN or infinite. So are results computed from them, in "
-        "float32, too.",
-        CURES["a batch"],
-    )
+            bad = not_finite_of(floating)
+            yield Observed(
+                f"the batch's {name}",
+                "a batch that is not finite",
+                "{bad:,} of its numbers are NaN or infinite. So are results computed from them, in "
+                "float32, too.",
+                CURES["a batch"],
+                matters=bad > 0,
+                bad=bad,
+            )
 
 
 def epsilons(step: TracedStep) -> Iterator[Observed]:
-    """A constant that is to keep a division from failing is 0 in 16 bits."""
+    """A constant that is to keep a division from failing is 0 in 16 bits, and so is a value."""
     for operation in step.in_16_bits(("Add", "AddV2", "Maximum")):
         for constant, other in (operation.inputs, tuple(operation.inputs)[::-1]):
             value, output = static_value(constant), operation.outputs[0]
             if value is None or np.any(value) or (divides := _division(step, output)) is None:
                 continue
+            dtype, size = output.dtype.name, output.shape.num_elements() or "the"
+            zeros = tf.math.count_nonzero(tf.equal(output, 0))
+            least = tf.reduce_min(as_float32(other))
+            # A maximum with a true 0 is a ReLU.
+            is_relu = least < 0 if operation.type == "Maximum" else False
             yield Observed(
                 operation,
-                op=operation.type,
-                divides=divides.type,
-                dtype=output.dtype.name,
-                size=output.shape.num_elements() or "the",
-                zeros=tf.math.count_nonzero(tf.equal(output, 0)),
-                least=tf.reduce_min(as_float32(other)),
+                EPSILON,
+                f"The constant of {operation.type}, before {divides.type}, is 0 in {dtype}, whose "
+                f"smallest number is {SMALLEST[dtype]:.1g}. Of {size} values of this batch "
+                "{zeros:,} are 0 then; the smallest is {least:.3g}.",
+                f"Use an epsilon that {dtype} holds, such as 1e-4, or compute this in float32.",
+                matters=(zeros > 0) & tf.logical_not(is_relu),
+                zeros=zeros,
+                least=least,
             )
-
-
-def judge_epsilon(
-    op: str, divides: str, dtype: str, size: int | str, zeros: int, least: float
-) -> Said | None:
-    """A constant that is 0 does harm where what it is added to is 0 as well."""
-    if not zeros or (op == "Maximum" and least < 0):  # A maximum with a true 0 is a ReLU.
-        return None
-    return Said(
-        EPSILON,
-        f"The constant of {op}, before {divides}, is 0 in {dtype}, whose smallest number is "
-        f"{SMALLEST[dtype]:.1g}. Of {size} values of this batch {zeros:,} are 0 then; the smallest "
-        f"is {least:.3g}.",
-        f"Use an epsilon that {dtype} holds, such as 1e-4, or compute this in float32.",
-    )
 
 
 def _division(step: TracedStep, tensor: tf.Tensor) -> tf.Operation | None:
@@ -158,29 +142,21 @@ def sums(step: TracedStep) -> Iterator[Observed]:
         smallest = 2.0**-24 if result.dtype == tf.float16 else 0.0
         beyond = tf.maximum(tf.abs(as_float32(result) - exact) - smallest, 0.0)
         errors = tf.math.divide_no_nan(beyond, magnitude)
-        is_backward = origins.is_of_backward_pass(operation.name)
+        is_loss = result.shape.rank == 0 and not origins.is_of_backward_pass(operation.name)
+        dtype, error = result.dtype.name, tf.where(tf.math.is_finite(errors), errors, 0.0)
+        # It explains a few roundings of the sum of magnitudes.
+        roundoff, worst = UNIT_ROUNDOFF[dtype], tf.reduce_max(error)
         yield Observed(
             operation,
-            op=operation.type,
-            dtype=result.dtype.name,
-            length=sizes[0] // sizes[1],
-            is_loss=result.shape.rank == 0 and not is_backward,
-            error=tf.reduce_max(tf.where(tf.math.is_finite(errors), errors, 0.0)),
+            "a loss in 16 bits" if is_loss else "a long sum in 16 bits",
+            f"{operation.type} adds up {sizes[0] // sizes[1]:,} numbers in {dtype}, and is up to "
+            "{worst:.1%} of the sum of magnitudes away from the float32 sum of them; rounding its "
+            f"result explains {roundoff:.1%}.",
+            "Cast the terms to float32. (Under a policy of keras_mp, gradients are summed in "
+            "float32.)",
+            matters=worst > 4 * roundoff,
+            worst=worst,
         )
-
-
-def judge_sum(op: str, dtype: str, length: int, is_loss: bool, error: float) -> Said | None:
-    """Rounding the result explains a few roundings of the sum of magnitudes."""
-    roundoff = UNIT_ROUNDOFF[dtype]
-    if error <= 4 * roundoff:
-        return None
-    return Said(
-        "a loss in 16 bits" if is_loss else "a long sum in 16 bits",
-        f"{op} adds up {length:,} numbers in {dtype}, and is up to {error:.1%} of the sum of "
-        f"magnitudes away from the float32 sum of them; rounding its result explains "
-        f"{roundoff:.1%}.",
-        "Cast the terms to float32. (Under a policy of keras_mp, gradients are summed in float32.)",
-    )
 
 
 def labels(step: TracedStep) -> Iterator[Observed]:
@@ -195,29 +171,27 @@ def labels(step: TracedStep) -> Iterator[Observed]:
         is_floating = getattr(each, "dtype", tf.int32).is_floating
         if output.dtype not in LOW_PRECISION or not is_floating:
             continue
-        if each.shape.is_compatible_with(output.shape):
-            wide = as_float32(each)
-            near = as_float32(tf.cast(wide, output.dtype))
+        if not each.shape.is_compatible_with(output.shape):
+            continue
+        wide = as_float32(each)
+        near = as_float32(tf.cast(wide, output.dtype))
+        lost = _share_of_variance(wide, near)
+        infinite = tf.math.count_nonzero(tf.math.is_inf(near))
+        for matters, what in (
+            (infinite > 0, "{infinite:,} are infinite"),
+            ((infinite == 0) & (lost > _MOST_VARIANCE), "{lost:.1%} of the variance is lost"),
+        ):
             yield Observed(
                 "the model's outputs",
-                dtype=output.dtype.name,
-                lost=_share_of_variance(wide, near),
-                infinite=tf.math.count_nonzero(tf.math.is_inf(near)),
+                "outputs in 16 bits",
+                f"The outputs are {output.dtype.name}. Of the labels of this batch, up to "
+                f"{{largest:.6g}}, {what} in it, so the outputs cannot predict them.",
+                'Give the last layer dtype="float32", or scale the labels.',
+                matters=matters,
+                lost=lost,
+                infinite=infinite,
                 largest=tf.reduce_max(tf.abs(wide)),
             )
-
-
-def judge_labels(dtype: str, lost: float, infinite: int, largest: float) -> Said | None:
-    """What rounding loses of the labels, outputs cannot predict."""
-    if not infinite and not lost > _MOST_VARIANCE:
-        return None
-    share = f"{infinite:,} are infinite" if infinite else f"{lost:.1%} of the variance is lost"
-    return Said(
-        "outputs in 16 bits",
-        f"The outputs are {dtype}. Of the labels of this batch, up to {largest:.6g}, {share} in "
-        "it, so the outputs cannot predict them.",
-        'Give the last layer dtype="float32", or scale the labels.',
-    )
 
 
 def inputs(step: TracedStep) -> Iterator[Observed]:
@@ -236,39 +210,24 @@ def inputs(step: TracedStep) -> Iterator[Observed]:
             continue
         wide, near = as_float32(source), as_float32(rounded)
         whole = step.leads_to(rounded, ("Cast",), ("Identity",), steps=2)
-        is_of_ids = whole is not None and whole.outputs[0].dtype.is_integer
-        ids = whole.outputs[0].dtype if whole is not None and is_of_ids else tf.int64
-        are_others = (tf.cast(wide, ids) != tf.cast(near, ids)) & tf.math.is_finite(near)
+        if whole is not None and (ids := whole.outputs[0].dtype).is_integer:
+            what, most = "{lost:,} become other integers", 0
+            lost = tf.math.count_nonzero(tf.cast(wide, ids) != tf.cast(near, ids))
+        else:
+            what, most = "up to {lost:.1%} of the variance of a column is lost", _MOST_VARIANCE
+            lost = tf.reduce_max(_share_of_variance(wide, near, list(range(rank - 1))))
         yield Observed(
             operation,
-            dtype=rounded.dtype.name,
-            is_of_ids=is_of_ids,
-            lost=tf.reduce_max(_share_of_variance(wide, near, list(range(rank - 1)))),
-            infinite=tf.math.count_nonzero(tf.math.is_inf(near)),
-            others=tf.math.count_nonzero(are_others),
+            "inputs that are rounded",
+            f"Of this batch, whose numbers go up to {{largest:.6g}}, {what} when they are rounded "
+            f"to {rounded.dtype.name}.",
+            "Standardize them before the model, start it with a layer that reads raw numbers "
+            '(Normalization, Rescaling, Embedding), or give this layer dtype="float32".',
+            # `not_finite` reports others.
+            matters=(lost > most) & tf.reduce_all(tf.math.is_finite(near)),
+            lost=lost,
             largest=tf.reduce_max(tf.abs(wide)),
         )
-
-
-def judge_input(
-    dtype: str, is_of_ids: bool, lost: float, infinite: int, others: int, largest: float
-) -> Said | None:
-    """Ids become others, or a column loses what tells its rows apart."""
-    if infinite:
-        return None  # `not_finite` reports them.
-    if is_of_ids and others:
-        what = f"{others:,} become other integers"
-    elif not is_of_ids and lost > _MOST_VARIANCE:
-        what = f"up to {lost:.1%} of the variance of a column is lost"
-    else:
-        return None
-    return Said(
-        "inputs that are rounded",
-        f"Of this batch, whose numbers go up to {largest:.6g}, {what} when they are rounded to "
-        f"{dtype}.",
-        "Standardize them before the model, start it with a layer that reads raw numbers "
-        '(Normalization, Rescaling, Embedding), or give this layer dtype="float32".',
-    )
 
 
 def _share_of_variance(
@@ -305,21 +264,17 @@ def before_a_logarithm(step: TracedStep) -> Iterator[Observed]:
             is_true = tf.ones_like(is_true)
         errors = tf.abs(tf.math.log(tf.clip_by_value(of_label, _SMALLEST, 1.0)) - exact)
         worst = tf.reduce_max(tf.where(is_true, errors, 0.0))
-        dtype = probabilities.dtype.name
-        yield Observed(operation, kind=operation.type.lower(), dtype=dtype, worst=worst)
-
-
-def judge_before_a_logarithm(kind: str, dtype: str, worst: float) -> Said | None:
-    """The logarithm for a label of the batch is far from that of float32."""
-    if worst < _TOO_FAR:
-        return None
-    return Said(
-        f"a {kind} in 16 bits",
-        f"The loss takes the logarithm of what a {kind} returns in {dtype}: for a label of this "
-        f"batch it is {worst:.3g} away from that of float32.",
-        "Return logits and use a loss with from_logits=True, or give the activation "
-        'dtype="float32". A loss of keras_mp.losses computes it from the logits by itself.',
-    )
+        kind = operation.type.lower()
+        yield Observed(
+            operation,
+            f"a {kind} in 16 bits",
+            f"The loss takes the logarithm of what a {kind} returns in {probabilities.dtype.name}: "
+            "for a label of this batch it is {worst:.3g} away from that of float32.",
+            "Return logits and use a loss with from_logits=True, or give the activation "
+            'dtype="float32". A loss of keras_mp.losses computes it from the logits by itself.',
+            matters=worst >= _TOO_FAR,
+            worst=worst,
+        )
 
 
 def _probabilities(step: TracedStep) -> Iterator[tuple[tf.Operation, tf.Tensor]]:
@@ -346,7 +301,9 @@ def _true_labels(step: TracedStep, probabilities: tf.Tensor) -> tf.Tensor | None
     for labels in tf.nest.flatten(step.batch.y):
         if labels is None or not (labels.dtype.is_floating or labels.dtype.is_integer):
             continue
-        if _are_alike(labels.shape, shape):
+        # A column may be a vector.
+        columns = [each[:-1] if each[-1:] == [1] else each for each in (labels.shape, shape)]
+        if columns[0] == columns[1]:
             return tf.reshape(as_float32(labels), tf.shape(probabilities)) > 0.5
         is_column = labels.shape.rank == shape.rank and labels.shape[-1] == 1
         classes = tf.squeeze(labels, -1) if is_column else labels
@@ -355,35 +312,22 @@ def _true_labels(step: TracedStep, probabilities: tf.Tensor) -> tf.Tensor | None
     return None
 
 
-def _are_alike(labels: tf.TensorShape, probabilities: tf.TensorShape) -> bool:
-    """Whether there is a label for each probability, in the same order."""
-    if None in (labels.rank, probabilities.rank):
-        return False
-    if labels.num_elements() != probabilities.num_elements():
-        return False
-    # Examples and steps of a sequence may be one axis, but not classes; a column may be a vector.
-    columns = [shape[:-1] if shape[-1:] == [1] else shape for shape in (labels, probabilities)]
-    return columns[0] == columns[1] or labels[-1:] == probabilities[-1:]
-
-
 def cross_entropies(step: TracedStep) -> Iterator[Observed]:
-    """A cross entropy is computed in 16 bits."""
+    """The mean of a cross entropy in 16 bits is further off than rounding explains."""
     for operation in step.in_16_bits(op_table.ops("cross entropies")):
-        output = operation.outputs[0]
-        loss, exact = tf.reduce_mean(as_float32(output)), tf.reduce_mean(in_float32(operation))
-        yield Observed(operation, dtype=output.dtype.name, loss=loss, exact=exact)
-
-
-def judge_cross_entropy(dtype: str, loss: float, exact: float) -> Said | None:
-    """Its mean is further from that of float32 than rounding explains."""
-    if abs(loss - exact) <= 4 * UNIT_ROUNDOFF[dtype] * abs(exact):
-        return None
-    return Said(
-        "a loss in 16 bits",
-        f"The cross entropy is computed in {dtype}, where its mean is {loss:.6g}; in float32 it is "
-        f"{exact:.6g}.",
-        "Cast the inputs of the loss to float32, or use a loss of keras_mp.losses.",
-    )
+        dtype = operation.outputs[0].dtype.name
+        loss = tf.reduce_mean(as_float32(operation.outputs[0]))
+        exact = tf.reduce_mean(in_float32(operation))
+        yield Observed(
+            operation,
+            "a loss in 16 bits",
+            f"The cross entropy is computed in {dtype}, where its mean is {{loss:.6g}}; in float32 "
+            "it is {exact:.6g}.",
+            "Cast the inputs of the loss to float32, or use a loss of keras_mp.losses.",
+            matters=tf.abs(loss - exact) > 4 * UNIT_ROUNDOFF[dtype] * tf.abs(exact),
+            loss=loss,
+            exact=exact,
+        )
 
 
 def layers_in_float32(step: TracedStep) -> Iterator[Observed]:
@@ -403,29 +347,23 @@ def layers_in_float32(step: TracedStep) -> Iterator[Observed]:
         layer = step.layers.layer(operation.name)
         if layer is None or id(layer) in step.output_layers or data_layers.reads_raw(type(layer)):
             continue
-        hazard = _NOT_CAST if any(map(_is_variable, operation.inputs)) else _IGNORES
-        if layer.compute_dtype not in LOW_PRECISION_NAMES:
-            hazard = _OF_ANOTHER_POLICY
-        if is_mostly_low or hazard != _OF_ANOTHER_POLICY:
-            share = sum(work for work, _ in products) / total
-            yield Observed(operation, hazard=hazard, share=share, policy=layer.dtype_policy.name)
-
-
-def judge_layer_in_float32(hazard: str, share: float, policy: str) -> Said | None:
-    """It matters if the layer has much of the work."""
-    if share < _LARGE_SHARE:
-        return None
-    return Said(
-        hazard,
-        f"{share:.0%} of the multiplications of the forward pass run in float32 here; its policy "
-        f"is {policy}.",
-        _OF_A_LAYER[hazard],
-    )
-
-
-def _is_variable(tensor: tf.Tensor) -> bool:
-    """Whether a tensor comes from a read of a variable, and nothing has cast it."""
-    return before(tensor, origins.MOVES).op.type == "ReadVariableOp"
+        # Of a variable that is read, and that nothing casts?
+        sources = (before(each, origins.MOVES).op.type for each in operation.inputs)
+        if is_of_another := layer.compute_dtype not in LOW_PRECISION_NAMES:
+            hazard = "a layer of another policy"
+        elif "ReadVariableOp" in sources:
+            hazard = "a variable that is not cast"
+        else:
+            hazard = "a layer that ignores its policy"
+        share = sum(work for work, _ in products) / total
+        if share >= _LARGE_SHARE and (is_mostly_low or not is_of_another):
+            yield Observed(
+                operation,
+                hazard,
+                f"{share:.0%} of the multiplications of the forward pass run in float32 here; its "
+                f"policy is {layer.dtype_policy.name}.",
+                _OF_A_LAYER[hazard],
+            )
 
 
 def small_gradients(step: TracedStep) -> Iterator[Observed]:
@@ -450,21 +388,17 @@ def small_gradients(step: TracedStep) -> Iterator[Observed]:
     ]
     small = [tf.math.count_nonzero((size > 0) & (size < _SMALLEST_NORMAL)) for size in sizes]
     others = [tf.math.count_nonzero(size > 0) for size in sizes]
+    some, of_all = (tf.cast(tf.add_n(each + gone), tf.float64) for each in (small, others))
+    share = tf.math.divide_no_nan(some, of_all)
     yield Observed(
-        "the training step", small=tf.add_n(small + gone), others=tf.add_n(others + gone)
-    )
-
-
-def judge_small_gradients(small: int, others: int) -> Said | None:
-    """Many numbers of gradients, apart from zeros, are below float16's normal numbers."""
-    if not others or small < _MOST_SMALL * others:
-        return None
-    return Said(
+        "the training step",
         "float16 without loss scaling",
-        f"{small / others:.0%} of the numbers in gradients, apart from those that are 0 in "
-        "float32, too, are below 6e-5: there float16 loses digits, and below 6e-8 it is zero.",
+        "{share:.0%} of the numbers in gradients, apart from those that are 0 in float32, too, are "
+        "below 6e-5: there float16 loses digits, and below 6e-8 it is zero.",
         'Make the model under keras_mp.set_global_policy("mixed_float16"), whose loss scale keeps '
         "them large, or compile it with keras_mp.LossScaleOptimizer(optimizer).",
+        matters=share >= _MOST_SMALL,
+        share=share,
     )
 
 
@@ -486,22 +420,19 @@ def factors(step: TracedStep) -> Iterator[Observed]:
                 if factor is None:
                     continue
                 waiting.append(other)
-                loss = tf.reduce_mean(as_float32(other))
-                yield Observed(operation, factor=factor, loss=loss, scale=step.scale)
-
-
-def judge_factor(factor: float, loss: float, scale: float) -> Said | None:
-    """A power of two that is large is there to scale the loss."""
-    if factor < _LIKE_A_LOSS_SCALE or not np.log2(factor).is_integer():
-        return None
-    return Said(
-        "a loss multiplied by a number",
-        f"The loss, {loss:.4g} for this batch, is multiplied by {factor:g}, and then by the loss "
-        f"scale, {scale:g}. Only the latter is taken out of the gradients: they are {factor:g} "
-        "times too large.",
-        "Remove this factor: the loss scale has the same purpose. (For a larger step, change the "
-        "learning rate.)",
-    )
+                if factor < _LIKE_A_LOSS_SCALE or not np.log2(factor).is_integer():
+                    continue
+                yield Observed(
+                    operation,
+                    "a loss multiplied by a number",
+                    f"The loss, {{loss:.4g}} for this batch, is multiplied by {factor:g}, and then "
+                    "by the loss scale, {scale:g}. Only the latter is taken out of the gradients: "
+                    f"they are {factor:g} times too large.",
+                    "Remove this factor: the loss scale has the same purpose. (For a larger step, "
+                    "change the learning rate.)",
+                    loss=tf.reduce_mean(as_float32(other)),
+                    scale=step.scale,
+                )
 
 
 def clipping(step: TracedStep) -> Iterator[Observed]:
@@ -511,97 +442,69 @@ def clipping(step: TracedStep) -> Iterator[Observed]:
         if is_clipping and origins.maker_of(operation) == "user":
             gradient = next(tensor for tensor in operation.inputs if tensor.op in step.scaled)
             largest = tf.reduce_max(tf.abs(as_float32(gradient)))
-            yield Observed(operation, largest=largest, scale=step.scale)
+            yield Observed(
+                operation,
+                "clipping before unscaling",
+                "Gradients are clipped while they are multiplied by the loss scale, {scale:g}: the "
+                "largest number of the first one is {largest:.3g} there, and {unscaled:.3g} "
+                "without it. So the threshold depends on the scale.",
+                "Unscale first: optimizer.get_unscaled_gradients(gradients), then clip, then "
+                "apply; or pass clipnorm, clipvalue or global_clipnorm to the optimizer.",
+                scale=step.scale,
+                largest=largest,
+                unscaled=largest / step.scale,
+            )
             return
 
 
-def judge_clipping(largest: float, scale: float) -> Said:
-    """The threshold depends on the scale."""
-    return Said(
-        "clipping before unscaling",
-        f"Gradients are clipped while they are multiplied by the loss scale, {scale:g}: the "
-        f"largest number of the first one is {largest:.3g} there, and {largest / scale:.3g} "
-        "without it. So the threshold depends on the scale.",
-        "Unscale first: optimizer.get_unscaled_gradients(gradients), then clip, then apply; or "
-        "pass clipnorm, clipvalue or global_clipnorm to the optimizer.",
-    )
+def weights(step: TracedStep) -> Iterator[Observed]:
+    """One step makes weights infinite or NaN.
 
-
-def optimizers_epsilon(step: TracedStep) -> Iterator[Observed]:
-    """The optimizer divides by a root plus an epsilon that is 0 in the dtype of its variables."""
+    The optimizer does so if it divides by a root plus an epsilon that is 0 in the dtype of its
+    variables, and a weight has no gradient. Where gradients are not finite, the step should have
+    been skipped.
+    """
+    variables = [v for v in step.model.trainable_variables if tf.as_dtype(v.dtype).is_floating]
+    if step.optimizer is None or not variables:
+        return
     optimizer = getattr(step.optimizer, "inner_optimizer", step.optimizer)
-    number = getattr(optimizer, "epsilon", None)
-    variables = [
+    epsilon = getattr(optimizer, "epsilon", None)
+    divided = [
         variable
-        for variable in step.model.trainable_variables
-        if isinstance(number, (int, float))
-        and (dtype := tf.as_dtype(variable.dtype)).is_floating
-        and np.array(number, dtype.as_numpy_dtype) == 0
+        for variable in variables
+        if isinstance(epsilon, (int, float))
+        and np.array(epsilon, tf.as_dtype(variable.dtype).as_numpy_dtype) == 0
     ]
-    if variables:
+    if divided:
+        dtypes = sorted({tf.as_dtype(each.dtype).name for each in divided})
+        size = sum(math.prod(length or 0 for length in each.shape) for each in divided)
+        in_16_bits, bad = not set(dtypes).isdisjoint(LOW_PRECISION_NAMES), not_finite_of(divided)
         yield Observed(
             _the_optimizer(optimizer),
-            epsilon=number,
-            dtypes=sorted({tf.as_dtype(each.dtype).name for each in variables}),
-            variables=len(variables),
-            size=sum(math.prod(length or 0 for length in each.shape) for each in variables),
-            bad=not_finite_of(variables),
+            EPSILON if in_16_bits else "an epsilon that is 0",
+            f"Its epsilon, {epsilon:g}, is 0 in {' and '.join(dtypes)}, the dtype of "
+            f"{len(divided)} variables: after one step with this batch {{bad:,}} of their {size:,} "
+            "numbers are not finite.",
+            'Keep variables in float32 (the policy "mixed_float16"), or pass epsilon=1e-4.'
+            if in_16_bits
+            else "Pass an epsilon above 0, such as 1e-7.",
+            matters=bad > 0,
+            bad=bad,
         )
-
-
-def judge_optimizers_epsilon(
-    epsilon: float, dtypes: Sequence[str], variables: int, size: int, bad: int
-) -> Said | None:
-    """In float32 it does no harm where every weight has a gradient."""
-    in_16_bits = not set(dtypes).isdisjoint(LOW_PRECISION_NAMES)
-    if not bad:
-        return None
-    return Said(
-        EPSILON if in_16_bits else "an epsilon that is 0",
-        f"Its epsilon, {epsilon:g}, is 0 in {' and '.join(dtypes)}, the dtype of {variables} "
-        f"variables: after one step with this batch {bad:,} of their {size:,} numbers are not "
-        "finite.",
-        'Keep variables in float32 (the policy "mixed_float16"), or pass epsilon=1e-4.'
-        if in_16_bits
-        else "Pass an epsilon above 0, such as 1e-7.",
-    )
-
-
-def weights(step: TracedStep) -> Iterator[Observed]:
-    """One step makes weights infinite or NaN, since it is not skipped."""
-    variables = [v for v in step.model.trainable_variables if tf.as_dtype(v.dtype).is_floating]
-    in_16_bits = any(o.outputs and o.outputs[0].dtype in LOW_PRECISION for o in step.forward)
-    if step.optimizer is None or not variables or not in_16_bits or step.scaling is None:
-        return
-    gradients = [
-        operation.outputs[0]
-        for operation in step.operations
-        if origins.is_of_backward_pass(operation.name)
-        and operation.outputs
-        and operation.outputs[0].dtype.is_floating
-    ]
-    yield Observed(
-        _the_optimizer(step.optimizer),
-        bad=not_finite_of(variables),
-        scale=step.scale,
-        loss_is_finite=tf.reduce_all(tf.math.is_finite(as_float32(step.scaling.inputs[0]))),
-        bad_in_gradients=not_finite_of(gradients),
-    )
-
-
-def judge_weights(
-    bad: int, scale: float, loss_is_finite: bool, bad_in_gradients: float
-) -> Said | None:
-    """Where all gradients are finite, it is the optimizer that makes the weights what they are."""
-    if not bad or not loss_is_finite or not bad_in_gradients:
-        return None
-    return Said(
-        "a step that cannot be skipped",
-        f"Gradients overflow at the loss scale {scale:g}, and the step is not skipped: it makes "
-        f"{bad:,} numbers of the weights infinite or NaN.",
-        "Use a dynamic loss scale, which skips such a step and halves the scale, or a smaller "
-        "fixed one.",
-    )
+    if step.scaling is not None:
+        bad, gradients = not_finite_of(variables), not_finite_of(step.backward_products)
+        loss_is_finite = tf.reduce_all(tf.math.is_finite(as_float32(step.scaling.inputs[0])))
+        yield Observed(
+            _the_optimizer(step.optimizer),
+            "a step that cannot be skipped",
+            "Gradients overflow at the loss scale {scale:g}, and the step is not skipped: it makes "
+            "{bad:,} numbers of the weights infinite or NaN.",
+            "Use a dynamic loss scale, which skips such a step and halves the scale, or a smaller "
+            "fixed one.",
+            matters=(bad > 0) & loss_is_finite & (gradients > 0),
+            bad=bad,
+            scale=step.scale,
+        )
 
 
 def _the_optimizer(optimizer: object) -> str:

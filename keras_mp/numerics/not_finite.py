@@ -61,6 +61,7 @@ class Result(NamedTuple):
         where: str. Its layer.
         inputs: of the results that it takes, their places in the list of all.
         constant: its first number, if it is a constant; else None.
+        is_before: whether it was made before the backward pass.
     """
 
     at: Any
@@ -70,6 +71,7 @@ class Result(NamedTuple):
     where: str = ""
     inputs: Sequence[int] = ()
     constant: Any = None
+    is_before: bool = True
 
 
 class _Cause(NamedTuple):
@@ -100,7 +102,62 @@ class _Cause(NamedTuple):
         return f"{self.number:,.0f} results of {self.results[self.ended].type}{where} {self.are}."
 
 
-def numbers(step: TracedStep) -> Iterator[Observed]:
+class NotFinite(Observed):
+    """The results of a forward pass, of which some may not be finite.
+
+    Args:
+        results: all of them.
+        inputs: words for the inputs of the batch.
+        **numbers: tensors, as `said` takes them.
+    """
+
+    def __init__(self, results: Sequence[Result], inputs: Sequence[str], **numbers: Any) -> None:
+        self.results, self.inputs, self.numbers = results, inputs, numbers
+
+    def said(
+        self,
+        loss: float,
+        gradients: float,
+        counts: np.ndarray,
+        exact: np.ndarray,
+        sizes: np.ndarray,
+        largest_weight: float,
+    ) -> Said | None:
+        """Names the first operation of the forward pass that is not finite, and its cause.
+
+        Args:
+            loss: how many of the numbers that the step returns are not finite.
+            gradients: how many numbers of gradients are not.
+            counts: array of how many numbers of each result are -inf, inf and NaN.
+            exact: array of how many are 0 in 16 bits only, and not finite in float32 either.
+            sizes: array with a 0, and the largest magnitude of each input.
+            largest_weight: the largest magnitude of a weight.
+        """
+        results, takes = self.results, [each.inputs for each in self.results]
+        nan, is_bad = counts[:, 2] > 0, counts.sum(axis=1) > 0
+        is_spoilt = gradients and any(nan[i] and each.is_before for i, each in enumerate(results))
+        if not loss and not is_spoilt:
+            return None
+        computed = [i for i, each in enumerate(results) if each.constant is None and is_bad[i]]
+        ended = next(iter(causes.begun(takes, nan, nan) or computed), None)
+        if ended is None:
+            return None
+        origin = causes.begun(takes, is_bad, np.arange(len(results)) == ended)[0]
+        number = counts[ended, 2] if nan[ended] else counts[ended].sum()
+        what, begun = "NaN" if nan[ended] else "infinite", counts[origin].sum()
+        are = f"are {what}; so is the loss"
+        if not loss:
+            are = f"are {what}; so are gradients, though the loss is not"
+        found = _Cause(results, origin, ended, number, begun, are, *exact.T)
+        return (
+            _constant(found, is_bad)
+            or _large_input(found, dict(zip(self.inputs, map(float, sizes[1:]))))
+            or _underflow(found)
+            or _too_large(found, float(sizes.max()), largest_weight)
+        )
+
+
+def results(step: TracedStep) -> Iterator[Observed]:
     """The loss is infinite or NaN: where did that begin?
 
     A pooling with the maximum drops NaN, and so the loss may be finite. The gradients are not.
@@ -114,19 +171,13 @@ def numbers(step: TracedStep) -> Iterator[Observed]:
         return
     inputs = dict(_named_inputs(step.batch.x))
     weights = [native_variable(weight) for weight in step.model.trainable_weights]
-    # Operations after the backward pass use gradients, which overflow as is planned.
-    before = set(
-        itertools.takewhile(lambda o: not origins.is_of_backward_pass(o.name), step.operations)
-    )
     counts = tf.stack([health(operation.outputs[0]) for operation in operations])
     unknown = tf.one_hot(ZEROS, COUNTS, tf.constant(np.inf, tf.float64))
     exact = tf.stack([_exactly(step, operation, unknown) for operation in operations])
     zeros = tf.maximum(counts[:, ZEROS] - exact[:, ZEROS], 0.0)  # in 16 bits only
-    yield Observed(
-        operations[0],
-        results=list(_results(step, operations)),
-        is_before=np.array([operation in before for operation in operations]),
-        inputs=list(inputs),
+    yield NotFinite(
+        list(_results(step, operations)),
+        list(inputs),
         loss=not_finite_of(ends),
         gradients=not_finite_of(step.backward_products),
         counts=counts[:, BAD],
@@ -136,42 +187,12 @@ def numbers(step: TracedStep) -> Iterator[Observed]:
     )
 
 
-def judge(
-    results: Sequence[Result],
-    is_before: np.ndarray,
-    inputs: Sequence[str],
-    loss: float,
-    gradients: float,
-    counts: np.ndarray,
-    exact: np.ndarray,
-    sizes: np.ndarray,
-    largest_weight: float,
-) -> Said | None:
-    """Names the first operation of the forward pass that is not finite, and its cause."""
-    nan, is_bad = counts[:, 2] > 0, counts.sum(axis=1) > 0
-    if not loss and not (nan[is_before].any() and gradients):
-        return None
-    takes = [each.inputs for each in results]
-    computed = [i for i, each in enumerate(results) if each.constant is None and is_bad[i]]
-    ended = next(iter(causes.begun(takes, nan, nan) or computed), None)
-    if ended is None:
-        return None
-    origin = causes.begun(takes, is_bad, np.arange(len(results)) == ended)[0]
-    number, what = (counts[ended, 2], "NaN") if nan[ended] else (counts[ended].sum(), "infinite")
-    so = "so is the loss" if loss else "so are gradients, though the loss is not"
-    begun, are = counts[origin].sum(), f"are {what}; {so}"
-    found = _Cause(results, origin, ended, number, begun, are, *exact.T)
-    return (
-        _constant(found, is_bad)
-        or _large_input(found, dict(zip(inputs, map(float, sizes[1:]))))
-        or _underflow(found)
-        or _in_every_dtype(found)
-        or _overflow(found, float(sizes.max()), largest_weight)
-    )
-
-
 def _results(step: TracedStep, operations: Sequence[tf.Operation]) -> Iterator[Result]:
     places = {operation: i for i, operation in enumerate(operations)}
+    # Operations after the backward pass use gradients, which overflow as is planned.
+    before = {
+        *itertools.takewhile(lambda o: not origins.is_of_backward_pass(o.name), step.operations)
+    }
     for operation in operations:
         output, constant = operation.outputs[0], static_value(operation.outputs[0])
         yield Result(
@@ -182,6 +203,7 @@ def _results(step: TracedStep, operations: Sequence[tf.Operation]) -> Iterator[R
             step.where(operation),
             [places[each.op] for each in operation.inputs if each.op in places],
             None if constant is None else next(iter(np.ravel(constant)), 0.0),
+            operation in before,
         )
 
 
@@ -226,11 +248,11 @@ def _constant(cause: _Cause, is_bad: np.ndarray) -> Said | None:
     where = results[cause.ended].where
     counted = cause.counted(f" in {where}" if where != user.where else "")
     return Said(
+        user.at,
         "a constant that is infinite in 16 bits",
         f"A constant, such as the -1e9 of a mask, is {origin.constant} in {dtype.name}, and with "
         f"it {counted}",
         causes.CURES["a constant"].format(largest=dtype.max, lowest=dtype.min),
-        at=user.at,
     )
 
 
@@ -260,12 +282,11 @@ def _large_input(cause: _Cause, largest: Mapping[str, float]) -> Said | None:
         return None
     name, size = max(beyond.items(), key=lambda each: each[1])
     return Said(
+        name,
         "an input that 16 bits do not hold",
         f"It reaches {size:.3g}, and {dtype.name}, to which it is cast, has no larger number than "
         f"{dtype.max:.5g}: {cause.counted()}",
         causes.CURES["an input"],
-        at=cast.at,
-        where=name,
     )
 
 
@@ -280,12 +301,12 @@ def _underflow(cause: _Cause) -> Said | None:
         zeros, maker = cause.zeros[i], results[i]
         if zeros:
             return Said(
+                maker.at,
                 UNDERFLOW,
                 f"{zeros:,} results of {maker.type} are 0 in {maker.dtype}, whose smallest number "
                 f"is {SMALLEST[maker.dtype]:.1g}, but not in float32. {origin.type} of them is the "
                 f"first result that is not finite: {cause.counted().replace('results of', 'of')}",
                 causes.CURES["too small"].format(dtype=maker.dtype),
-                at=maker.at,
             )
         # What is computed in float32 can only have been lost where it was made.
         if origin.is_narrow or maker.type in _HANDING_ON:
@@ -294,33 +315,22 @@ def _underflow(cause: _Cause) -> Said | None:
     return None
 
 
-def _in_every_dtype(cause: _Cause) -> Said | None:
-    """The result is not finite in float32 either, for the most part."""
-    origin = cause.results[cause.origin]
-    if origin.is_narrow and 2 * cause.bad[cause.origin] < cause.begun:
+def _too_large(cause: _Cause, largest_input: float, largest_weight: float) -> Said | None:
+    """The result is beyond the dtype; or for the most part it is not finite in float32 either."""
+    origin, in_float32 = cause.results[cause.origin], int(cause.bad[cause.origin])
+    in_every_dtype = not origin.is_narrow or 2 * in_float32 >= cause.begun
+    if in_every_dtype and (origin.constant is not None or origin.type == "Placeholder"):
         return None
-    if origin.constant is not None or origin.type == "Placeholder":
-        return None
-    return Said(
-        IN_ANY_DTYPE,
-        f"{origin.type} is the first operation with finite inputs whose results are not finite, "
-        f"in float32, too: {cause.counted()}",
-        causes.CURES["not finite"],
-        at=origin.at,
-    )
-
-
-def _overflow(cause: _Cause, largest_input: float, largest_weight: float) -> Said | None:
-    """The result is beyond the dtype."""
-    origin = cause.results[cause.origin]
-    if not origin.is_narrow:
-        return None
+    first = "is the first operation with finite inputs whose results are not finite"
+    if in_every_dtype:
+        why = f"{origin.type} {first}, in float32, too: {cause.counted()}"
+        return Said(origin.at, IN_ANY_DTYPE, why, causes.CURES["not finite"])
     largest = LARGEST.get(origin.dtype)
     beyond = f" (the largest {origin.dtype} is {largest:,.0f})" if largest else ""
     more, cure = "", causes.CURES["too large"]
     if origin.dtype == "float16":
         cure = causes.CURES["too large for float16"]
-    if in_float32 := int(cause.bad[cause.origin]):
+    if in_float32:
         more = f" {in_float32:,} of its results are not finite in float32, either."
         cure = causes.CURES["too large for float32"]
     later = cure[0].lower() + cure[1:]
@@ -330,10 +340,5 @@ def _overflow(cause: _Cause, largest_input: float, largest_weight: float) -> Sai
     elif largest_input >= causes.LARGE_INPUTS:
         more += f" The inputs of the batch reach {largest_input:.3g}."
         cure = causes.CURES["inputs"] + later
-    return Said(
-        OVERFLOW,
-        f"{origin.type} in {origin.dtype} is the first operation with finite inputs whose results "
-        f"are not finite{beyond}: {cause.counted()}{more}",
-        cure,
-        at=origin.at,
-    )
+    why = f"{origin.type} in {origin.dtype} {first}{beyond}: {cause.counted()}{more}"
+    return Said(origin.at, OVERFLOW, why, cure)

@@ -1,14 +1,11 @@
-"""What all tools have in common: findings, their causes and cures, a text, and JSON.
-
-What `check` finds in a step is a `Hazard`: a function that measures, and one that judges numbers.
-"""
+"""What all tools have in common: findings, their causes and cures, a text, and JSON."""
 
 import dataclasses
 import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -160,51 +157,42 @@ CURES = {
 
 
 class Said(NamedTuple):
-    """What a judge says: a finding without its place.
+    """A finding, in a step that was traced.
 
     Attributes:
+        at: an operation of the graph, or words for what it is about.
         hazard: str. Its name.
         why: str. Why it matters, with the numbers.
         cure: str. What to change.
-        at: the operation that it is about, if it is another one than that which was observed.
-        where: str. What it is about, if that is no layer.
     """
 
+    at: Any
     hazard: str
     why: str
     cure: str
-    at: Any = None
-    where: str | None = None
-
-    def finding(self, where: str, line: Line | None) -> Finding:
-        """Returns the finding, given what it is about if the judge has not said that."""
-        return Finding(self.hazard, self.where or where, line, self.why, self.cure)
 
 
 class Observed:
-    """Something that may be a hazard, with the numbers that tell.
+    """Something in a traced step that may be a hazard, with what tells whether it is one.
 
     Args:
         at: an operation, or words for what it is about.
-        **numbers: tensors of the graph, which are computed together with the step; or what is
-            known already.
+        hazard: str. Its name.
+        why: str. Why it matters, with the names of numbers in braces, as `str.format` takes them.
+        cure: str. What to change.
+        matters: whether it does harm: a tensor of the graph, or True.
+        **numbers: tensors of the graph, which are computed together with the step.
     """
 
-    def __init__(self, at: Any, /, **numbers: Any) -> None:
-        self.at, self.numbers = at, numbers
+    def __init__(
+        self, at: Any, hazard: str, why: str, cure: str, matters: Any = True, **numbers: Any
+    ) -> None:
+        self.numbers = {"matters": matters, **numbers}
+        self._said = Said(at, hazard, why, cure)
 
-
-class Hazard(NamedTuple):
-    """A known hazard of 16 bits.
-
-    Attributes:
-        measure: called with a `TracedStep`; yields what is `Observed`.
-        judge: called with the numbers of one, by name, each a number, a str or an array; returns
-            what is `Said`, or None. It needs neither a model nor a graph.
-    """
-
-    measure: Callable[[Any], Iterator[Observed]]
-    judge: Callable[..., Said | None]
+    def said(self, matters: bool, **numbers: Any) -> Said | None:
+        """Returns what is said, given the numbers; None if they show that nothing was lost."""
+        return self._said._replace(why=self._said.why.format(**numbers)) if matters else None
 
 
 def begun(

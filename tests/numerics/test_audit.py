@@ -90,11 +90,11 @@ def test_a_step_is_traced_once_for_batches_of_equal_shapes():
         return model.get_layer("count").traces - before, report
 
     small, large, short = ((x, CLASSES[: len(x)]) for x in (X * 1e-3, X, X[:4]))
-    once_, report = audited(small, large)
-    assert once_ == audited(small)[0]
-    assert audited(small, short)[0] == 2 * once_
+    (times, sound), (once_, report) = audited(small), audited(small, large)
+    assert once_ == times
+    assert audited(small, short)[0] == 2 * times
     # Each batch has its own numbers.
-    assert not audited(small)[1].findings
+    assert not sound.findings
     [finding] = report.findings
     assert "(On 1 of 2 batches.)" in finding.why
 
@@ -214,8 +214,9 @@ def test_many_defects_are_told_apart():
 
 
 @once
-def test_arrays_in_float64_are_no_finding():
-    assert not found(classifier(dense(16)), (X.astype("float64"), CLASSES))
+def test_arrays_in_float64_and_a_weight_of_a_loss_are_no_finding():
+    model = classifier(dense(16), loss_weights=100.0)
+    assert not found(model, (X.astype("float64"), CLASSES))
 
 
 def test_a_long_sum():
