@@ -308,8 +308,7 @@ def check(
             if step is None and not narrow.built:
                 narrow(batch.x, training=False)  # with random numbers of the program
             with own_thread.random_numbers():
-                how: dict[str, Any] = {"loss": loss, "step": step, "training": training}
-                return compare(*runners(narrow, batch, reference, **how))
+                return compare(*runners(narrow, batch, reference, loss, step, training))
         except Exception as error:  # A layer of the program may raise anything in eager.
             text, _, _ = str(error).partition(" Received: ")
             # What a `train_step` does with a batch need not be what `call` does.

@@ -29,11 +29,9 @@ from keras_mp.numerics.records import (
     ComparedLayer,
     Comparison,
     Distance,
-    LayerRecord,
     Noise,
     are_finite,
     array,
-    largest_gradient,
     relative,
     rms,
     sample,
@@ -222,66 +220,60 @@ def compare(narrow: Runner, wide: Runner) -> tuple[Comparison, Report]:
         other = wide.run()
         check_same_calls(run, other)
         progress.begin("the reference, with noise")
-        unit, references = UNIT_ROUNDOFF[run.dtype], layers_of(other)
+        unit, calls = UNIT_ROUNDOFF[run.dtype], other.measured()
         for seed in range(NOISY_RUNS):
-            moved = layers_of(wide.run(other.loss_scale, Noise(unit, seed)))
-            if [each.path for each in references] == [each.path for each in moved]:
-                for layer, again in zip(references, moved):
-                    layer.explain(again)
+            moved = wide.run(other.loss_scale, Noise(unit, seed)).measured()
+            if [each.path for each in calls] == [each.path for each in moved]:
+                for call, again in zip(calls, moved):
+                    call.explain(again)
         progress.begin("layers that are off, by themselves")
-        pairs = list(zip(layers_of(run), references))
-        report = _report(run, other, pairs, first_scale(narrow.model))
-        rows, culprits = _compare_calls(pairs, run, other, report)
+        pairs = list(zip(run.measured(), calls))
+        report = _report(run, other, first_scale(narrow.model))
+        rows, culprits = _compare_calls(pairs, unit, report)
     findings = [_finding(each, run.model) for each in culprits]
     losses = run.loss, other.loss
     found = Comparison(narrow.name, wide.name, rows, findings, losses, run.loss_scale)
     return found, report
 
 
-def layers_of(run: Run) -> list[LayerRecord]:
-    """Returns a record for each call of a run, with the gradients of the weights of its layer."""
-    names = {id(weight): name for name, weight in named_weights(run.model).items()}
-    layers = []
-    for call in run.calls:
-        found = enumerate(call.gradients)
-        gradients = {f"output {i}": each for i, each in found if each is not None}
-        for weight in getattr(call.layer, "trainable_weights", ()):
-            # A layer inside of another one comes first, so its weights are counted there.
-            name = names.pop(id(weight), None)
-            if name in run.gradients:
-                gradients[name] = run.gradients[name]
-        layers.append(LayerRecord.of(call, gradients, run.loss_scale))
-    return layers
+def _largest_gradient(calls: Iterable[Call]) -> float:
+    """Returns the size of the largest gradient."""
+    quantities = (each for call in calls for each in call.quantities.items())
+    return max((each.size for (side, _), each in quantities if side == "backward"), default=0.0)
 
 
 def _compare_calls(
-    pairs: Sequence[tuple[LayerRecord, LayerRecord]], run: Run, other: Run, report: Report
+    pairs: Sequence[tuple[Call, Call]], least: float, report: Report
 ) -> tuple[list[ComparedLayer], list[TooFar]]:
     """Measures how far each call is off, and names those that are so by themselves.
 
     Of nested layers, the innermost is named. A layer whose inputs are not finite is not blamed. If
     none is off by itself, it is the first one that is.
+
+    Args:
+        pairs: the calls in 16 bits, and those of the reference.
+        least: float. The unit roundoff of the run in 16 bits.
+        report: Report of both.
     """
-    largest = largest_gradient(other for _, other in pairs)
+    largest = _largest_gradient(wide for _, wide in pairs)
     rows: list[ComparedLayer] = []
     first: dict[str, list[TooFar]] = {side: [] for side in SIDES}
-    calls, least = [*zip(run.calls, other.calls)], UNIT_ROUNDOFF[run.dtype]
-    for both, (layer, reference) in zip(calls, pairs):
+    for call, wide in pairs:
         worst = []
         for side in SIDES:
-            found = layer.distances(reference, side, largest)
+            found = call.distances(wide, side, largest)
             distance = Distance.worst(list(found.values()))
             worst.append(distance)
             if _is_far(distance):
                 name = next(name for name in found if found[name] is distance)
-                what = _what(layer, reference, side, name)
-                first[side].append(TooFar(*both, side, distance, what))
-        rows.append(ComparedLayer(layer.path, layer.kind, layer.dtype, *worst))
+                what = _what(call, wide, side, name)
+                first[side].append(TooFar(call, wide, side, distance, what))
+        rows.append(ComparedLayer(call.path, call.kind, call.dtype, *worst))
     # Noise may explain as much, where nothing is left of a gradient.
     always = bool(first["backward"]) or any((row.lost or 0) > MANY_ZEROS for row in report.rows)
     forward: list[TooFar] = []
     backward: list[TooFar] = []
-    for i, (call, wide) in enumerate(calls):
+    for i, (call, wide) in enumerate(pairs):
         row = rows[i]
         if any(culprit.call in call.inside for culprit in forward):
             continue
@@ -345,24 +337,25 @@ def _alone(
         # spoilt already.
         return row, ""
 
-    def recorded(replayed: Run) -> LayerRecord:
-        return LayerRecord.of(replayed.calls[-1], replayed.gradients)
+    def measured(replayed: Run) -> Call:
+        return replayed.calls[-1].measure(replayed.gradients)
 
-    layer, exact = recorded(narrow), recorded(replay(call, wide.layer, upstream, "float32"))
+    own, exact = measured(narrow), measured(replay(call, wide.layer, upstream, "float32"))
     for seed in range(NOISY_RUNS):
         noise = Noise(UNIT_ROUNDOFF[call.dtype], seed)
-        exact.explain(recorded(replay(call, wide.layer, upstream, "float32", noise)))
-    largest = largest_gradient([exact])
-    own = [Distance.worst(list(layer.distances(exact, side, largest).values())) for side in SIDES]
-    moved = [each.explained / each.size for each in exact.forward.values() if each.size]
+        exact.explain(measured(replay(call, wide.layer, upstream, "float32", noise)))
+    found = (own.distances(exact, side, _largest_gradient([exact])) for side in SIDES)
+    output, gradient = (Distance.worst(list(each.values())) for each in found)
+    outputs = (each for (side, _), each in exact.quantities.items() if side == "forward")
+    moved = [each.explained / each.size for each in outputs if each.size]
     times, amplifies = max(moved, default=0.0) / (NOISE * UNIT_ROUNDOFF[call.dtype]), ""
     if rises and (times > _AMPLIFIES or made > _OFF):
         amplifies = (
             f"it amplifies rounding by {times:,.0f}; its inputs are off by {taken:.2%}, its "
             f"outputs by {made:.1%} of their size"
         )
-    of_gradients = own[1] if are_finite(upstream) else None
-    return dataclasses.replace(row, own_output=own[0], own_gradient=of_gradients), amplifies
+    gradient = gradient if are_finite(upstream) else None
+    return dataclasses.replace(row, own_output=output, own_gradient=gradient), amplifies
 
 
 def _off_before(call: Call, wide: Call) -> float:
@@ -390,9 +383,9 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _what(layer: LayerRecord, other: LayerRecord, side: str, name: str) -> str:
+def _what(call: Call, wide: Call, side: str, name: str) -> str:
     """Returns what is wrong with a tensor of a layer, as far as its numbers tell."""
-    value, reference = getattr(layer, side)[name], getattr(other, side)[name]
+    value, reference = call.quantities[side, name], wide.quantities[side, name]
     title = "the output" if side == "forward" else "the gradient of the output"
     if not name.startswith("output"):
         title = f"the gradient of {name}"
@@ -402,7 +395,7 @@ def _what(layer: LayerRecord, other: LayerRecord, side: str, name: str) -> str:
         return f"{title} has {value.not_finite:,} numbers that are not finite"
     zeros = underflow(value.values, reference.values)
     if zeros > MANY_ZEROS:
-        return f"underflow: {zeros:.0%} of {title} is 0 in {layer.dtype} and not in the reference"
+        return f"underflow: {zeros:.0%} of {title} is 0 in {call.dtype} and not in the reference"
     return f"{title} drifts further than rounding explains"
 
 
@@ -506,12 +499,12 @@ def _not_finite(op: Operation, exact: Operation, dtype: str) -> str:
             f"overflow: {kind}{of_terms} reaches {reached:.3g}; the largest {dtype} is "
             f"{_largest(dtype)}"
         )
-    if kind in _POLES and any((values == 0).any() for values in _arrays(op.inputs)):
-        return f"{kind} of zero: {bad} in {dtype}"
     if terms > 1:
         only = f"though the result is only {reached:.3g}"
         return f"overflow inside of {kind}{of_terms} {only}: {bad} in {dtype}"
-    return f"{kind}: {bad} in {dtype}; in float32 they reach {reached:.3g}"
+    is_pole = kind in _POLES and any((values == 0).any() for values in _arrays(op.inputs))
+    of_zero = " of zero" if is_pole else ""
+    return f"{kind}{of_zero}: {bad} in {dtype}; in float32 they reach {reached:.3g}"
 
 
 def _inexact(op: Operation, exact: Operation, dtype: str) -> str:
@@ -560,15 +553,12 @@ def _terms(operation: Operation) -> int:
     return 1
 
 
-def _report(
-    run: Run, other: Run, pairs: Sequence[tuple[LayerRecord, LayerRecord]], scale: float
-) -> Report:
+def _report(run: Run, other: Run, scale: float) -> Report:
     """Returns the exponents of the reference, each with the dtype that it has in 16 bits.
 
     Args:
         run: Run in 16 bits.
         other: Run in float32.
-        pairs: the records of both.
         scale: float. The loss scale that training begins with.
     """
     layers, rows = layers_by_path(run.model), {}
@@ -587,20 +577,21 @@ def _report(
 
     names = {id(weight): name for name, weight in named_weights(run.model).items()}
     both = {
-        name: (value.backward[name], exact.backward[name])
-        for value, exact in pairs
-        for name in value.backward.keys() & exact.backward.keys()
+        key[1]: (call.quantities[key], exact)
+        for call, wide in zip(run.calls, other.calls)
+        for key, exact in wide.quantities.items()
+        if key[0] == "backward" and key in call.quantities
     }
     for path, (weight, layer) in variables_by_path(run.model).items():
         if (name := names[id(weight)]) in both:
             add("gradient", path, layer.compute_dtype, other.gradients[name], *both[name])
-    for call, wide, (value, exact) in zip(run.calls, other.calls, pairs):
+    for call, wide in zip(run.calls, other.calls):
         if call.path not in layers or isinstance(call.layer, tf.keras.Model):
             continue
         for i, (output, tensor) in enumerate(zip(call.outputs, wide.outputs)):
-            name, dtype = f"output {i}", output.dtype.name
+            key, dtype = ("backward", f"output {i}"), output.dtype.name
             add("output", call.path, dtype, tensor)
-            found = value.backward.get(name), exact.backward.get(name)
+            found = call.quantities.get(key), wide.quantities.get(key)
             if all(found):
                 add("output gradient", call.path, dtype, wide.gradients[i], *found)
     return Report(

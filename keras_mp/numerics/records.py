@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any, cast
 
@@ -281,76 +281,6 @@ class Quantity:
         return self.explained > _NOISE * self.size
 
 
-@dataclasses.dataclass
-class LayerRecord:
-    """One call of a layer.
-
-    Attributes:
-        path: str. The names of the layers from below the model to this one; of the model its name.
-        kind: str. Its class.
-        dtype: str. The narrowest dtype that it computes in or returns.
-        forward: dict of str to Quantity. What it returned.
-        backward: dict of str to Quantity. The gradients of that, and of its inputs or weights.
-    """
-
-    path: str
-    kind: str
-    dtype: str
-    forward: dict[str, Quantity] = dataclasses.field(default_factory=dict)
-    backward: dict[str, Quantity] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of(cls, call: Any, gradients: Mapping[str, tf.Tensor], scale: float = 1.0) -> "LayerRecord":
-        """Makes the record of a call, and of gradients by name, which are divided by a scale."""
-        forward = {f"output {i}": Quantity.of(each) for i, each in enumerate(call.outputs)}
-        backward = {name: Quantity.of(each, scale) for name, each in gradients.items()}
-        return cls(call.path, call.kind, call.dtype, forward, backward)
-
-    def explain(self, moved: "LayerRecord") -> None:
-        """Raises what rounding explains to what noise has moved.
-
-        Args:
-            moved: the same call, with noise.
-        """
-        for side in SIDES:
-            for name, quantity in getattr(self, side).items():
-                found = getattr(moved, side).get(name)
-                # A tensor that its layer returns and uses has no gradient once noise replaces it.
-                distance = math.inf if found is None else apart(found.values, quantity.values)
-                quantity.explained = max(quantity.explained, distance)
-
-    def distances(self, other: "LayerRecord", side: str, largest: float) -> dict[str, Distance]:
-        """Measures how far the tensors of a call are from those of the reference, by their names.
-
-        Args:
-            other: the same call in the reference, of which it is known what rounding explains.
-            side: "forward" or "backward".
-            largest: what `largest_gradient` says of all gradients that are known.
-        """
-        unit = max(UNIT_ROUNDOFF[self.dtype], UNIT_ROUNDOFF[other.dtype])
-        found = {}
-        for name, value in getattr(self, side).items():
-            reference = getattr(other, side).get(name)
-            if reference is None:
-                continue
-            of = Distance.of(
-                value.values,
-                reference.values,
-                reference.explained,
-                unit,
-                largest if side == "backward" else 0.0,
-            )
-            # Those may not be in the sample of a large tensor.
-            is_bad = value.not_finite and not reference.not_finite
-            found[name] = Distance(math.inf, math.inf) if is_bad else of
-        return found
-
-
-def largest_gradient(layers: Iterable[LayerRecord]) -> float:
-    """Returns the root mean square of the largest gradient."""
-    return max((each.size for of in layers for each in of.backward.values()), default=0.0)
-
-
 @dataclasses.dataclass(frozen=True)
 class ComparedLayer:
     """One call of a layer.
@@ -454,13 +384,13 @@ class Comparison(Result):
         return bool(self.findings) or math.isfinite(self.losses[1])
 
     def _lines(self, rows: int | None) -> Iterable[str]:
-        if rows is None:
-            return self._all_lines(rows)
-        if self.is_judged and not self.findings:
+        if rows is not None and self.is_judged and not self.findings:
             names = (text_tables.fitted(each, 30) for each in (self.name, self.reference))
             return [f"{_EXPLAINED} {' and '.join(names)}"]
+        lines = self._all_lines(rows)
         # Sentences are wrapped; lines of a table are short enough.
-        return (part for line in self._all_lines(rows) for part in text_tables.wrapped(line, "   "))
+        wrapped = (part for line in lines for part in text_tables.wrapped(line, "   "))
+        return lines if rows is None else wrapped
 
     def _all_lines(self, rows: int | None) -> Iterator[str]:
         scope = f", the worst of {self.batches} batches" if self.batches > 1 else ""

@@ -24,7 +24,14 @@ from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models.layer_paths import layers_by_path, native_variable, variables_by_path
 from keras_mp.numerics import own_thread
 from keras_mp.numerics.batches import Batch, Structure
-from keras_mp.numerics.records import UNIT_ROUNDOFF, Noise, are_finite
+from keras_mp.numerics.records import (
+    UNIT_ROUNDOFF,
+    Distance,
+    Noise,
+    Quantity,
+    apart,
+    are_finite,
+)
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import marks
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -63,6 +70,8 @@ class Call:
         trained_through: set of the ids of those arguments whose gradients training computes, since
             trainable weights lie before them. Empty until a backward pass has told.
         is_widened: whether the model has computed its outputs in float32, to return them.
+        quantities: dict of what was measured of its tensors, by side ("forward" or "backward") and
+            name, such as "output 0" or "kernel". Empty until `measure` is called.
     """
 
     path: str
@@ -76,13 +85,14 @@ class Call:
     gradients: list[tf.Tensor | None] = dataclasses.field(default_factory=list)
     trained_through: set[int] = dataclasses.field(default_factory=set)
     is_widened: bool = False
+    quantities: dict[tuple[str, str], Quantity] = dataclasses.field(default_factory=dict)
 
     @property
     def inputs(self) -> list[tf.Tensor]:
         """The floating-point tensors among its arguments."""
         return floating((self.args, self.kwargs))
 
-    @property
+    @functools.cached_property
     def dtype(self) -> str:
         """The coarsest of the dtypes of inputs and outputs and of the compute dtypes.
 
@@ -93,6 +103,46 @@ class Call:
             dtypes += [layer.compute_dtype for layer in keras_api.flatten_layers(self.layer)]
         known = [dtype for dtype in dtypes if dtype in UNIT_ROUNDOFF]
         return max(known, key=UNIT_ROUNDOFF.__getitem__, default="float32")
+
+    def measure(self, gradients: Mapping[str, tf.Tensor], scale: float = 1.0) -> "Call":
+        """Measures its outputs, and gradients by name, which are divided by a scale."""
+        outputs = {("forward", f"output {i}"): Quantity.of(e) for i, e in enumerate(self.outputs)}
+        backward = {("backward", name): Quantity.of(e, scale) for name, e in gradients.items()}
+        self.quantities = outputs | backward
+        return self
+
+    def explain(self, moved: "Call") -> None:
+        """Raises what rounding explains to what noise has moved.
+
+        Args:
+            moved: the same call, with noise.
+        """
+        for key, quantity in self.quantities.items():
+            found = moved.quantities.get(key)
+            # A tensor that its layer returns and uses has no gradient once noise replaces it.
+            distance = math.inf if found is None else apart(found.values, quantity.values)
+            quantity.explained = max(quantity.explained, distance)
+
+    def distances(self, other: "Call", side: str, largest: float) -> dict[str, Distance]:
+        """Measures how far its tensors are from those of the reference, by their names.
+
+        Args:
+            other: the same call in the reference, of which it is known what rounding explains.
+            side: "forward" or "backward".
+            largest: the size of the largest gradient that is known.
+        """
+        unit, found = max(UNIT_ROUNDOFF[self.dtype], UNIT_ROUNDOFF[other.dtype]), {}
+        beside = largest if side == "backward" else 0.0
+        for key, value in self.quantities.items():
+            reference = other.quantities.get(key)
+            if key[0] != side or reference is None:
+                continue
+            both = value.values, reference.values
+            found[key[1]] = Distance.of(*both, reference.explained, unit, beside)
+            if value.not_finite and not reference.not_finite:
+                # Those may not be in the sample of a large tensor.
+                found[key[1]] = Distance(math.inf, math.inf)
+        return found
 
 
 class Watch(LayerObserver):
@@ -326,6 +376,20 @@ class Run(NamedTuple):
     def outputs(self) -> list[tf.Tensor]:
         """The floating-point tensors that the last call returned."""
         return self.calls[-1].outputs
+
+    def measured(self) -> list[Call]:
+        """Measures all calls, with the gradients of the weights of their layers."""
+        names = {id(weight): name for name, weight in named_weights(self.model).items()}
+        for call in self.calls:
+            found = enumerate(call.gradients)
+            gradients = {f"output {i}": each for i, each in found if each is not None}
+            for weight in getattr(call.layer, "trainable_weights", ()):
+                # A layer inside of another one comes first, so its weights are counted there.
+                name = names.pop(id(weight), None)
+                if name in self.gradients:
+                    gradients[name] = self.gradients[name]
+            call.measure(gradients, self.loss_scale)
+        return self.calls
 
     def all_gradients(self) -> list[tf.Tensor]:
         """The gradients of outputs and of weights, multiplied by the loss scale."""
