@@ -474,7 +474,7 @@ class _Search:
             reference = _Reference(batch, numbers, results, noise, scale)
             self._references.append(reference)
             self._errors[frozenset(candidates), i] = _apart(narrow, reference)
-            for path, error in self._own_errors(candidates, narrow, wide).items():
+            for path, error in self._own_errors(candidates, narrow, wide, scale).items():
                 own[path] = max(own[path], error)
         return own
 
@@ -555,7 +555,9 @@ class _Search:
             )
         return loss
 
-    def _own_errors(self, candidates: Sequence[str], narrow: Run, wide: Run) -> dict[str, float]:
+    def _own_errors(
+        self, candidates: Sequence[str], narrow: Run, wide: Run, scale: float
+    ) -> dict[str, float]:
         """Runs each layer in both dtypes, on the inputs that it had in float32."""
         paths = {id(self.units[path]): path for path in candidates}
         errors: dict[str, float] = {}
@@ -565,8 +567,6 @@ class _Search:
                 continue
             upstream = exact_call.gradients
             exact = replay(exact_call, exact_call.layer, upstream)
-            # The scale that suits this layer alone.
-            scale = _scale_for([*upstream, *exact.gradients.values()])
             scaled = [None if each is None else each * scale for each in upstream]
             one = replay(exact_call, call.layer, scaled)
             both = [each for each in exact.gradients if each in one.gradients]
@@ -577,9 +577,9 @@ class _Search:
         return errors
 
 
-def _scale_for(gradients: Iterable[tf.Tensor | None]) -> float:
+def _scale_for(gradients: Iterable[tf.Tensor]) -> float:
     """Returns the largest usual loss scale at which gradients do not overflow in float16."""
-    sizes = (float(tf.reduce_max(tf.abs(g))) for g in gradients if g is not None)
+    sizes = (float(tf.reduce_max(tf.abs(each))) for each in gradients)
     largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
     if not largest:
         return INITIAL_LOSS_SCALE

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_mp
 from keras_mp import numerics
 from tests.numerics.tools import dense, sequential
 
@@ -25,7 +26,10 @@ class Root(L.Layer):
 
 def model(policy):
     layers = dense(6, name="first"), lambda: Root(name="root"), dense(2, name="last")
-    return sequential(*layers, shape=[6], policy=policy)
+    # The loss scale falls to 1 in a few steps.
+    optimizer = keras_mp.LossScaleOptimizer("sgd", keras_mp.DynamicLossScale(4.0))
+    optimizer = optimizer if policy == "mixed_float16" else "sgd"
+    return sequential(*layers, shape=[6], policy=policy, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -39,8 +43,7 @@ def test_check_knows_that_no_loss_scale_helps(dtype):
     assert "dynamic" not in str(found.advice())
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_its_cure_names_the_operation(dtype):
+def test_its_cure_names_the_operation():
     with pytest.raises(numerics.NotFiniteError, match="backward pass") as raised, numerics.watch():
-        model(f"mixed_{dtype}").fit(X, X[:, :2], verbose=0)
+        model("mixed_bfloat16").fit(X, X[:, :2], verbose=0)
     assert re.search(r"SqrtGrad in \S*root", str(raised.value))

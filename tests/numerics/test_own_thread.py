@@ -45,7 +45,7 @@ X, Y = tf.ones([4, 4]), tf.ones([4, 1])
 
 TOOLS = {
     "compare": lambda model: compare(model, X, Y, policy="mixed_float16"),
-    "tune": lambda model: keras_mp.numerics.tune(model, [(X, Y), (X, Y)], dtype="bfloat16"),
+    "tune": lambda model: keras_mp.numerics.tune(model, (X, Y), dtype="bfloat16"),
     "audit": lambda model: audit(model, (X, Y)),
     "census": lambda model: census(model, (X, Y)),
     "step_times": lambda model: step_times(model, (X, Y), steps=1),

@@ -37,10 +37,10 @@ def model_with_norm():
 def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_path):
     model = model_with_norm()
     before = model.get_weights()
-    tuned = tune(model, batches(6))
+    tuned = tune(model, batches())
     assert {path for path, policy in tuned.policies.items() if policy == "float32"} == {"norm"}
     assert tuned.share == pytest.approx(1024 / 1072)
-    assert (len(tuned.errors), len(tuned.held_out)) == (4, 2)
+    assert (len(tuned.errors), len(tuned.held_out)) == (3, 1)
     assert all(0 < each.largest <= 0.05 for each in (*tuned.errors, *tuned.held_out))
     rows = {layer.path: layer for layer in tuned.layers}
     assert rows["norm"].error == 1.0  # it divides by infinity
@@ -49,8 +49,7 @@ def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_pat
     assert 0 < rows["first"].error < 0.002
     for was, weight in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(was, weight)
-    again = tune(model, batches(6))
-    assert again == tuned
+    assert tune(model, batches()) == tuned
     # What it made is what its policies make, as a dict, as JSON and as itself; and can be saved.
     path = tmp_path / "policies.json"
     text = tuned.to_json(path)
@@ -77,7 +76,7 @@ def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_pat
 
 @once
 def test_bfloat16_holds_what_float16_does_not():
-    tuned = tune(model_with_norm(), batches(), dtype="bfloat16", tolerance=0.1)
+    tuned = tune(model_with_norm(), batches(2), dtype="bfloat16", tolerance=0.1)
     assert set(tuned.policies.values()) == {"mixed_bfloat16"}
     assert tuned.loss_scale is None
     assert tuned.model.layers[-1].compute_dtype == "bfloat16"
@@ -87,8 +86,8 @@ def test_bfloat16_holds_what_float16_does_not():
 def test_layers_go_back_for_the_batches_that_are_kept_aside():
     model = model_with_norm()
     # Small numbers do not overflow, so that only a batch that is held out tells.
-    held_out = batches(2, seed=1)
-    small = batches(2, size=0.01)
+    held_out = batches(1, seed=1)
+    small = batches(1, size=0.01)
     assert "float32" not in tune(model, small, held_out=batches(1, 0.01)).policies.values()
     tuned = tune(model, small, held_out=held_out)
     assert tuned.policies["norm"] == "float32"
@@ -116,8 +115,8 @@ def test_the_promise_holds_where_it_is_measured_by_other_means():
     x = L.Dense(16, "tanh", name="second")(Norm(name="norm")(x))
     model = K.Model(inputs, L.Dense(2, name="last")(x))
     model.compile("sgd", "mse")
-    small, aside = batches(3, size=0.01), batches(2, size=0.02, seed=1)
-    for tolerance in (4e-4, 8e-4, 4e-3):
+    small, aside = batches(2, size=0.01), batches(2, size=0.02, seed=1)
+    for tolerance in (8e-4, 4e-3):
         tuned = tune(model, small, held_out=aside, tolerance=tolerance)
         for x, y in (*small, *aside):
             mixed, exact = results(tuned.model, x, y, 2.0**15), results(model, x, y, 1.0)
@@ -128,7 +127,7 @@ def test_the_promise_holds_where_it_is_measured_by_other_means():
 
 @once
 def test_no_tolerance_no_16_bits():
-    tuned = tune(model_with_norm(), batches(), tolerance=1e-9)
+    tuned = tune(model_with_norm(), batches(2), tolerance=1e-9)
     # What changes no number may still go: the next layer reads what a preprocessing layer returns
     # unrounded.
     in_16_bits = {layer.path for layer in tuned.layers if layer.is_in_16_bits}
@@ -150,7 +149,7 @@ def nested(shared=True):
 @once
 def test_nested_models_shared_layers_and_patterns():
     model = nested()
-    tuned = tune(model, batches(), leave_out=["inner/b", "*norm*"])
+    tuned = tune(model, batches(2), leave_out=["inner/b", "*norm*"])
     found = dtypes(tuned.model)
     units = {layer.path: layer for layer in tuned.layers}
     assert set(units) == {"inner/a", "inner/b", "norm", "reshape", "around", "head"}
@@ -230,7 +229,7 @@ def test_the_example_of_the_page():
     page = pathlib.Path(__file__).parents[2] / "docs" / "numerics.md"
     section = page.read_text().partition("## A policy for each layer")[2]
     [program] = re.findall(r"```python\n([^`]*tune\([^`]*)```", section)
-    names = {"keras_mp": keras_mp, "model": model_with_norm(), "batches": batches()}
+    names = {"keras_mp": keras_mp, "model": model_with_norm(), "batches": batches(2)}
     exec(program, names)
     assert dtypes(names["mixed"]) == dtypes(names["tuned"].model)
 
