@@ -5,6 +5,7 @@ Many losses and optimizers share one scale.
 PyTorch's AMP feature proposal, "Gradient scaling".
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,9 +14,8 @@ import tensorflow as tf
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.hooks import observers
 from keras_mp.step import gradients, replicas, state_rollback
-from keras_mp.step.dynamic_loss_scale import DynamicLossScale
 from keras_mp.step.grad_scaler_calls import GradScalerCalls
-from keras_mp.step.loss_scales import FixedLossScale, LossScale
+from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.other_adapters import other_adapter
 from keras_mp.step.scaled_step import make_step
@@ -245,11 +245,9 @@ class GradScaler(ScalerProperties, tf.Module):
             new_scale = self._checked_scale(new_scale)
         has_stepped = self._step_calls.update(begins_anew=new_scale is not None)
 
-        def move(tensors: list[tf.Tensor]) -> None:
-            if self._scaler.can_skip:
-                self._scaler.update(has_stepped, *tensors)
-
-        replicas.once_for_all_replicas(move, [] if new_scale is None else [new_scale])
+        if self._scaler.can_skip:
+            update = functools.partial(self._scaler.update, has_stepped, new_scale)
+            replicas.once_for_all_replicas(update)
         state_rollback.begin()
 
     def get_config(self) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.dynamic_loss_scale import DynamicLossScale
-from keras_mp.step.loss_scales import CLASSES, LARGEST, FixedLossScale, LossScale
-from keras_mp.step.schedule import INITIAL_LOSS_SCALE, MIN_LOSS_SCALE, LossScaleState, next_state
+from keras_mp.step.loss_scales import CLASSES, DynamicLossScale, FixedLossScale, LossScale
+from keras_mp.step.schedule import INITIAL_LOSS_SCALE, LossScaleState, Schedule, next_state
 from keras_mp.support import messages
 
 __all__ = [
@@ -28,15 +27,7 @@ LossScaleArgument = LossScale | float | str | dict[str, Any] | None
 # It equals `serialize(DynamicLossScale())`, which would make variables.
 DEFAULT_DYNAMIC = {
     "class_name": "DynamicLossScale",
-    "config": {
-        "initial_loss_scale": INITIAL_LOSS_SCALE,
-        "increment_period": 2000,
-        "multiplier": 2.0,
-        "backoff_multiplier": 0.5,
-        "hysteresis": 1,
-        "min_loss_scale": MIN_LOSS_SCALE,
-        "max_loss_scale": LARGEST,
-    },
+    "config": {"initial_loss_scale": INITIAL_LOSS_SCALE, **Schedule().get_config()},
 }
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.grad_scaler import GradScaler
 from keras_mp.step import finiteness, gradients, replicas, scaled_losses
-from keras_mp.step.dynamic_loss_scale import DynamicLossScale
+from keras_mp.step.loss_scales import DynamicLossScale
 from keras_mp.step.schedule import MIN_LOSS_SCALE
 from keras_mp.support import host, validation
 from keras_mp.support.autograph import do_not_convert
@@ -241,16 +241,15 @@ class LossScaleGradientTape(tf.GradientTape):
             scale, *verdicts = tf.unstack(tf.reduce_min(replicas.gather(tf.stack(own)), 0))
             finite, loss_is_finite = (verdict > 0 for verdict in verdicts)
 
-        def move(tensors: list[tf.Tensor]) -> None:
-            start, lowered, finite, loss_is_finite = tensors
+        def fall() -> None:
+            loss_scale.fall_to(scale)
 
-            def count() -> None:
-                if self._scaler is None:  # A GradScaler counts by itself.
-                    loss_scale.move(finite, loss_is_finite)
+        def count() -> None:
+            if self._scaler is None:  # A GradScaler counts by itself.
+                loss_scale.move(finite, loss_is_finite)
 
-            tf.cond(finite & (lowered < start), lambda: loss_scale.fall_to(lowered), count)
-
-        replicas.once_for_all_replicas(move, [start, scale, finite, loss_is_finite])
+        has_fallen = finite & (scale < start)
+        replicas.once_for_all_replicas(lambda: tf.cond(has_fallen, fall, count))
 
 
 def _rare_loop(

@@ -31,12 +31,14 @@ _CALLS = [
 _VARIABLES = ["tests/variables/test_casts.py", "tests/variables", "tests/layers"]
 _TESTS = {
     "keras_mp/step/gradients.py": ["tests/step/test_gradients.py", *_STEP, "tests/replicas"],
-    "keras_mp/step/finiteness.py": ["tests/step/test_gradients.py", *_STEP, "tests/replicas"],
+    "keras_mp/step/finiteness.py": [
+        *("tests/step/test_gradients.py", "tests/step/test_overflows.py"),
+        *(*_STEP, "tests/replicas"),
+    ],
     "keras_mp/step/replicas.py": ["tests/test_all_reduce_optimizer.py", *_STEP, "tests/replicas"],
     "keras_mp/step/loss_scales.py": ["tests/step/test_loss_scale.py", *_STEP],
     "keras_mp/step/schedule.py": ["tests/step/test_loss_scale.py", *_STEP],
     "keras_mp/step/scaled_step.py": ["tests/step/test_skipped_steps.py", *_STEP, "tests/replicas"],
-    "keras_mp/step/not_finite.py": ["tests/step/test_overflows.py", *_STEP, "tests/replicas"],
     "keras_mp/step/overflow.py": ["tests/step/test_overflows.py", *_STEP],
     "keras_mp/step/skip_report.py": ["tests/step/test_skipped_steps.py", *_STEP],
     "keras_mp/step/scaler.py": [

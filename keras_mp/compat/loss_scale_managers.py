@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.loss_scales import LARGEST, SMALLEST, LossScale, state_variable
-from keras_mp.step.schedule import LossScaleState, bad_steps_after
+from keras_mp.step.loss_scales import LossScale, state_variable
+from keras_mp.step.schedule import LARGEST, SMALLEST, LossScaleState, bad_steps_after
 from keras_mp.support import host, validation
 
 
@@ -278,7 +278,7 @@ class ManagedLossScale(LossScale):
         finite: bool | tf.Tensor,
         loss_is_finite: bool | tf.Tensor = False,
         when: bool | tf.Tensor = True,
-    ) -> tuple[list[Any], tf.Tensor]:
+    ) -> list[Any]:
         """Lets the manager move the scale, as a step does.
 
         Args:
@@ -287,15 +287,14 @@ class ManagedLossScale(LossScale):
             when: bool, or bool scalar tensor. If it is False, nothing is moved. Defaults to True.
 
         Returns:
-            tuple of a list of operations and of the number of steps skipped in a row, an int64
-            scalar tensor.
+            list of operations.
         """
         del loss_is_finite
-        num_bad_steps = bad_steps_after(self.num_bad_steps, finite)
         operations: list[Any] = []
 
         def move() -> None:
             operations.append(self._manager.update_loss_scale(tf.convert_to_tensor(finite)))
+            num_bad_steps = bad_steps_after(self.num_bad_steps, finite)
             operations.append(self.num_bad_steps.assign(num_bad_steps, read_value=False))
 
         if when is True:
@@ -303,7 +302,7 @@ class ManagedLossScale(LossScale):
         else:  # the manager assigns by itself
             tf.cond(when, move, lambda: None)
             operations.clear()  # They may be those of a branch.
-        return [each for each in operations if each is not None], num_bad_steps
+        return [each for each in operations if each is not None]
 
     def get_config(self) -> dict[str, Any]:
         """Returns `{"manager": ...}`."""

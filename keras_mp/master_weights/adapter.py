@@ -75,7 +75,7 @@ class Float32Adapter(DelegatingAdapter):
         rounds = self._method == "stochastic_rounding" or self._slot_dtype != tf.float32
         needs_seed = rounds and self.updates.seed is None
 
-        def build(_: object = None) -> None:
+        def build() -> None:
             with tf.init_scope():
                 for variable in new:
                     self._add_view(variable)
@@ -88,7 +88,7 @@ class Float32Adapter(DelegatingAdapter):
 
         if new or needs_seed:
             # The first step of a `fit` of Keras 2 calls this on each replica.
-            replicas.once_for_all_replicas(build, [])
+            replicas.once_for_all_replicas(build)
         else:
             build()
 

@@ -25,8 +25,7 @@ from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy
 from keras_mp.step import scaled_losses
-from keras_mp.step.dynamic_loss_scale import DynamicLossScale
-from keras_mp.step.loss_scales import LossScale
+from keras_mp.step.loss_scales import DynamicLossScale, LossScale
 from keras_mp.support import host, messages
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert

@@ -1,16 +1,28 @@
-"""Tests whether gradients are finite.
+"""Tests whether gradients are finite, and counts what is not in a skipped step.
 
-RFC 293, "LossScaleOptimizer Overview". This module needs TensorFlow only.
+RFC 293, "LossScaleOptimizer Overview". A good step only tests its gradients. This module needs
+TensorFlow only.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from keras_mp.step.gradients import MANY, Gradient, is_small
+from keras_mp.step import replicas
+from keras_mp.step.gradients import MANY, Gradient, concat, is_small
 from keras_mp.support import host, kept_casts
+from keras_mp.support.autograph import do_not_convert
+from keras_mp.support.dtypes import LOW_PRECISION
+
+# The dtype of counts, which are exact up to 2**53. GPUs have no kernels that sum up int64 segments,
+# so the host would have to wait for the counts.
+COUNTS = tf.float64
+# They stand in place of counts: of values that were only found, not counted; of a loss that is not
+# known; and of one of a replica without examples.
+UNCOUNTED, UNKNOWN, NO_EXAMPLES = -1.0, -1e6, -2e6
 
 
 def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
@@ -60,7 +72,12 @@ def _tested_values(gradients: Sequence[Gradient]) -> Iterator[tf.Tensor]:
         if gradient is None or gradient.dtype.is_integer:
             continue
         values = gradient if isinstance(gradient, tf.Tensor) else _magnitudes_of_sums(gradient)
-        yield tf.math.real(values) + tf.math.imag(values) if values.dtype.is_complex else values
+        yield _real(values)
+
+
+def _real(values: tf.Tensor) -> tf.Tensor:
+    """Returns real numbers that are finite where values are."""
+    return tf.math.real(values) + tf.math.imag(values) if values.dtype.is_complex else values
 
 
 def _all_finite_in_xla(gradients: Sequence[Gradient]) -> tf.Tensor:
@@ -116,3 +133,98 @@ def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
 
 def _add(tensors: list[tf.Tensor]) -> tf.Tensor:
     return tf.add_n(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def count_of_replicas(
+    of_replicas: Sequence[tuple[Sequence[tf.Tensor], Sequence[Gradient], tf.Tensor | None]],
+    totals: Sequence[Gradient] | None,
+    count: int,
+) -> tf.Tensor:
+    """Counts infinite values and NaNs on all replicas.
+
+    Args:
+        of_replicas: for all replicas of this process, or only for the one that calls this: its
+            losses, its gradients, and a bool scalar tensor that tells whether it has examples, or
+            None. The counts of other replicas are added.
+        totals: the gradients that were tested, if these are others. They are the same on all
+            replicas.
+        count: int. The number of gradients that are counted; those that a replica lacks count as
+            finite.
+
+    Returns:
+        `COUNTS` tensor of shape [rows, 1 + count, 2], the same on every replica. Each replica has a
+        row, which begins with its losses; with `totals`, a last row is for them.
+    """
+    strategy = tf.distribute.get_strategy()
+    rows = []
+    for i, (losses, grads, has_examples) in enumerate(of_replicas):
+        device = strategy.extended.worker_devices[i] if len(of_replicas) > 1 else None
+        with tf.device(device):
+            row = _row(list(losses), [*grads, *[None] * (count - len(grads))])
+            if has_examples is not None:
+                loss = tf.where(has_examples, row[:1], tf.constant(NO_EXAMPLES, COUNTS))
+                row = tf.concat([loss, row[1:]], 0)
+            rows.append(row)
+    of_totals = [] if totals is None else [_row([], list(totals))]
+    if len(rows) == strategy.num_replicas_in_sync:
+        return tf.stack([*rows, *of_totals])
+
+    @do_not_convert
+    def gather() -> tf.Tensor:
+        return replicas.gather(rows[replicas.local_id()] if len(rows) > 1 else rows[0])
+
+    if tf.distribute.in_cross_replica_context():
+        of_each = strategy.extended.call_for_each_replica(gather)
+        gathered = strategy.experimental_local_results(of_each)[0]
+    else:
+        gathered = gather()
+    return tf.concat([gathered, *(each[tf.newaxis] for each in of_totals)], 0)
+
+
+@host.shared_operation
+def _row(losses: Sequence[tf.Tensor], gradients: Sequence[Gradient]) -> tf.Tensor:
+    counts = count_not_finite([*losses, *gradients])
+    loss = tf.fill([1, 2], tf.constant(UNKNOWN, COUNTS))
+    if losses:
+        loss = tf.reduce_sum(counts[: len(losses)], 0, keepdims=True)
+    return tf.concat([loss, counts[len(losses) :]], 0)
+
+
+def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
+    """Counts infinite values, and NaNs: a row of two numbers for each gradient.
+
+    Where XLA compiles, every step does so: values are only found, but for scalars.
+    """
+    rows: list[Any] = [tf.zeros([2], COUNTS)] * len(gradients)
+    alike: dict[tf.DType, list[int]] = {}
+    for i, gradient in enumerate(gradients):
+        if gradient is None or gradient.dtype.is_integer:
+            continue
+        if host.is_compiled_by_xla() and gradient.shape.rank != 0:
+            # The sums that the verdict needs anyway: XLA reads the gradient once for both.
+            is_finite = all_finite([gradient])
+            rows[i] = tf.fill([2], tf.where(is_finite, tf.constant(0, COUNTS), UNCOUNTED))
+        elif gradient.dtype.is_floating and is_small(gradient):
+            alike.setdefault(gradient.dtype, []).append(i)
+        else:
+            values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+            rows[i] = tf.stack([tf.reduce_sum(k) for k in _infs_and_nans(tf.reshape(values, [-1]))])
+    for group in alike.values():
+        small: list[Any] = [gradients[i] for i in group]
+        sizes = [each.shape.num_elements() for each in small]
+        whose = tf.constant(np.repeat(np.arange(len(group)), sizes))
+        add: Callable[[tf.Tensor], tf.Tensor] = functools.partial(
+            tf.math.unsorted_segment_sum, segment_ids=whose, num_segments=tf.constant(len(group))
+        )
+        kinds = tf.stack([add(kind) for kind in _infs_and_nans(concat(small))], 1)
+        for i, row in zip(group, tf.unstack(kinds)):
+            rows[i] = row
+    return tf.stack(rows) if rows else tf.zeros([0, 2], COUNTS)
+
+
+def _infs_and_nans(values: tf.Tensor) -> list[tf.Tensor]:
+    """Returns 1 where values are infinite, and 1 where they are NaN."""
+    values = _real(values)
+    if values.dtype in LOW_PRECISION:
+        values = kept_casts.as_float32(values)
+    return [tf.cast(kind, COUNTS) for kind in (tf.math.is_inf(values), tf.math.is_nan(values))]

@@ -117,7 +117,7 @@ class GradScalerCalls(Calls[_Step]):
             flat = (loss for loss in tf.nest.flatten(losses) if tf.is_tensor(loss))
             notes.losses = (*notes.losses, *flat)
             return losses
-        flat = [_checked_loss(loss) for loss in tf.nest.flatten(losses)]
+        flat = tf.nest.flatten(losses)
         with self._lock:
             step = self._of_this_step()
             if self._is_updated_elsewhere and step.has_stepped():
@@ -127,8 +127,7 @@ class GradScalerCalls(Calls[_Step]):
             goes_on = step.of_losses is Stage.SCALED
             scaled_by = self._scale_of(step) if goes_on else self._loss_scale()
             scaled = [gradients.scale_loss(loss, scaled_by) for loss in flat]
-            earlier = step.losses if goes_on else ()
-            self._note_losses(step, _AFTER_SCALING, scaled_by, (*earlier, *flat))
+            self._note_losses(step, _AFTER_SCALING, scaled_by, flat)
         return tf.nest.pack_sequence_as(losses, scaled)
 
     def refuse_tape_beside_scale(self) -> None:
@@ -146,9 +145,7 @@ class GradScalerCalls(Calls[_Step]):
             return
         with self._lock:
             self.refuse_tape_beside_scale()
-            step = self._of_this_step()
-            known = step.losses if step.of_losses is Stage.BY_TAPE else ()
-            self._note_losses(step, _AFTER_TAPE, self._loss_scale(), (*known, *losses))
+            self._note_losses(self._of_this_step(), _AFTER_TAPE, self._loss_scale(), losses)
 
     def unscale(
         self, grads: Sequence[Any], optimizer: Any = None, *, may_skip: bool = True
@@ -263,8 +260,10 @@ class GradScalerCalls(Calls[_Step]):
         step: _Step,
         after: Mapping[Stage, Stage],
         scaled_by: tf.Tensor,
-        losses: tuple[tf.Tensor, ...],
+        losses: Sequence[Any],
     ) -> None:
+        earlier = () if step.of_losses is Stage.READY else step.losses
+        losses = (*earlier, *map(tf.convert_to_tensor, losses))
         parts = {k: p._replace(stage=after.get(p.stage, p.stage)) for k, p in step.parts.items()}
         of_losses = after.get(step.of_losses, step.of_losses)
         self._note(step, scaled_by, of_losses=of_losses, parts=parts, losses=losses)
@@ -324,12 +323,6 @@ def _key_of(optimizer: Any) -> Any:
     if isinstance(optimizer, types.MethodType):
         return id(optimizer.__self__), optimizer.__func__
     return id(optimizer)
-
-
-def _checked_loss(loss: Any) -> tf.Tensor:
-    if loss is None:
-        raise TypeError("A loss must be a floating-point tensor. Received: None")
-    return tf.convert_to_tensor(loss)
 
 
 _NOT_MADE = "The step was not made: "

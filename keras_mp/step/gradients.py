@@ -324,12 +324,8 @@ class ScalingTape(tf.GradientTape):
         of_targets = output_gradients
         if of_targets is None:
             of_targets = tf.nest.map_structure(tf.ones_like, target)
-        scaled = tf.nest.map_structure(self._scaled, of_targets)
-        return self._unscaled(super().gradient(target, sources, scaled, *args, **kwargs))
-
-    def _scaled(self, value: tf.Tensor) -> tf.Tensor:
-        return value * tf.cast(self._loss_scale, value.dtype)
-
-    def _unscaled(self, computed: Any) -> Any:
+        flat = scale(tf.nest.flatten(of_targets), self._loss_scale)
+        scaled = tf.nest.pack_sequence_as(of_targets, flat)
+        computed = super().gradient(target, sources, scaled, *args, **kwargs)
         flat = unscale(tf.nest.flatten(computed), self._loss_scale)
         return tf.nest.pack_sequence_as(computed, flat)

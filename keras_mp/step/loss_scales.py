@@ -1,20 +1,29 @@
-"""Loss scales: the number that the loss is multiplied by, and a fixed one.
+"""Loss scales: the factor of the loss, a fixed one, and one that moves.
 
-RFC 293, "The new LossScale class". This module needs TensorFlow only.
+RFC 293, "The new LossScale class". This module needs TensorFlow only. `schedule` has the
+arithmetic, and `scaled_step` looks at the gradients.
 """
 
 import abc
+import dataclasses
 import weakref
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.support import validation
+from keras_mp.step.schedule import (
+    INITIAL_LOSS_SCALE,
+    LARGEST,
+    MIN_LOSS_SCALE,
+    SMALLEST,
+    History,
+    LossScaleState,
+    Schedule,
+)
+from keras_mp.support import host, validation
+from keras_mp.support.host import chosen
 from keras_mp.support.number_operators import give_operators
-
-# Hardware flushes neither these numbers nor their reciprocals to zero.
-SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 CLASSES: "weakref.WeakValueDictionary[Any, type[LossScale]]" = weakref.WeakValueDictionary()
 
@@ -194,6 +203,318 @@ class FixedLossScale(LossScale):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(loss_scale_value={self._loss_scale_value!r})"
+
+
+class DynamicLossScale(LossScale):
+    """A loss scale that stays just below the one at which gradients overflow.
+
+    It doubles after 2,000 steps with finite gradients, and halves at a step with a non-finite one,
+    which is skipped. It goes below 1 only if the loss is known to be finite, since no scale mends a
+    loss of NaN, and only if such steps are frequent; it comes back soon. The loss is known where
+    one function, or eager code, scales it and applies the gradients. The object holds the state;
+    `LossScaleOptimizer` moves it. The exact rules are the pure function
+    `keras_mp.loss_scale.next_state`. The state may be assigned: `scale.loss_scale.assign(256.)`.
+
+    Args:
+        initial_loss_scale: int or float. Where the scale starts. A start that is too high is put
+            right within a few steps; one that is too low takes thousands. Defaults to `2**15`.
+        increment_period: int, at least 1. The number of finite steps after which the scale grows.
+            Defaults to 2000.
+        multiplier: float above 1. The factor by which the scale grows. Powers of two cost no
+            precision. Defaults to 2.
+        backoff_multiplier: float between 0 and 1. The factor at a non-finite step. Defaults to
+            `1 / multiplier`.
+        hysteresis: int, at least 1. How many non-finite steps in a row it takes before the scale
+            backs off (each of them is skipped in any case). Defaults to 1.
+        min_loss_scale: float of at least `2**-126`. The floor. The RFC's floor is 1, and files that
+            an older keras_mp saved have that too. Defaults to `2**-24`.
+        max_loss_scale: float, at most `2**126`. The ceiling. At the default, `2**126`, the scale
+            and its reciprocal are still normal numbers.
+        tolerance: float from 0, less than 1. The share of the steps since the scale last moved that
+            may be non-finite before it backs off. For example 0.05, for data in which one step in
+            20 has a gradient that no scale makes finite. Such steps are skipped in any case.
+            Defaults to 0.
+
+    Raises:
+        TypeError: an argument is not a number.
+        ValueError: an argument is outside its range.
+
+    Example:
+
+    >>> scale = keras_mp.DynamicLossScale(initial_loss_scale=1024)
+    >>> _ = scale.loss_scale.assign(256.0)
+    >>> scale()
+    <tf.Tensor: shape=(), dtype=float32, numpy=256.0>
+    >>> int(scale.num_good_steps)
+    0
+
+    Source: RFC 293, "The new LossScale class".
+    """
+
+    moves = True
+
+    def __init__(
+        self,
+        initial_loss_scale: float = INITIAL_LOSS_SCALE,
+        increment_period: int = 2000,
+        multiplier: float = 2.0,
+        *,
+        backoff_multiplier: float | None = None,
+        hysteresis: int = 1,
+        min_loss_scale: float = MIN_LOSS_SCALE,
+        max_loss_scale: float = LARGEST,
+        tolerance: float = 0.0,
+    ) -> None:
+        super().__init__(name="dynamic_loss_scale")
+        multiplier = validation.number("multiplier", multiplier, above=1)
+        if backoff_multiplier is None:
+            backoff_multiplier = 1 / multiplier
+        min_loss_scale = validation.number("min_loss_scale", min_loss_scale, at_least=SMALLEST)
+        max_loss_scale = validation.number(
+            "max_loss_scale", max_loss_scale, at_least=min_loss_scale, at_most=LARGEST
+        )
+        self._initial_loss_scale = validation.number(
+            "initial_loss_scale",
+            initial_loss_scale,
+            at_least=min_loss_scale,
+            at_most=max_loss_scale,
+        )
+        self._schedule = Schedule(
+            increment_period=validation.integer("increment_period", increment_period),
+            multiplier=multiplier,
+            backoff_multiplier=validation.number(
+                "backoff_multiplier", backoff_multiplier, above=0, below=1
+            ),
+            hysteresis=validation.integer("hysteresis", hysteresis),
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            tolerance=validation.number("tolerance", tolerance, at_least=0, below=1),
+        )
+        with tf.init_scope():
+            # The attribute names are the checkpoint's keys, and those are the ones that
+            # TensorFlow's own loss scales have written since 2.2.
+            self.current_loss_scale = state_variable(
+                self._initial_loss_scale, tf.float32, "current_loss_scale"
+            )
+            self.good_steps = state_variable(0, tf.int64, "good_steps")
+            self.bad_steps = state_variable(0, tf.int64, "bad_steps")
+            # It is not part of checkpoints: what it describes shows itself again within a few
+            # steps. A `Saver` of TensorFlow 1 saves all variables, and only loads files that have
+            # all of them.
+            self._history: _HiddenVariable | None = None
+            if tolerance or not host.in_v1_graph():
+                start = [float(number) for number in History()]
+                self._history = _HiddenVariable(state_variable(start, tf.float32, "history"))
+
+    @property
+    def initial_loss_scale(self) -> float:
+        """Where the scale started."""
+        return self._initial_loss_scale
+
+    @property
+    def increment_period(self) -> int:
+        """The number of finite steps after which the scale grows.
+
+        A `tf.function` keeps the number that was set when it was traced.
+        """
+        return self._schedule.increment_period
+
+    @increment_period.setter
+    def increment_period(self, value: int) -> None:
+        period = validation.integer("increment_period", value)
+        self._schedule = dataclasses.replace(self._schedule, increment_period=period)
+
+    @property
+    def multiplier(self) -> float:
+        """The factor by which the scale grows."""
+        return self._schedule.multiplier
+
+    @property
+    def backoff_multiplier(self) -> float:
+        """The factor by which the scale backs off."""
+        return self._schedule.backoff_multiplier
+
+    @property
+    def hysteresis(self) -> int:
+        """The number of consecutive non-finite steps before the scale backs off."""
+        return self._schedule.hysteresis
+
+    @property
+    def min_loss_scale(self) -> float:
+        """The lowest value of the scale."""
+        return self._schedule.min_loss_scale
+
+    @property
+    def max_loss_scale(self) -> float:
+        """The highest value of the scale."""
+        return self._schedule.max_loss_scale
+
+    @property
+    def tolerance(self) -> float:
+        """The share of steps that may be non-finite before the scale backs off."""
+        return self._schedule.tolerance
+
+    @property
+    def loss_scale(self) -> tf.Variable:
+        """The scale, a float32 variable."""
+        return self.current_loss_scale
+
+    @property
+    def num_good_steps(self) -> tf.Variable:
+        """The number of finite steps since the scale last moved, an int64 variable."""
+        return self.good_steps
+
+    @property
+    def num_bad_steps(self) -> tf.Variable:
+        """The number of non-finite steps in a row, an int64 variable."""
+        return self.bad_steps
+
+    def __call__(self) -> tf.Tensor:
+        """Returns the current scale, a float32 scalar tensor."""
+        return tf.convert_to_tensor(self.current_loss_scale)
+
+    def next_state(
+        self,
+        loss_scale: tf.Tensor,
+        finite: bool | tf.Tensor,
+        loss_is_finite: bool | tf.Tensor = False,
+    ) -> LossScaleState:
+        """Returns the state after a step, for the caller to `assign`.
+
+        Args:
+            loss_scale: float32 scalar tensor, the scale that the step was made with.
+            finite: bool, or bool scalar tensor. Whether all gradients were finite.
+            loss_is_finite: bool, or bool scalar tensor. Whether the loss is known to be finite.
+                Defaults to False.
+
+        Returns:
+            LossScaleState of tensors.
+        """
+        before = LossScaleState(loss_scale, self.good_steps, self.bad_steps)
+        return self._schedule.after(before, self.history, finite, loss_is_finite)[0]
+
+    def history(self) -> History:
+        """Returns the `History` of the schedule, of float32 scalar tensors."""
+        if self._history is None:
+            return History()
+        return History(*tf.unstack(tf.convert_to_tensor(self._history.variable)))
+
+    def assign(self, state: LossScaleState) -> list[Any]:
+        """Assigns the state.
+
+        Args:
+            state: LossScaleState of scalars.
+
+        Returns:
+            The list of the three assignments (operations, where there is a graph).
+        """
+        return [
+            self.current_loss_scale.assign(state.loss_scale, read_value=False),
+            self.good_steps.assign(state.num_good_steps, read_value=False),
+            self.bad_steps.assign(state.num_bad_steps, read_value=False),
+        ]
+
+    def move(
+        self,
+        finite: bool | tf.Tensor,
+        loss_is_finite: bool | tf.Tensor = False,
+        when: bool | tf.Tensor = True,
+    ) -> list[Any]:
+        """Moves the scale as a step moves it.
+
+        Args:
+            finite: as in `next_state`.
+            loss_is_finite: as in `next_state`.
+            when: bool, or bool scalar tensor. If it is False, the state stays as it is. Defaults to
+                True.
+
+        Returns:
+            list of assignments.
+        """
+        when = bool(when) if tf.executing_eagerly() else when
+        if when is False:
+            return []
+        before = LossScaleState(self(), self.good_steps, self.bad_steps)
+        after, history = self._schedule.after(before, self.history, finite, loss_is_finite)
+        if when is not True:
+            after = LossScaleState(*(tf.where(when, *pair) for pair in zip(after, before)))
+        return [*self.assign(after), *self._remember(history, when)]
+
+    def fall_to(self, loss_scale: tf.Tensor) -> None:
+        """Moves the scale to one at which the gradients of a step became finite.
+
+        Args:
+            loss_scale: float32 scalar tensor, below the current scale.
+        """
+        zero = tf.constant(0, tf.int64)
+        before = LossScaleState(self(), self.good_steps, self.bad_steps)
+        _, history = self._schedule.after(before, self.history, False, True)
+        assert history is not None
+        known = {"loss_scale": loss_scale, "fallen_to": loss_scale}
+        self.assign(LossScaleState(loss_scale, zero, zero))
+        self._remember(history._replace(good_steps=0.0, bad_steps=0.0, **known))
+
+    def _remember(self, history: History | None, when: bool | tf.Tensor = True) -> list[Any]:
+        """Assigns the history, unless it stays the same; returns operations."""
+        if history is None or self._history is None:
+            return []
+        numbers, variable = tf.stack(history), self._history.variable
+        numbers = chosen(when, lambda: numbers, lambda: variable)
+        return [variable.assign(numbers, read_value=False)]
+
+    def hidden_variables(self) -> dict[str, tf.Variable]:
+        """Returns the variables that are not part of checkpoints, by name."""
+        return {} if self._history is None else {"history": self._history.variable}
+
+    def to_compat_v1(self) -> Any:
+        """Makes a `tf.compat.v1.mixed_precision.DynamicLossScale` with these arguments.
+
+        The result starts afresh, does not fall below 1, and has no ceiling but the largest float32.
+
+        Raises:
+            ValueError: `initial_loss_scale` is below 1, or `backoff_multiplier`, `hysteresis`,
+                `min_loss_scale` or `max_loss_scale` is not one that TensorFlow's class has.
+        """
+        arguments = {
+            name: getattr(self, name)
+            for name in ("initial_loss_scale", "increment_period", "multiplier")
+        }
+        validation.number("initial_loss_scale", self.initial_loss_scale, at_least=1)
+        default = DynamicLossScale(**arguments).get_config()
+        strangers = {
+            k: v
+            for k, v in self.get_config().items()
+            if v != default.get(k) and (k, v) != ("min_loss_scale", 1)
+        }
+        if strangers:
+            expected = {name: default[name] for name in strangers if name in default}
+            raise ValueError(
+                "A tf.compat.v1.mixed_precision.DynamicLossScale cannot move like this one. "
+                f"Expected {expected or 'no other arguments'}. Received: {strangers}"
+            )
+        return tf.compat.v1.mixed_precision.DynamicLossScale(**arguments)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the constructor's arguments, without the state."""
+        return {"initial_loss_scale": self._initial_loss_scale, **self._schedule.get_config()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DynamicLossScale":
+        # New variables rather than copied ones, since only new ones belong to the strategy in whose
+        # scope the copy is made. While a graph is built there are no values to copy, so a copy
+        # starts afresh there.
+        copied: Any = type(self).from_config(self.get_config())
+        memo[id(self)] = copied
+        if tf.executing_eagerly():
+            copied.assign(LossScaleState(self.current_loss_scale, self.good_steps, self.bad_steps))
+            copied._remember(self.history())
+        return copied
+
+
+class _HiddenVariable:
+    """Holds a variable where checkpoints do not find it."""
+
+    def __init__(self, variable: tf.Variable) -> None:
+        self.variable = variable
 
 
 def state_variable(value: Any, dtype: tf.DType, name: str) -> tf.Variable:

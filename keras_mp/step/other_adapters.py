@@ -51,12 +51,12 @@ class V1Optimizer(OptimizerAdapter):
     def build(self, variables: Sequence[Any]) -> None:
         # If Python runs along with the step, `apply` makes the slots. A graph of TensorFlow 1 would
         # name slots after the branch in which they are made, and each replica would make its own.
-        def make_slots(_: object) -> None:
+        def make_slots() -> None:
             with tf.init_scope():
                 self.optimizer._create_slots(list(variables))
 
         if host.in_v1_graph() or not replicas.need_not_meet():
-            replicas.once_for_all_replicas(make_slots, [])
+            replicas.once_for_all_replicas(make_slots)
 
     def steps_made(self) -> tf.Tensor | None:
         if self._global_step is None:

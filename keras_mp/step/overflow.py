@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.step.not_finite import NO_EXAMPLES, UNCOUNTED, UNKNOWN
+from keras_mp.step.finiteness import NO_EXAMPLES, UNCOUNTED, UNKNOWN
 from keras_mp.support import text_tables
 
 # How many variables a text names.
@@ -237,10 +237,9 @@ def gradients(
     """
     found = []
     for i, (name, size) in enumerate(sizes.items()):
-        rows = [pair for pair in zip(places, counts[:, i]) if pair[1].any()]
-        if not rows and counts[-1, i].any():
-            rows = [(None, counts[-1, i])]
-        for place, (infs, nans) in rows:
+        rows = [row for row in zip([*places, None], counts[:, i]) if row[1].any()]
+        # What is on a replica is in the sum, too.
+        for place, (infs, nans) in [row for row in rows if row[0]] or rows:
             found.append(OverflowedGradient(name, place, _number(infs), _number(nans), size))
     return tuple(found)
 

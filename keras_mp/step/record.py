@@ -107,9 +107,9 @@ class Notebook(Generic[N]):
 
     def __init__(self) -> None:
         self._of_threads: weakref.WeakKeyDictionary[Any, N] = weakref.WeakKeyDictionary()
-        # Replicas have a new thread in each `run`; a thread may be gone when its step goes on.
+        # Replicas have a new thread in each `run`. A thread may be gone when its step goes on, so
+        # the last notes are here, too.
         self._of_replicas: dict[int | None, N] = {}
-        self._last_in_eager: N | None = None
         self._all: list[weakref.ref[N]] = []
         self._times = itertools.count(1)
 
@@ -120,8 +120,8 @@ class Notebook(Generic[N]):
             return self._in_graph(graph)
         replica = replicas.number()
         if replica is None and not self.is_shared:
-            return self._found(self._of_threads, threading.current_thread(), None)
-        return self._found(self._of_replicas, replica, replica)
+            return self._found(self._of_threads, threading.current_thread())
+        return self._found(self._of_replicas, replica)
 
     def current(self, prefers: Callable[[N], bool] = lambda notes: True) -> N:
         """Returns the notes that a call goes by.
@@ -168,7 +168,7 @@ class Notebook(Generic[N]):
         own, time, graph = self.notes(), next(self._times), host.current_graph()
         vars(own).update(known, time=time)
         if own.is_eager:
-            self._last_in_eager = own
+            self._of_replicas[own.replica] = own
         while _has_function_around(graph):
             around, count = self._in_graph(graph.outer_graph), _size(graph.outer_graph)
             if function_graphs.is_branch(graph) and around.before_branches[0] != count:
@@ -193,21 +193,19 @@ class Notebook(Generic[N]):
     def forget(self) -> None:
         """Forgets the step of eager code on all replicas."""
         self._of_replicas.clear()
-        self._last_in_eager = None
 
     def _in_graph(self, graph: Any) -> N:
         # The graph itself has its notes, so that they keep no graph alive.
         if not hasattr(graph, "_keras_mp_notes"):
             graph._keras_mp_notes = {}
-        replica = replicas.number()
-        return self._found(graph._keras_mp_notes.setdefault(self, {}), replica, replica)
+        return self._found(graph._keras_mp_notes.setdefault(self, {}), replicas.number())
 
-    def _found(self, owners: Any, key: Any, replica: int | None) -> N:
+    def _found(self, owners: Any, key: Any) -> N:
         try:
             return owners[key]
         except KeyError:
             notes = owners.setdefault(key, self.new())
-            notes.replica, notes.is_eager = replica, host.current_graph() is None
+            notes.replica, notes.is_eager = replicas.number(), host.current_graph() is None
             living = (refer for refer in self._all if refer() is not None)
             self._all = [*living, weakref.ref(notes)]
             return notes

@@ -240,8 +240,7 @@ def agree(finite: tf.Tensor) -> tf.Tensor:
 
 
 def decide_for_all_replicas(
-    decide: Callable[..., T],
-    finite: tf.Tensor | None,
+    decide: Callable[[Sequence[State], Callable[[], Any]], T],
     state: State,
     on_each: Callable[[State], Any],
 ) -> T:
@@ -251,10 +250,9 @@ def decide_for_all_replicas(
     cross-replica context: a `tf.cond` in a replica context must not update a mirrored variable.
 
     Args:
-        decide: called once with the verdict; with a list of the states of all replicas of this
-            process, or of this replica only; and with a function without arguments that calls
-            `on_each` on each replica.
-        finite: bool scalar tensor, the verdict, the same on every replica; or None.
+        decide: called once with a list of the states of all replicas of this process, or of this
+            replica only; and with a function without arguments that calls `on_each` on each
+            replica. What it has of one replica has to be the same on all.
         state: object, the state of this replica.
         on_each: takes the state of the replica that it runs on.
 
@@ -262,36 +260,29 @@ def decide_for_all_replicas(
         The result of `decide`.
     """
     if need_not_meet():
-        return decide(finite, [state], lambda: on_each(state))
+        return decide([state], lambda: on_each(state))
 
     @do_not_convert
-    def cross_replica(strategy: tf.distribute.Strategy, finite: Any, all: State) -> T:
-        local = strategy.experimental_local_results
+    def cross_replica(strategy: tf.distribute.Strategy, all: State) -> T:
         on_replica = do_not_convert(functools.partial(on_each))
         call = functools.partial(strategy.extended.call_for_each_replica, on_replica, args=(all,))
-        return decide(local(finite)[0], local(all), call)
+        return decide(strategy.experimental_local_results(all), call)
 
-    context = tf.distribute.get_replica_context()
-    return context.merge_call(cross_replica, args=(finite, state))
+    return tf.distribute.get_replica_context().merge_call(cross_replica, args=(state,))
 
 
-def once_for_all_replicas(
-    function: Callable[[list[tf.Tensor]], T], tensors: Sequence[tf.Tensor]
-) -> T:
+def once_for_all_replicas(function: Callable[[], T]) -> T:
     """Calls a function once, where it may update variables that replicas share.
 
     Args:
-        function: called once with the tensors.
-        tensors: list of tensors, the same on every replica.
+        function: function without arguments. What it has of one replica has to be the same on all.
 
     Returns:
         The result of the function.
     """
     if tf.distribute.in_cross_replica_context():
-        return function(list(tensors))
-    return decide_for_all_replicas(
-        lambda _, of_replicas, call: function(of_replicas[0]), None, list(tensors), list
-    )
+        return function()
+    return decide_for_all_replicas(lambda *_: function(), None, lambda _: None)
 
 
 def number() -> int | None:

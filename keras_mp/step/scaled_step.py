@@ -13,7 +13,6 @@ import tensorflow as tf
 from keras_mp.hooks import observers
 from keras_mp.step import finiteness, gradients, replicas, scaled_losses, state_rollback
 from keras_mp.step.gradients import Gradient
-from keras_mp.step.not_finite import UNKNOWN, count_of_replicas
 from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
 from keras_mp.step.record import GradientState
 from keras_mp.step.scaler import Scaler
@@ -38,8 +37,6 @@ class _Replica(NamedTuple):
         has_examples: bool scalar tensor; None if that is certain, or not known.
         own: function that returns the gradients that it has computed, as it sent them or as they
             were before the user clipped them, in which values that are not finite are counted.
-        totals: function that returns the gradients that were tested, if these are others.
-        tested: the variables of the gradients that were tested.
     """
 
     losses: Sequence[tf.Tensor]
@@ -47,8 +44,6 @@ class _Replica(NamedTuple):
     kept: KeptValues
     has_examples: tf.Tensor | None
     own: Callable[[], Sequence[Gradient]]
-    totals: Callable[[], Sequence[Gradient]] | None
-    tested: Sequence[Any]
 
 
 def make_step(
@@ -89,11 +84,8 @@ def make_step(
         replicas.check_strategy(may_skip)
         reduce_dtype = scaler.reduce_dtype
     if replicas.number_of_workers() > 1:
-        facts: dict[str, Any] = {"reduce_dtype": reduce_dtype.name}
-        if scaler is not None:
-            with tf.init_scope():
-                scale = {"loss_scale": repr(scaler.loss_scale)}
-            facts = {**scale, **facts, "gradients are still scaled": state.scaled}
+        facts = {"loss_scale": scaler and scaler.loss_scale, "reduce_dtype": reduce_dtype.name}
+        facts["gradients are still scaled"] = state.scaled
         owner, grads = scaler or adapter.optimizer, [gradient for gradient, _ in pairs]
         observers.tell(observers.Observer.workers_meet, owner, grads, facts)
     divisor = state.scaled_by if state.scaled else None
@@ -107,7 +99,7 @@ def make_step(
     # overwritten, the new values stand in place of gradients.
     new_values = _new_values(adapter, state, pairs)
     grads = [None if i in new_values else gradient for i, (gradient, _) in enumerate(pairs)]
-    unclipped = _changed_since(state.unclipped, grads) if state.unclipped else []
+    unclipped = _changed_since(state.unclipped, grads)
     if state.unclipped:
         state.unclipped.clear()
     packed, unpack, sent = [*adapter.widened(grads), *_marks(state, kept, has_examples)], list, None
@@ -133,7 +125,7 @@ def make_step(
         if not aggregate and replicas.are_several():
             finite = replicas.agree(finite)
     own = (lambda: unclipped) if unclipped else sent or sums
-    replica = _Replica(state.losses, sums, kept, has_examples, own, totals, tested)
+    replica = _Replica(state.losses, sums, kept, has_examples, own)
 
     # Make or skip the step, once for all replicas.
     def apply(replica: _Replica) -> Any:
@@ -141,13 +133,10 @@ def make_step(
             return adapter.apply(list(zip(replica.sums(), variables)), name, aggregate=False)
 
     def outcome(finite: Any, skipped: SkippedStep | None = None) -> list[Any]:
-        if scaler is None:
-            return []
+        assert scaler is not None
         return scaler.outcome(finite, skipped, state.moved_scale is scaler.loss_scale)
 
-    def decide(
-        finite: Any, steps: Sequence[_Replica], apply_on_each: Callable[[], Any]
-    ) -> Operation:
+    def decide(steps: Sequence[_Replica], apply_on_each: Callable[[], Any]) -> Operation:
         def put_back(unless: tf.Tensor | None = None) -> None:
             for each in steps:
                 each.kept.put_back(unless)
@@ -159,7 +148,7 @@ def make_step(
             return _operation([applied, *(outcome(True) if may_skip else ())])
 
         def skip() -> Operation:
-            skipped = _skipped(adapter, steps, paths)
+            skipped = _skipped(adapter, steps, tested, totals, paths)
             adapter.drop_accumulated()
             put_back()
             return _operation(outcome(False, skipped))
@@ -183,12 +172,12 @@ def make_step(
         if not is_compiled or tf.distribute.in_cross_replica_context():
             return complete()
         # Without a branch. The optimizer writes, and the old values are put back.
-        skipped = _skipped(adapter, steps, paths)
+        skipped = _skipped(adapter, steps, tested, totals, paths)
         _write_if(finite, apply_on_each)
         put_back(finite)
         return _operation(outcome(finite, skipped))
 
-    operation = replicas.decide_for_all_replicas(decide, finite, replica, apply)
+    operation = replicas.decide_for_all_replicas(decide, replica, apply)
     if scaler is not None and not scaler.is_shared:
         state_rollback.begin()
     return operation, finite
@@ -286,30 +275,44 @@ def _dense(gradient: Gradient) -> tf.Tensor | None:
 
 
 def _skipped(
-    adapter: OptimizerAdapter, steps: Sequence[_Replica], paths: Callable[[], dict[int, str]]
+    adapter: OptimizerAdapter,
+    steps: Sequence[_Replica],
+    tested: Sequence[Any],
+    totals: Callable[[], Sequence[Gradient]] | None,
+    paths: Callable[[], dict[int, str]],
 ) -> SkippedStep:
-    """Looks for Inf and NaN in a step that is skipped, or, without branches, may be."""
-    first, count = steps[0], tf.distribute.get_strategy().num_replicas_in_sync
+    """Looks for Inf and NaN in a step that is skipped, or, without branches, may be.
+
+    Args:
+        adapter: the adapter of the optimizer.
+        steps: the replicas of this process, or this one.
+        tested: the variables of the gradients that were tested.
+        totals: function that returns the gradients that were tested, if these are not those that
+            replicas have computed.
+        paths: as in `make_step`.
+    """
+    count = tf.distribute.get_strategy().num_replicas_in_sync
     if host.in_v1_graph():
         losses = [loss for each in steps for loss in each.losses]
         is_known = len(steps) == count and all(each.losses for each in steps)
         loss_is_finite = finiteness.all_finite(losses) if is_known else tf.constant(False)
-        return SkippedStep((), (), None, None, loss_is_finite, True)
+        return SkippedStep((), list, None, None, loss_is_finite, True)
     of_replicas = [(each.losses, each.own(), each.has_examples) for each in steps]
-    totals = None if first.totals is None else first.totals()
-    counts = count_of_replicas(of_replicas, totals, len(first.tested))
+    counts = finiteness.count_of_replicas(of_replicas, totals and totals(), len(tested))
     loss_is_finite = tf.reduce_all(tf.equal(counts[:count, 0], 0))
     has_overflowed: Any = True
-    if first.has_examples is not None:
-        has_examples = counts[:count, 0, 0] > UNKNOWN - 1
-        is_bad = tf.reduce_any(tf.not_equal(counts[:, 1:], 0), [1, 2])
-        has_cause = tf.reduce_any(is_bad[:count] & has_examples)
-        if totals is not None:
-            has_cause |= is_bad[-1] & tf.logical_not(tf.reduce_any(is_bad[:count]))
+    if steps[0].has_examples is not None:
+        has_examples = counts[:count, 0, 0] > finiteness.UNKNOWN - 1
+        is_bad = tf.reduce_any(tf.not_equal(counts[:count, 1:], 0), [1, 2])
+        has_cause = tf.reduce_any(is_bad & has_examples)
         has_overflowed = has_cause | tf.reduce_all(has_examples)
-    made, known = adapter.steps_made(), paths()
-    names = [known.get(id(variable)) or name_of(variable) for variable in first.tested]
-    return SkippedStep(first.tested, names, counts, made, loss_is_finite, has_overflowed)
+
+    def names() -> list[str]:
+        known = paths()
+        return [known.get(id(variable)) or name_of(variable) for variable in tested]
+
+    made = adapter.steps_made()
+    return SkippedStep(tested, names, counts, made, loss_is_finite, has_overflowed)
 
 
 def _write_if(finite: tf.Tensor, update: Callable[[], Any]) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.step import replicas
-from keras_mp.step.dynamic_loss_scale import DynamicLossScale
-from keras_mp.step.loss_scales import LossScale, state_variable
+from keras_mp.step.loss_scales import DynamicLossScale, LossScale, state_variable
 from keras_mp.step.schedule import LossScaleState, bad_steps_after
 from keras_mp.step.skip_report import SkippedStep, SkipReport
 from keras_mp.support import validation
@@ -61,11 +60,9 @@ class Scaler:
             self.steps_skipped = state_variable(0, tf.int64, "steps_skipped")
             self._moved: Any = loss_scale if loss_scale.moves or not self.can_skip else _Counter()
         self.report = SkipReport(
-            loss_scale,
-            self.steps_skipped,
+            self,
             validation.integer_or_none("warn_after_skips", warn_after_skips),
             validation.integer_or_none("raise_after_skips", raise_after_skips),
-            self.is_shared,
         )
 
     @property
@@ -92,17 +89,14 @@ class Scaler:
             list of operations.
         """
         if finite is True or skipped is None:
-            return [] if is_moved else self._moved.move(True)[0]
+            return [] if is_moved else self._moved.move(True)
         before = self.loss_scale()
-        moved, consecutive = self._move_after_skip(finite, skipped, is_moved)
+        moved = self._move_after_skip(finite, skipped, is_moved)
         added = tf.cast(chosen(finite, lambda: 0, lambda: 1), tf.int64)
         counted = self.steps_skipped.assign_add(added, read_value=False)
-        return [*moved, counted, *self.report.note(skipped, finite, before, consecutive)]
+        return [*moved, counted, *self.report.note(skipped, finite, before)]
 
-    def _move_after_skip(
-        self, finite: Truth, skipped: SkippedStep, is_moved: bool
-    ) -> tuple[list[Any], tf.Tensor]:
-        """Returns a list of operations, and the number of steps skipped in a row by now."""
+    def _move_after_skip(self, finite: Truth, skipped: SkippedStep, is_moved: bool) -> list[Any]:
         overflowed: Any = skipped.has_overflowed
         if is_moved:  # But not by what the program has made of finite gradients.
             overflowed &= tf.equal(self.skips_in_a_row, 0)
@@ -151,13 +145,11 @@ class SharedScaler(Scaler):
         # GOOD is no worse than any outcome.
         return [] if finite is True else super().outcome(finite, skipped, is_moved)
 
-    def _move_after_skip(
-        self, finite: Truth, skipped: SkippedStep, is_moved: bool
-    ) -> tuple[list[Any], tf.Tensor]:
+    def _move_after_skip(self, finite: Truth, skipped: SkippedStep, is_moved: bool) -> list[Any]:
         outcome = chosen(skipped.loss_is_finite, lambda: _OVERFLOWED, lambda: _BAD)
         outcome = chosen(skipped.has_overflowed, lambda: outcome, lambda: _UNFINISHED)
         outcome = chosen(finite, lambda: _GOOD, lambda: outcome)
-        return [self._note(outcome)], self.skips_in_a_row + 1
+        return [self._note(outcome)]
 
     def accumulated(self) -> list[Any]:
         """Handles gradients that were accumulated for a step that is not complete yet."""
@@ -176,12 +168,9 @@ class SharedScaler(Scaler):
         """
         worst = tf.convert_to_tensor(self._worst)
         self._worst.assign(_GOOD, read_value=False)
-        is_good, loss_is_finite = tf.equal(worst, _GOOD), tf.equal(worst, _OVERFLOWED)
-        if has_stepped and tf.executing_eagerly():
-            if worst != _UNFINISHED:
-                self._moved.move(bool(is_good), loss_is_finite)
-        elif has_stepped:
-            self._moved.move(is_good, loss_is_finite, tf.not_equal(worst, _UNFINISHED))
+        if has_stepped:
+            is_good, is_finite = tf.equal(worst, _GOOD), tf.equal(worst, _OVERFLOWED)
+            self._moved.move(is_good, is_finite, tf.not_equal(worst, _UNFINISHED))
         if new_scale is not None and isinstance(self.loss_scale, DynamicLossScale):
             zero = tf.zeros([], tf.int64)
             self.loss_scale.assign(LossScaleState(new_scale, zero, self.skips_in_a_row))
@@ -201,11 +190,9 @@ class _Counter:
     def __init__(self) -> None:
         self.num_bad_steps = state_variable(0, tf.int64, "bad_steps")
 
-    def move(
-        self, finite: Truth, loss_is_finite: Truth = False, when: Truth = True
-    ) -> tuple[list[Any], tf.Tensor]:
+    def move(self, finite: Truth, loss_is_finite: Truth = False, when: Truth = True) -> list[Any]:
         """Counts a step, as `DynamicLossScale.move` does."""
         del loss_is_finite
-        consecutive = bad_steps_after(self.num_bad_steps, finite)
-        consecutive = chosen(when, lambda: consecutive, lambda: self.num_bad_steps)
-        return [self.num_bad_steps.assign(consecutive, read_value=False)], consecutive
+        counted = bad_steps_after(self.num_bad_steps, finite)
+        counted = chosen(when, lambda: counted, lambda: self.num_bad_steps)
+        return [self.num_bad_steps.assign(counted, read_value=False)]

@@ -13,6 +13,8 @@ import tensorflow as tf
 from keras_mp.support import host
 from keras_mp.support.host import chosen
 
+# Hardware flushes neither these numbers nor their reciprocals to zero.
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
 # Where a dynamic loss scale starts, and where it stops falling: at the smallest float16.
 INITIAL_LOSS_SCALE, MIN_LOSS_SCALE = 2.0**15, 2.0**-24
 # The evidence that overflows are no accident, without which a scale does not fall below 1: each bad
@@ -57,10 +59,10 @@ class History(NamedTuple):
     """
 
     evidence: Any = _AT_1[0]
-    loss_scale: Any = 2.0**126
+    loss_scale: Any = LARGEST
     good_steps: Any = 0.0
     bad_steps: Any = 0.0
-    fallen_to: Any = 2.0**126
+    fallen_to: Any = LARGEST
     wait: Any = _FIRST_WAIT
 
 
@@ -144,15 +146,25 @@ def next_state(
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The arguments of `next_state` that do not change from step to step."""
+    """The arguments of `next_state` that do not change from step to step.
 
-    increment_period: int
-    multiplier: float
-    backoff_multiplier: float
-    hysteresis: int
-    min_loss_scale: float
-    max_loss_scale: float
+    By default it is that of a `DynamicLossScale`.
+    """
+
+    increment_period: int = 2000
+    multiplier: float = 2.0
+    backoff_multiplier: float = 0.5
+    hysteresis: int = 1
+    min_loss_scale: float = MIN_LOSS_SCALE
+    max_loss_scale: float = LARGEST
     tolerance: float = 0.0
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments."""
+        config = dataclasses.asdict(self)
+        if not self.tolerance:
+            del config["tolerance"]  # An older keras_mp can read configs without it.
+        return config
 
     def after(
         self,

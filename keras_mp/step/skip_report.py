@@ -9,26 +9,25 @@ This module needs TensorFlow only.
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp.step import overflow, replicas
-from keras_mp.step.dynamic_loss_scale import DynamicLossScale
-from keras_mp.step.loss_scales import LossScale, state_variable
-from keras_mp.step.not_finite import COUNTS
+from keras_mp.step.finiteness import COUNTS
+from keras_mp.step.loss_scales import DynamicLossScale, state_variable
 from keras_mp.support import host, messages, new_variables
 from keras_mp.support.host import chosen
 from keras_mp.support.references import reference
 
 # The beginning of a note: the number of skipped steps so far, including those before a restored
-# checkpoint; how many of them were the optimizer's; the number of steps that it had made by then,
-# or -1; how many were skipped in a row; and the loss scale.
-_HEADER = 5
+# checkpoint; how many of them were the optimizer's; how many were skipped in a row; and the loss
+# scale.
+_HEADER = 4
 # Half of the last hundred steps were skipped if the first of the last 50 skips was less than 100
-# steps ago. A note has the numbers of these steps.
+# steps ago. A note has the numbers of these steps, which are -1 for an optimizer that counts none.
 _HALF = 50
 _TIMES = _HEADER + _HALF
 _UNKNOWN = -1
@@ -42,7 +41,7 @@ class SkippedStep(NamedTuple):
 
     Attributes:
         variables: list of the variables whose gradients were computed.
-        names: list of their names.
+        names: function that returns the list of their names, which a note asks for once.
         counts: tensor of `count_of_replicas`; None in a graph of TensorFlow 1, in which nothing is
             noted, since a `Saver` would save all variables.
         steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
@@ -53,7 +52,7 @@ class SkippedStep(NamedTuple):
     """
 
     variables: Sequence[Any]
-    names: Sequence[str]
+    names: Callable[[], Sequence[str]]
     counts: tf.Tensor | None
     steps_made: tf.Tensor | None
     loss_is_finite: tf.Tensor
@@ -69,25 +68,13 @@ class SkipReport:
             raises.
 
     Args:
-        loss_scale: the `LossScale`.
-        steps_skipped: int64 variable. How many steps were skipped.
+        scaler: the `Scaler` of the loss scale.
         warn_after: as the attribute.
         raise_after: as the attribute.
-        is_shared: bool. Whether the steps of several optimizers are reported. Defaults to False.
     """
 
-    def __init__(
-        self,
-        loss_scale: LossScale,
-        steps_skipped: tf.Variable,
-        warn_after: int | None,
-        raise_after: int | None,
-        is_shared: bool = False,
-    ) -> None:
-        self._loss_scale: Any = loss_scale
-        self._steps_skipped: Any = steps_skipped
-        self.warn_after, self.raise_after = warn_after, raise_after
-        self._is_shared = is_shared
+    def __init__(self, scaler: Any, warn_after: int | None, raise_after: int | None) -> None:
+        self._scaler, self.warn_after, self.raise_after = scaler, warn_after, raise_after
         self._told: set[str] = set()
         # How many steps were skipped when the note was read last.
         self._looked_at = 0.0
@@ -102,32 +89,31 @@ class SkipReport:
         skipped: SkippedStep,
         finite: bool | tf.Tensor,
         loss_scale: tf.Tensor,
-        consecutive: tf.Tensor,
     ) -> list[Any]:
-        """Notes a skipped step, and warns if it is time.
+        """Notes a skipped step that was counted, and warns if it is time.
 
         Args:
             skipped: the step.
             finite: False, in the branch that skips; a bool scalar tensor where there is none.
             loss_scale: float32 scalar tensor, the scale of the step.
-            consecutive: int64 scalar tensor. How many steps were skipped in a row.
 
         Returns:
             list of the operations that note.
         """
         if skipped.counts is None:
             return []
-        note = self._note_of(skipped)
-        made = tf.constant(_UNKNOWN, COUNTS)
-        if skipped.steps_made is not None:
-            made = tf.cast(skipped.steps_made, COUNTS)
+        note, is_shared = self._note_of(skipped), self._scaler.is_shared
         vector = tf.convert_to_tensor(note.vector)
-        total = tf.cast(tf.convert_to_tensor(self._steps_skipped), COUNTS)
-        own = vector[1] + 1 if self._is_shared else total
-        others = [tf.cast(each, COUNTS) for each in (consecutive, loss_scale)]
-        header, times = tf.stack([total, own, made, *others]), vector[_HEADER + 1 : _TIMES]
-        counts = tf.reshape(skipped.counts, [-1])
-        after = tf.concat([header, times, [made + own], counts], 0)
+        read = (self._scaler.steps_skipped, self._scaler.skips_in_a_row, loss_scale)
+        total, consecutive, scale = (tf.cast(tf.convert_to_tensor(v), COUNTS) for v in read)
+        own = vector[1] + 1 if is_shared else total
+        time = tf.constant(_UNKNOWN, COUNTS)
+        if skipped.steps_made is not None:
+            time = tf.cast(skipped.steps_made, COUNTS) + own
+        # Several optimizers count a step of all where that ends.
+        header = tf.stack([total, own, consecutive + int(is_shared), scale])
+        times, counts = vector[_HEADER + 1 : _TIMES], tf.reshape(skipped.counts, [-1])
+        after = tf.concat([header, times, [time], counts], 0)
         after = chosen(finite, lambda: vector, lambda: after)
         noted = [note.vector.assign(after, read_value=False)]
         if (self.warn_after or self.raise_after) and not host.is_compiled_by_xla():
@@ -160,8 +146,7 @@ class SkipReport:
         return {f"note_{i}": note.vector for i, note in enumerate(self._notes)}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        how = (self.warn_after, self.raise_after, self._is_shared)
-        return SkipReport, (self._loss_scale, self._steps_skipped, *how)
+        return SkipReport, (self._scaler, self.warn_after, self.raise_after)
 
     def _note_of(self, skipped: SkippedStep) -> "_Note":
         for note in self._notes:
@@ -178,7 +163,7 @@ class SkipReport:
         """
         if not self._notes:
             return None
-        total = int(tf.convert_to_tensor(self._steps_skipped))
+        total = int(tf.convert_to_tensor(self._scaler.steps_skipped))
         notes = [parts for note in self._notes if 0 < (parts := note.parts())[0][0] <= total]
         return max(notes, key=lambda parts: parts[0][0], default=None)
 
@@ -195,12 +180,11 @@ class SkipReport:
         noted = self._last_note()
         if noted is None:
             return
-        (total, _, made, consecutive, _), times, last = noted
+        (total, _, consecutive, _), times, last = noted
         if total == self._looked_at:
             return
         self._looked_at = total
         recent = int(np.sum((times > 0) & (times > times[-1] - 2 * _HALF)))
-        recent = recent if made != _UNKNOWN else 0
         warn_after = self.warn_after
         in_a_row = f"{consecutive:g} steps in a row were skipped."
         is_over = self.raise_after is not None and consecutive >= self.raise_after
@@ -218,7 +202,7 @@ class SkipReport:
 
     def _is_at_floor(self) -> bool:
         """Whether the scale has fallen as far as it can."""
-        scale = self._loss_scale
+        scale = self._scaler.loss_scale
         can_fall = isinstance(scale, DynamicLossScale)
         return can_fall and float(scale()) <= scale.min_loss_scale < scale.initial_loss_scale
 
@@ -254,7 +238,7 @@ class _Note:
         assert skipped.counts is not None
         self._shape: Any = skipped.counts.shape.as_list()
         self._variables = [reference(variable) for variable in skipped.variables]
-        names = _unique(skipped.names)
+        names = _unique(skipped.names())
         sizes = [tf.TensorShape(v.shape).num_elements() for v in skipped.variables]
         self._sizes = dict(zip(names, sizes, strict=True))
         zeros = np.zeros(_TIMES + math.prod(self._shape))
@@ -279,16 +263,17 @@ class _Note:
     def parts(self) -> _Parts:
         """Returns the header, the numbers of the last skipped steps, and the report."""
         vector = tf.convert_to_tensor(self.vector).numpy()
-        header = total, own, made, _, loss_scale = vector[:_HEADER].tolist()
+        header = total, _, _, loss_scale = vector[:_HEADER].tolist()
+        times = vector[_HEADER:_TIMES]
         counts = vector[_TIMES:].reshape(self._shape)
         report = overflow.Overflow(
-            step=None if made == _UNKNOWN else int(made + own),
+            step=None if times[-1] == _UNKNOWN else int(times[-1]),
             steps_skipped=int(total),
             loss_scale=loss_scale,
             losses=overflow.losses(self._places, counts[:, 0]),
             gradients=overflow.gradients(self._sizes, self._places, counts[:, 1:]),
         )
-        return header, vector[_HEADER:_TIMES], report
+        return header, times, report
 
 
 def _unique(names: Sequence[str]) -> list[str]:

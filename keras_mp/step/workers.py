@@ -51,9 +51,11 @@ def check_alike(owner: Any, grads: Sequence[Gradient], facts: Mapping[str, Any])
     # If workers make their optimizers' first steps in different orders, different optimizers meet
     # here.
     shapes = [str(gradient.shape) for gradient in present if isinstance(gradient, tf.Tensor)]
+    with tf.init_scope():  # In a graph the text of a loss scale has no number.
+        given = {name: str(fact) for name, fact in facts.items()}
     own = {
         **{name: fact() for name, fact in FACTS.items()},
-        **{name: str(fact) for name, fact in facts.items()},
+        **given,
         "gradients": ", ".join(f"{count} of {name}" for name, count in sorted(dtypes.items())),
         "shapes of dense gradients": ", ".join(shapes),
     }
@@ -67,9 +69,7 @@ def check_alike(owner: Any, grads: Sequence[Gradient], facts: Mapping[str, Any])
             f"has failed. Received: {error.message} (of type {type(error).__name__}), in the "
             f"first step of {own}"
         ) from error
-    # Facts that this worker lacks count too: its optimizer may scale no loss.
-    names = dict.fromkeys(name for facts in of_workers for name in facts)
-    different = [name for name in names if len({str(facts.get(name)) for facts in of_workers}) > 1]
+    different = [name for name in own if len({facts.get(name) for facts in of_workers}) > 1]
     if different:
         lines = [
             f"  {name}: "

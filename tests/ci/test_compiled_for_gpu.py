@@ -17,7 +17,7 @@ import tensorflow as tf
 from benchmarks import gpu_compiled
 from keras_mp.master_weights import methods, rounding
 from keras_mp.numerics import histogram
-from keras_mp.step import finiteness, gradients, not_finite
+from keras_mp.step import finiteness, gradients
 from keras_mp.support import kept_casts
 from tests.ci import gpu_compiler
 from tests.common import once
@@ -110,14 +110,14 @@ def cases_of(dtype):
         ),
         "counts": Case(
             # What XLA compiles does not count them.
-            lambda x: not_finite.count_not_finite([cast(x)]),
+            lambda x: finiteness.count_not_finite([cast(x)]),
             [MANY],
-            equals([[not_finite.UNCOUNTED] * 2]),
+            equals([[finiteness.UNCOUNTED] * 2]),
         ),
     }
     for name, test in {
         "finite": lambda x: finiteness.all_finite([cast(x)]),
-        "finite, flags": lambda x: not_finite.count_not_finite([cast(x)])[0, 0] >= 0,
+        "finite, flags": lambda x: finiteness.count_not_finite([cast(x)])[0, 0] >= 0,
         "finite, rows": lambda x: finiteness.all_finite([rows(x)]),
     }.items():
         largest = FINITE.copy()
