@@ -231,6 +231,11 @@ class LossScaleGradientTape(tf.GradientTape):
             grads[i] = gradient
         return grads
 
+    def _counts(self, finite: tf.Tensor) -> bool | tf.Tensor:
+        """Whether gradients move the scale as those of a step do."""
+        del finite
+        return True
+
     def _move(
         self, start: tf.Tensor, scale: tf.Tensor, finite: tf.Tensor, loss_is_finite: tf.Tensor
     ) -> None:
@@ -246,8 +251,9 @@ class LossScaleGradientTape(tf.GradientTape):
 
         def count() -> None:
             if self._scaler is None:  # A GradScaler counts by itself.
-                loss_scale.move(finite, loss_is_finite)
+                loss_scale.move(finite, loss_is_finite, when)
 
+        when = self._counts(finite)
         has_fallen = finite & (scale < start)
         replicas.once_for_all_replicas(lambda: tf.cond(has_fallen, fall, count))
 

@@ -51,6 +51,7 @@ class _Step(scaled_losses.ScaledLosses):
         unscaled: dict from the ids of handles to reasons, for variables whose last gradients nobody
             has scaled.
         knows_scale: whether the program has asked for a loss scale, by which it may multiply.
+        has_counted: whether a tape has counted this step. A loop of the program has many steps.
     """
 
     def __init__(self, model: tf.keras.Model, loss_scale: LossScale, method: str) -> None:
@@ -60,7 +61,7 @@ class _Step(scaled_losses.ScaledLosses):
         self.entered: list[_StepTape] = []
         self.by_tape: set[int] = set()
         self.unscaled: dict[int, str] = {}
-        self.knows_scale = False
+        self.knows_scale = self.has_counted = False
         self._results: list[weakref.ref[Any]] = []
 
     def note_loss(self, scaled: tf.Tensor) -> None:
@@ -353,6 +354,11 @@ class _StepTape(LossScaleGradientTape):
         with self._paused(), replaced(scaled_losses.thread, "is_differentiating", True):
             found = _Tape.gradient(self, target, self._scaled_losses)
         return any(each is not None for each in found)
+
+    def _counts(self, finite: tf.Tensor) -> bool | tf.Tensor:
+        # Several tapes of a step make one good step.
+        is_first, self._step.has_counted = not self._step.has_counted, True
+        return is_first or self._step.method != "train_step" or tf.logical_not(finite)
 
     def _is_over(self) -> None:
         super()._is_over()
