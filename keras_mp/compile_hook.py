@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hooks, keras_api, losses, model_summary, regularizers
+from keras_mp import hooks, keras_api, losses, model_summary
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.hooks import Method, Replacement, When, observers, reach
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrapper_of, wrappers_among
@@ -74,8 +74,6 @@ def _compile_for_policy(
     call.apply_defaults()
     dtype = "float64" if model.compute_dtype == "float64" else "float32"
     call.arguments["loss"] = losses.for_compile(call.arguments["loss"], dtype)
-    for layer in keras_api.flatten_layers(model):
-        regularizers.wrap_activity_regularizer(layer)
     if policy is not None and policy.variable_dtype in LOW_PRECISION_NAMES:
         _wrap_optimizers(call, functools.partial(low_precision_weights.keep_digits, model))
     scaling = _how_to_scale(model, policy, before)

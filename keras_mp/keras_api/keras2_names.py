@@ -20,10 +20,6 @@ outputs_only = Name("tf_keras.src.saving.legacy.saved_model.save_impl._extract_o
 tracing_scope = Name("tf_keras.src.saving.legacy.saved_model.save_impl.tracing_scope")
 CALLS_OF_MODELS = (layer_calls, outputs_only, tracing_scope)
 traced_call = Name("tf_keras.src.saving.legacy.saved_model.save_impl.layer_call_wrapper")
-saved_properties = Name(
-    "tf_keras.src.saving.legacy.saved_model.layer_serialization.LayerSavedModelSaver."
-    "_python_properties_internal"
-)
 
 # All that write files in h5py's format. Keras calls them in their modules.
 WRITERS = (
@@ -172,7 +168,7 @@ FILES = Feature(
     "Layers that are loaded without their classes compute in 16 bits what others have in float32, "
     "such as losses that they add; with a function as activity regularizer they are not loaded.",
     (
-        *(*WRITERS, saving_options, save_spec, functions_of_layer, traced_call, saved_properties),
+        *(*WRITERS, saving_options, save_spec, functions_of_layer, traced_call),
         *CALLS_OF_MODELS,
     ),
 )

@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_mp import hooks
 from keras_mp.hooks import Replacement, When
 from keras_mp.keras_api import keras2_names
+from keras_mp.support import softmax_and_cross_entropy
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import saving
@@ -72,7 +73,6 @@ _thread = _Thread()
 def export_as_called(
     is_ours: Callable[[Any], bool],
     around: Callable[[Any], AbstractContextManager[None]],
-    is_function: Callable[[Any], bool],
 ) -> None:
     def tracing_in(original: Callable[..., Any]) -> Callable[..., Any]:
         def layer_call_wrapper(calls: Any, method: Callable[..., Any], name: str) -> Any:
@@ -86,22 +86,7 @@ def export_as_called(
 
         return layer_call_wrapper
 
-    def without_functions(original: Callable[..., Any]) -> Callable[..., Any]:
-        # An activity regularizer that is a function is kept as its trace.
-        def python_properties(self: Any) -> dict[str, Any]:
-            properties = original(self)
-            if is_function(self.obj.activity_regularizer):
-                properties.pop("activity_regularizer", None)
-            return properties
-
-        return python_properties
-
-    _install(
-        [
-            (keras2_names.traced_call, tracing_in),
-            (keras2_names.saved_properties, without_functions),
-        ]
-    )
+    _install([(keras2_names.traced_call, tracing_in)])
     _widen_inputs(is_ours)
 
 
@@ -120,7 +105,7 @@ def _widen_inputs(is_ours: Callable[[Any], bool]) -> None:
     def with_narrow_layers(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrap_layer_functions(layer: Any, *args: Any, **kwargs: Any) -> Any:
             # Loaded layers call these with inputs that they have cast.
-            with replaced(_thread, "traces_layers", True):
+            with replaced(_thread, "traces_layers", True), _wide_regularizer(layer, is_ours):
                 functions = original(layer, *args, **kwargs)
             can_be_called = all(name.is_there() for name in keras2_names.CALLS_OF_MODELS)
             if can_be_called and isinstance(layer, keras.Model) and is_ours(layer):
@@ -132,6 +117,24 @@ def _widen_inputs(is_ours: Callable[[Any], bool]) -> None:
     names = keras2_names.save_spec, keras2_names.functions_of_layer
     if all(name.is_there() for name in names):
         _install(zip(names, (with_wide_inputs, with_narrow_layers)))
+
+
+def _wide_regularizer(
+    layer: Any, is_ours: Callable[[Any], bool]
+) -> contextlib.AbstractContextManager[None]:
+    """Context manager in which what is saved of a layer's activity regularizer is float32.
+
+    It is a function of its own, out of which no face of a result comes.
+    """
+    regularizer = layer._activity_regularizer
+    is_loaded = isinstance(regularizer, tf.types.experimental.GenericFunction)
+    if regularizer is None or is_loaded or not is_ours(layer):
+        return contextlib.nullcontext()
+
+    def in_float32(outputs: tf.Tensor) -> tf.Tensor:
+        return regularizer(softmax_and_cross_entropy.widen(outputs))
+
+    return replaced(layer, "_activity_regularizer", in_float32)
 
 
 def _call_of(model: keras.Model) -> Any:

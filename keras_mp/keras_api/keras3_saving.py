@@ -51,7 +51,6 @@ def enter_while_saving(around: Callable[[Any], AbstractContextManager[None]]) ->
 def export_as_called(
     is_ours: Callable[[Any], bool],
     around: Callable[[Any], AbstractContextManager[None]],
-    is_function: Callable[[Any], bool],
 ) -> None:
     """Lets what a SavedModel has of a model compute what the model does.
 
@@ -61,10 +60,8 @@ def export_as_called(
     Args:
         is_ours: tells whether a model is saved in this way.
         around: takes a layer and returns the context manager in which its call is traced.
-        is_function: tells whether an activity regularizer is a function of the program, which
-            is saved as its trace.
     """
-    del around, is_function  # Keras calls the model, and keeps no layer apart from its class.
+    del around  # Keras calls the model, and keeps no layer apart from its class.
     owner = next(cls for cls in keras.Layer.__mro__ if "input_dtype" in vars(cls))
 
     def with_wide_inputs(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

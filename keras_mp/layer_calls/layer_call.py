@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hooks, keras_api, regularizers
+from keras_mp import hooks, keras_api
 from keras_mp.hooks import Method, Replacement, When, faces, observers, reach
 from keras_mp.hooks.once import once
 from keras_mp.hooks.reach import Region
@@ -125,9 +125,6 @@ def _call_in(
     is_model = isinstance(layer, tf.keras.Model)
     if dtype is not None:
         observers.reach_begins()
-        # This is for a layer that was made after `compile`.
-        if getattr(layer, "activity_regularizer", None) is not None:
-            regularizers.wrap_activity_regularizer(layer)
     elif layer.compute_dtype == "float32":
         args, kwargs = _with_exact_faces(layer, args, kwargs)
     is_at_rim = model_outputs.is_last(layer) or (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api, regularizers
+from keras_mp import keras_api
 from keras_mp.hooks import wrapped
 from keras_mp.hooks.once import once
 from keras_mp.layer_calls import layer_call
@@ -39,12 +39,8 @@ def install() -> None:
         is_ours = isinstance(policy, Policy)
         return layer_call.entered(policy, policy.low_precision_dtype if is_ours else None)
 
-    def is_of_function(regularizer: Any) -> bool:
-        is_wrapped = isinstance(regularizer, regularizers.Float32Regularizer)
-        return is_wrapped and not hasattr(regularizer.regularizer, "get_config")
-
     keras_api.enter_while_saving(saving)
-    keras_api.export_as_called(is_ours, tracing, is_of_function)
+    keras_api.export_as_called(is_ours, tracing)
 
 
 @contextlib.contextmanager
