@@ -402,8 +402,8 @@ def as_float32(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a function get float32 instead of any other floating-point dtype.
 
     It is a decorator for your own losses, metrics and regularizers, whose arguments keras_mp
-    leaves alone: under `"mixed_float16"` Keras 2 passes float16 to them. A decorated function keeps
-    its name and is saved like any other.
+    leaves alone: called by yourself, they get what you pass. A decorated function keeps its name
+    and is saved like any other.
 
     Args:
         function: A function of tensors, or a `tf.keras.regularizers.Regularizer`.
@@ -441,8 +441,6 @@ def as_float32(function: Callable[..., Any]) -> Callable[..., Any]:
         args, kwargs = tf.nest.map_structure(_cast_tensor, (args, kwargs))
         return function(*args, **kwargs)
 
-    # `compile` of Keras 2 looks for this attribute.
-    in_float32._keras_mp_casts_to = "float32"  # pyright: ignore[reportAttributeAccessIssue]
     return in_float32
 
 

@@ -6,6 +6,7 @@ Keras it is.
 """
 
 import contextlib
+import itertools
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,14 @@ APPLY_METHODS = tuple(
 serialize_optimizer = tf.keras.optimizers.serialize
 
 
+class BaseCallback(tf.keras.callbacks.Callback):
+    """A callback that takes tensors as logs: Keras 2 need not wait for a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._supports_tf_logs = True
+
+
 def get_optimizer(identifier: Any) -> Any:
     """Returns an optimizer, given by itself or by its name or config.
 
@@ -126,6 +135,37 @@ def layers_inside(layer: tf.keras.layers.Layer) -> list[Any]:
     if not features.is_on(names.LAYERS_INSIDE):
         return list(getattr(layer, "layers", ()))
     return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
+def output_layers(model: Any, passing_on: tuple[type, ...] = ()) -> list[Any] | None:
+    """Returns the layers that make a model's outputs, or None where nothing tells.
+
+    Of an operation that is no layer, such as `2.0 * output`, they are those that make its inputs.
+
+    Args:
+        model: a model of `tf.keras`.
+        passing_on: classes of layers. With such a layer those that make its inputs count, too.
+            Defaults to none.
+    """
+    if isinstance(model, tf.keras.Sequential):
+        layers: list[Any] = list(reversed(model.layers))
+        passing = itertools.takewhile(lambda each: isinstance(each, passing_on), layers)
+        return layers[: len(list(passing)) + 1]
+    calls = calls_of_layers(model)  # noqa: F405
+    if calls is None:
+        return None
+    makers = {id(each): (layer, inputs) for layer, inputs, outputs in calls for each in outputs}
+    found, waiting = {}, tf.nest.flatten(model.outputs)
+    while waiting:
+        layer, inputs = makers.pop(id(waiting.pop()), (None, ()))
+        # Keras 2 makes a layer of an operation.
+        is_operation = getattr(layer, "_must_restore_from_config", False)
+        is_layer = isinstance(layer, tf.keras.layers.Layer) and not is_operation
+        if is_layer:
+            found[id(layer)] = layer
+        if not is_layer or isinstance(layer, passing_on):
+            waiting += inputs
+    return list(found.values())
 
 
 def variables(layer: tf.keras.layers.Layer) -> list[Any]:
@@ -185,6 +225,16 @@ def casts_inputs(layer: Any) -> bool:
     """
     is_keras_own = type(layer).__module__.startswith(f"{ROOT_PACKAGE}.")
     return is_keras_own or getattr(layer, "autocast", True)
+
+
+def is_call_for_saving(call: Any) -> bool:
+    """Whether this is the `call` that a layer of Keras 2 has while it is saved.
+
+    Args:
+        call: a new `call` of a layer.
+    """
+    # That of a user's layer has the module of the user's `call`, which it wraps.
+    return type(getattr(call, "__wrapped__", None)).__module__.startswith("tf_keras.")
 
 
 def switch_hint() -> str:

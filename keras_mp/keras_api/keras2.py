@@ -31,7 +31,6 @@ from keras_mp.keras_api.keras2_raw_inputs import (
     EARLY_CASTING,
     exact_functions,
     input_casts,
-    is_operation,
     report_of_outputs,
     set_policy,
     with_dtype,
@@ -42,8 +41,8 @@ from keras_mp.keras_api.keras2_saving import (
     enter_while_saving,
     export_as_called,
 )
-from keras_mp.keras_api.predictions import let_gather_bfloat16, wide_metrics
-from keras_mp.support import features, softmax_and_cross_entropy
+from keras_mp.keras_api.predictions import let_gather_bfloat16, widen_for
+from keras_mp.support import features
 from keras_mp.support.attributes import replaced
 from keras_mp.variables import AutoCastVariable, autocast_variable
 
@@ -89,17 +88,8 @@ def compile_without_wrapping(
 
 
 def steps_per_execution(model: keras.Model) -> int:
-    if not keras2_names.steps_per_execution.is_there():
-        return 1
-    variable = keras2_names.steps_per_execution.of(model)
+    variable = getattr(model, "_steps_per_execution", None)
     return 1 if variable is None else variable.numpy().item()
-
-
-def output_layers(model: keras.Model) -> list[Any] | None:
-    outputs = model.outputs
-    if outputs is None or not features.is_on(keras2_names.OUTPUTS):
-        return None
-    return [keras2_names.history.of(output).layer for output in tf.nest.flatten(outputs)]
 
 
 def calls_of_layers(model: Any) -> list[tuple[Any, list[Any], list[Any]]] | None:
@@ -107,15 +97,6 @@ def calls_of_layers(model: Any) -> list[tuple[Any, list[Any], list[Any]]] | None
         return None
     nodes = (node for depth in keras2_names.nodes.of(model).values() for node in depth)
     return [(node.layer, node.keras_inputs, tf.nest.flatten(node.outputs)) for node in nodes]
-
-
-class BaseCallback(keras.callbacks.Callback):
-    """A callback that takes tensors as logs, so that Keras need not wait for a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        if features.is_on(keras2_names.CALLBACKS):
-            keras2_names.takes_tensors.set_of(self, True)
 
 
 def patch_fit(model: keras.Model) -> None:
@@ -156,11 +137,6 @@ class BaseLayer(keras.layers.Layer):
         chosen = get_casting if casts else getter
         getters = {} if chosen is None else {"getter": chosen}
         return original.add_weight(experimental_autocast=False, **getters, **kwargs)
-
-
-def is_call_for_saving(call: Any) -> bool:
-    # That of a user's layer has the module of the user's `call`, which it wraps.
-    return type(getattr(call, "__wrapped__", None)).__module__.startswith("tf_keras.")
 
 
 def name_functions(layer: keras.layers.Layer, config: dict[str, Any]) -> dict[str, Any]:
@@ -212,48 +188,12 @@ def is_symbolic() -> bool:
     return False
 
 
-@functools.cache
-def _wide_losses(container: type) -> type:
-    """Returns a subclass of the class in which Keras keeps the losses of a model."""
-
-    class _WideLosses(container):
-        """Casts predictions as our losses do.
-
-        Keras's own class casts labels to their dtype.
-        """
-
-        def __call__(
-            self,
-            y_true: Any,
-            y_pred: Any,
-            sample_weight: Any = None,
-            regularization_losses: Sequence[tf.Tensor] | None = None,
-        ) -> tf.Tensor | None:
-            if not self.built:
-                self.build(y_pred)
-            predictions = tf.nest.flatten(y_pred)
-            for i, (prediction, loss) in enumerate(
-                zip(predictions, keras2_names.losses_of_model.of(self))
-            ):
-                if isinstance(loss, BaseLoss):
-                    dtype = loss.dtype
-                else:
-                    dtype = getattr(getattr(loss, "fn", None), "_keras_mp_casts_to", None)
-                if dtype is not None:
-                    predictions[i] = softmax_and_cross_entropy.widen(prediction, dtype)
-            y_pred = tf.nest.pack_sequence_as(y_pred, predictions)
-            return super().__call__(y_true, y_pred, sample_weight, regularization_losses)
-
-    return _WideLosses
-
-
 def widen_predictions(model: keras.Model) -> None:
-    # They may be None, or wide already.
-    is_keras_own = type(model.compiled_loss).__module__.startswith("tf_keras.")
-    if is_keras_own and features.is_on(LOSSES):
-        model.compiled_loss.__class__ = _wide_losses(type(model.compiled_loss))
-    if type(model.compiled_metrics).__module__.startswith("tf_keras."):
-        model.compiled_metrics.__class__ = wide_metrics(type(model.compiled_metrics))
+    # Keras casts labels to the dtype of predictions.
+    dtypes = [getattr(each, "dtype", None) for each in tf.nest.flatten(model.loss)]
+    widest = "float64" if "float64" in dtypes else "float32"
+    widen_for(model, "compiled_loss", "__call__", widest)
+    widen_for(model, "compiled_metrics", "update_state")
 
 
 def build_loss(model: keras.Model, predictions: Any) -> None:
@@ -335,5 +275,4 @@ def note_wrapper(
 ) -> None:
     del wrapper
     # Keras's own sets it to True, and refuses any true value.
-    if features.is_on(keras2_names.WRAPPERS):
-        keras2_names.is_wrapped.set_of(optimizer, "by keras_mp")
+    optimizer._is_wrapped_by_loss_scale_optimizer = "by keras_mp"

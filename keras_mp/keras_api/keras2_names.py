@@ -42,17 +42,10 @@ convert_input_of_model = Name(
 inputs_of_rnn = Name("tf_keras.src.layers.rnn.base_rnn.RNN._process_inputs")
 lstm_in_eager = Name("tf_keras.src.layers.rnn.lstm.standard_lstm")
 lstm_in_graphs = Name("tf_keras.src.layers.rnn.lstm.lstm_with_backend_selection")
-history = Attribute("tf_keras.src.engine.node._keras_history")
 nodes = Attribute("tf_keras.src.engine.functional.Functional._nodes_by_depth")
 
 arguments_of_loss = Attribute("tf_keras.src.losses.LossFunctionWrapper._fn_kwargs")
-losses_of_model = Attribute("tf_keras.src.engine.compile_utils.LossesContainer._losses")
 optimizer_of_model = Name("tf_keras.src.engine.training.Model._get_optimizer")
-steps_per_execution = Attribute("tf_keras.src.engine.training.Model._steps_per_execution")
-takes_tensors = Attribute("tf_keras.src.callbacks.CallbackList._supports_tf_logs")
-is_wrapped = Attribute(
-    "tf_keras.src.mixed_precision.loss_scale_optimizer._is_wrapped_by_loss_scale_optimizer"
-)
 
 make_variable = Name("tf_keras.src.engine.base_layer_utils.make_variable")
 
@@ -113,18 +106,13 @@ LAYERS_INSIDE = Feature(
 OUTPUTS = Feature(
     "the layers that make a model's outputs",
     "Outputs in 16 bits are cast to float32 where they leave the model, after they were rounded.",
-    (history, nodes),
+    (nodes,),
 )
 LOSSES = Feature(
     "Keras's own losses, computed in float32",
     "A loss that is an object of Keras's class stays as it is. Its name, or that of a class of "
-    "keras_mp.losses, gives one of keras_mp. Keras casts labels to the dtype of the predictions.",
-    (arguments_of_loss, losses_of_model),
-)
-CALLBACKS = Feature(
-    "callbacks that take tensors",
-    "Numbers stay the same. Keras waits for each batch.",
-    (takes_tensors,),
+    "keras_mp.losses, gives one of keras_mp.",
+    (arguments_of_loss,),
 )
 LEGACY = Feature(
     "wrappers of optimizers of `tf.keras.optimizers.legacy`",
@@ -140,11 +128,6 @@ CONVERSION = Feature(
     "conversion of wrapped optimizers to legacy ones",
     "Keras refuses them.",
     (convert_to_legacy,),
-)
-WRAPPERS = Feature(
-    "optimizers that Keras's own LossScaleOptimizer wraps",
-    "An optimizer that both wrap is not refused, and its loss is scaled twice.",
-    (is_wrapped,),
 )
 SEEDS = Feature(
     "random numbers of the tools",
@@ -171,11 +154,6 @@ FILES = Feature(
         *(*WRITERS, saving_options, save_spec, functions_of_layer, traced_call),
         *CALLS_OF_MODELS,
     ),
-)
-STEPS = Feature(
-    "histograms of several steps in one call",
-    "`keras_mp.numerics.watch` takes one step for all.",
-    (steps_per_execution,),
 )
 
 FEATURES = tuple(each for each in list(globals().values()) if isinstance(each, Feature))

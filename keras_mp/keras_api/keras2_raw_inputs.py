@@ -15,10 +15,6 @@ from keras_mp.tensorflow_api.names import Name
 EARLY_CASTING: tuple[Any, ...] = ()
 
 
-def is_operation(layer: Any) -> bool:
-    return getattr(layer, "_must_restore_from_config", False)
-
-
 def input_casts(policy_class: type) -> tuple[Name | Method, ...]:
     del policy_class  # A layer casts its inputs itself.
     return keras2_names.cast_input, keras2_names.convert_input_of_model

@@ -33,7 +33,6 @@ from keras_mp.keras_api.keras3_raw_inputs import (
     EARLY_CASTING,
     exact_functions,
     input_casts,
-    is_operation,
     report_of_outputs,
     set_policy,
     with_dtype,
@@ -45,14 +44,12 @@ from keras_mp.keras_api.keras3_saving import (
     name_functions,
 )
 from keras_mp.keras_api.keras3_workers import patch_fit
-from keras_mp.keras_api.predictions import wide_metrics
+from keras_mp.keras_api.predictions import widen_for
 from keras_mp.support import features
 from keras_mp.variables import autocast_variable, casts
 
 keras = tf.keras
 
-# `tf.keras`'s own callback, for which Keras does not wait for batches.
-BaseCallback = keras.callbacks.Callback
 # The classes that Keras takes for an optimizer.
 OPTIMIZER_BASES: tuple[Any, ...] = (keras.optimizers.Optimizer,)
 # The private attributes of optimizers that callbacks of Keras read.
@@ -86,28 +83,8 @@ def steps_per_execution(model: keras.Model) -> int:
     return model.steps_per_execution
 
 
-def output_layers(model: keras.Model) -> list[Any] | None:
-    """Returns the layers that make a model's outputs, or None where nothing tells.
-
-    Of an operation that is no layer, such as `2.0 * output`, those that make its inputs.
-    """
-    outputs = getattr(model, "outputs", None)
-    if outputs is None or not features.is_on(keras3_names.OUTPUTS):
-        return None
-    layers, waiting = [], list(keras.tree.flatten(outputs))
-    while waiting:
-        operation = keras3_names.history.of(waiting.pop(0)).operation
-        if isinstance(operation, keras.layers.Layer):
-            layers.append(operation)
-        else:  # such as `2.0 * output`
-            waiting += keras.tree.flatten(operation.input)
-    return layers
-
-
 def calls_of_layers(model: Any) -> list[tuple[Any, list[Any], list[Any]]] | None:
-    """Returns the calls of which a functional model consists, or None.
-
-    It is None where nothing tells.
+    """Returns the calls of which a functional model consists, or None where nothing tells.
 
     Returns:
         list of tuples of a layer (on Keras 3 an operation, too) and of its symbolic inputs and
@@ -208,12 +185,6 @@ class AutoCastWeight(keras.Variable):
             return super().assign_sub(value)
 
 
-def is_call_for_saving(call: Any) -> bool:
-    """Whether this is the `call` that a layer has while Keras saves it."""
-    del call  # It replaces none.
-    return False
-
-
 def is_weight(value: Any) -> bool:
     """Whether a value is a weight as layers of `tf.keras` have them."""
     return isinstance(value, keras.Variable)
@@ -268,13 +239,10 @@ def is_symbolic() -> bool:
 def widen_predictions(model: keras.Model) -> None:
     """Lets the metrics of a compiled model see predictions in float32.
 
-    It also keeps labels from being cast to the predictions' dtype before our losses see them.
+    On Keras 2 losses, too, which get labels in the dtype of predictions.
     """
-    if not features.is_on(LOSSES):
-        return
-    metrics = keras3_names.metrics.of(model)
-    if type(metrics).__module__.startswith("keras."):  # neither None, nor wide already
-        metrics.__class__ = wide_metrics(type(metrics))
+    if features.is_on(LOSSES):
+        widen_for(model, keras3_names.metrics.attribute, "update_state")
 
 
 def build_loss(model: keras.Model, predictions: Any) -> None:

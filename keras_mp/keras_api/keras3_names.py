@@ -18,7 +18,6 @@ converts_inputs = Attribute("keras.src.layers.layer.Layer._convert_input_args")
 build_once = Name("keras.src.layers.layer.Layer._maybe_build")
 flatten_layers = Name("keras.src.layers.layer.Layer._flatten_layers")
 output_shape_of_lambda = Attribute("keras.src.layers.core.lambda_layer.Lambda._output_shape")
-history = Attribute("keras.src.ops.node._keras_history")
 nodes = Attribute("keras.src.ops.function.Function._nodes_by_depth")
 arguments_of_loss = Attribute("keras.src.losses.losses.LossFunctionWrapper._fn_kwargs")
 metrics = Attribute("keras.src.trainers.trainer.Trainer._compile_metrics")
@@ -71,7 +70,7 @@ LAYERS_INSIDE = Feature(
 OUTPUTS = Feature(
     "the layers that make a model's outputs",
     "Outputs in 16 bits are cast to float32 where they leave the model, after they were rounded.",
-    (history, nodes),
+    (nodes,),
 )
 LOSSES = Feature(
     "Keras's own losses and metrics, computed in float32",

@@ -34,15 +34,6 @@ def exact_functions() -> list[Any]:
     return [each for each in (*found, getattr(keras.ops.image, "gaussian_blur", None)) if each]
 
 
-def is_operation(layer: keras.layers.Layer) -> bool:
-    """Whether a layer is an operation on a symbolic tensor.
-
-    Keras 2 makes such a layer of `2.0 * x`.
-    """
-    del layer  # An operation is no layer.
-    return False
-
-
 def input_casts(policy_class: type) -> tuple[Name | Method, ...]:
     """Returns the methods by which layers and models cast their inputs.
 

@@ -104,13 +104,6 @@ def name_functions(layer: tf.keras.layers.Layer, config: dict[str, Any]) -> dict
     named = {}
     for key, function in functions.items():
         if callable(function):
-            name = f"keras_mp_{key}_{id(function)}"
-            named[name] = function
-            # As Keras writes functions.
-            config[key] = {
-                "module": "builtins",
-                "class_name": "function",
-                "config": name,
-                "registered_name": "function",
-            }
+            config[key] = f"keras_mp_{key}_{id(function)}"
+            named[config[key]] = function
     return named

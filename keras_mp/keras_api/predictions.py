@@ -1,4 +1,4 @@
-"""Predictions that workers gather and metrics get, alike in both Kerases."""
+"""Predictions that workers gather, and metrics and losses get; for both Kerases."""
 
 import functools
 from typing import Any
@@ -35,16 +35,28 @@ def let_gather_bfloat16(strategy: tf.distribute.Strategy) -> None:
     vars(strategy)["gather"] = gather
 
 
-@functools.cache
-def wide_metrics(container: type) -> type:
-    """Returns a subclass of the class in which Keras keeps the metrics of a model.
+def widen_for(model: tf.keras.Model, attribute: str, method: str, dtype: str = "float32") -> None:
+    """Lets the losses or metrics of a compiled model get predictions in float32.
 
-    They get predictions in float32.
+    Args:
+        model: the model.
+        attribute: str. Where Keras keeps them, if there are any.
+        method: str. The method of this object that is called with labels and predictions.
+        dtype: str. The dtype that is wide enough for them. Defaults to float32.
     """
+    container: Any = getattr(model, attribute)
+    # It may be None, or wide already.
+    if type(container).__module__.startswith(("keras.", "tf_keras.")):
+        container.__class__ = _wide(type(container), method, dtype)
 
-    class _WideMetrics(container):
-        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-            y_pred = tf.nest.map_structure(softmax_and_cross_entropy.widen, y_pred)
-            super().update_state(y_true, y_pred, sample_weight)
 
-    return _WideMetrics
+@functools.cache
+def _wide(container: type, method: str, dtype: str) -> type:
+    original = getattr(container, method)
+    widen = functools.partial(softmax_and_cross_entropy.widen, dtype=dtype)
+
+    def call(self: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+        y_pred = tf.nest.map_structure(widen, y_pred)
+        return original(self, y_true, y_pred, *args, **kwargs)
+
+    return type(f"Wide{container.__name__}", (container,), {method: call})

@@ -15,7 +15,6 @@ are the float32 face, or a cast.
 import collections
 import contextlib
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -190,8 +189,6 @@ def _policy_of(model: tf.keras.Model) -> Any:
 
 def _has_a_part(layer: Any, is_to_be: Callable[[Any], bool]) -> bool:
     """Whether a layer, or one inside of it, may be called for a float32 output."""
-    if not isinstance(layer, tf.keras.layers.Layer) or keras_api.is_operation(layer):
-        return False  # It computes in the dtype that it gets.
     policy: Any = layer.dtype_policy
     is_low = getattr(policy, "low_precision_dtype", None) is not None
     return isinstance(layer, tf.keras.Model) or (is_low and is_to_be(policy))
@@ -204,43 +201,25 @@ def last_layers(layer: Any) -> Sequence[Any]:
         layer: a layer or model. A subclassed one has none.
 
     Returns:
-        Layers and models, and operations that are neither. A layer that a model calls several times
-        is not among them, since other layers may take what it returns.
+        Layers and models. A layer that a model calls several times is not among them, since other
+        layers may take what it returns.
     """
     if not isinstance(layer, tf.keras.Model):
         return keras_api.layers_inside(layer) if _computes_itself(layer) else ()
     if isinstance(layer, tf.keras.Sequential):
-        layers: list[Any] = list(reversed(layer.layers))
-        passing = itertools.takewhile(lambda each: isinstance(each, _passing_on()), layers)
-        return layers[: len(list(passing)) + 1]
+        return keras_api.output_layers(layer, _passing_on()) or ()
     if layer not in _found:
-        calls = keras_api.calls_of_layers(layer)
-        if calls is None:
+        layers = keras_api.output_layers(layer, _passing_on())
+        if layers is None:
             return ()
-        _found[layer] = list(map(weakref.ref, _last_of(calls, tf.nest.flatten(layer.outputs))))
+        calls = keras_api.calls_of_layers(layer) or ()
+        numbers = collections.Counter(id(each) for each, _, _ in calls)
+        _found[layer] = [weakref.ref(each) for each in layers if numbers[id(each)] == 1]
     return [each for each in (reference() for reference in _found[layer]) if each is not None]
 
 
 # The last layers of functional models, which do not change. No layer is kept alive.
 _found: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-
-
-def _last_of(calls: Sequence[tuple[Any, list[Any], list[Any]]], outputs: list[Any]) -> list[Any]:
-    numbers = collections.Counter(id(layer) for layer, _, _ in calls)
-    calls_by_output = {id(each): call for call in calls for each in call[2]}
-    layers, waiting, visited = [], outputs, set()
-    while waiting:
-        output, *waiting = waiting
-        call = calls_by_output.get(id(output))
-        if call is None or id(output) in visited or numbers[id(call[0])] > 1:
-            continue
-        visited.add(id(output))
-        layer, inputs, _ = call
-        layers.append(layer)
-        is_layer = isinstance(layer, tf.keras.layers.Layer) and not keras_api.is_operation(layer)
-        if not is_layer or isinstance(layer, _passing_on()):
-            waiting += inputs
-    return layers
 
 
 @functools.cache

@@ -68,9 +68,7 @@ def output_layers(model: tf.keras.layers.Layer, subclassed: bool = False) -> set
     while waiting:
         layer = waiting.pop()
         outputs: Sequence[tf.keras.layers.Layer] = ()
-        if isinstance(layer, tf.keras.Sequential):
-            outputs = layer.layers[-1:]
-        elif isinstance(layer, tf.keras.Model):
+        if isinstance(layer, tf.keras.Model):
             known = keras_api.output_layers(layer)
             outputs = (_children(layer) if subclassed else ()) if known is None else known
         elif isinstance(layer, tf.keras.layers.Wrapper):
