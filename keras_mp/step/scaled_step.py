@@ -327,13 +327,19 @@ def _write_if(finite: tf.Tensor, update: Callable[[], Any]) -> None:
 
     traced = tf.function(write, autograph=False).get_concrete_function()
     written = [
-        outside
+        (outside, graphs.handle_data(outside))
         for outside, inside in traced.graph.captures
         if inside.dtype == tf.resource
         and not all(variable_ops.only_reads(op, inside) for op in inside.consumers())
     ]
-    dtypes = [graphs.handle_data(handle).shape_and_type[0].dtype for handle in written]
-    kept = KeptValues([(h, read(h, dtype)) for h, dtype in zip(written, dtypes, strict=True)])
+    # The table in which a tool notes what it has seen has no such data, and keeps it.
+    kept = KeptValues(
+        [
+            (handle, read(handle, data.shape_and_type[0].dtype))
+            for handle, data in written
+            if data is not None and data.shape_and_type
+        ]
+    )
     traced()
     kept.put_back(finite)
 

@@ -91,6 +91,17 @@ def test_loops_and_branches():
     assert found.operation == "Mul"
     assert found.layer.startswith("while")
 
+    @tf.function
+    def of_a_branch(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.cond(x < 1.0, lambda: tf.sqrt(x), lambda: x)
+        return tape.gradient(y, x)
+
+    found = named(lambda: of_a_branch(tf.constant(0.0))).operation
+    assert found.operation == "SqrtGrad"
+    assert found.is_gradient
+
 
 @common.once
 def test_bad_inputs_and_bad_weights_are_named_themselves():
@@ -193,7 +204,8 @@ def test_what_eager_code_gives_to_a_function_is_seen_there():
 
 @common.once
 @pytest.mark.filterwarnings("ignore:The loss scale has come down to its floor")
-def test_it_goes_on_while_the_loss_scale_falls():
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_it_goes_on_while_the_loss_scale_falls(jit_compile):
     weight = tf.Variable([1.0, 2.0])
     scale = keras_mp.DynamicLossScale(2.0**14, min_loss_scale=2.0**12)
     optimizer = keras_mp.LossScaleOptimizer("sgd", scale)
@@ -201,7 +213,7 @@ def test_it_goes_on_while_the_loss_scale_falls():
     def loss(factor):
         return tf.reduce_sum(tf.cast(weight, tf.float16) * tf.cast(factor, tf.float16))
 
-    step = tf.function(steps.rfc(optimizer, loss, [weight]))
+    step = tf.function(steps.rfc(optimizer, loss, [weight]), jit_compile=jit_compile)
     with FirstBadOperation(optimizer) as watch:
         step(tf.constant(8.0))  # 2**17 is too much, and so is 2**16.
         step(tf.constant(8.0))
