@@ -55,9 +55,9 @@ def main(argv: Sequence[str]) -> int:
             if "policy" in options:
                 model = compiled(model, vars(options).pop("policy"))
             result, status = options.run(model, batch, options)
-        except (TypeError, ValueError, ImportError, tf.errors.OpError) as error:
-            # For example, labels of another shape.
-            _fail(f"{options.file} cannot be {options.name.removesuffix('e')}ed: {error}")
+        except Exception as error:  # of another file, of the user's layers, of labels in shape
+            reason = f"{type(error).__name__}: {error}"
+            _fail(f"{options.file} cannot be {options.name.removesuffix('e')}ed: {reason}")
         print(result.to_text(None if "all_rows" in options else text_tables.MOST))
         if "json" in options:
             result.to_json(options.json)

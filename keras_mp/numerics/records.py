@@ -151,9 +151,14 @@ def relative(value: np.ndarray, reference: np.ndarray) -> float:
     return Distance.of(value, reference, 0.0, 0.0).relative
 
 
+# What is this much smaller than the largest number may be what float32 leaves of a sum that is 0.
+_OF_ROUNDING = 2.0**-20
+
+
 def underflow(value: np.ndarray, reference: np.ndarray) -> float:
     """Returns which share of the reference's non-zero numbers is zero in `value`."""
-    there = reference != 0
+    size = np.abs(reference)
+    there = size > _OF_ROUNDING * np.max(size, initial=0.0)
     return float(np.mean(value[there] == 0)) if there.any() else 0.0
 
 

@@ -9,7 +9,15 @@ import tensorflow as tf
 
 import keras_mp
 from tests import common
-from tests.numerics.tools import Distance, compare, dense, main, of_keras, sequential
+from tests.numerics.tools import (
+    Distance,
+    compare,
+    dense,
+    main,
+    of_keras,
+    sequential,
+    underflow,
+)
 
 # A number that is made in float16 by way of NumPy is infinite there: a Python number is not.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
@@ -450,17 +458,17 @@ def test_files_that_cannot_be_used(tmp_path, capsys):
         assert raised.value.code == 2
         assert message in capsys.readouterr().err
     inputs = np.ones([16, 8], "float32")
-    arguments = ["check", model, data, "--policy", "mixed_float16"]
-    np.savez(tmp_path / "batch.npz", x=inputs, y=np.zeros([5, 3]))
-    with pytest.raises(SystemExit) as raised:
-        main(arguments)
-    assert raised.value.code == 2
-    assert "model.keras cannot be checked: " in capsys.readouterr().err
+    for policy, labels in (("mixed_float16", [5, 3]), ("missing.json", [16, 3])):
+        np.savez(tmp_path / "batch.npz", x=inputs, y=np.zeros(labels))
+        with pytest.raises(SystemExit) as raised:
+            main(["check", model, data, "--policy", policy])
+        assert raised.value.code == 2
+        assert "model.keras cannot be checked: " in capsys.readouterr().err
     np.savez(tmp_path / "batch.npz", x=inputs, y=np.full([16, 3], math.nan))
     with pytest.raises(SystemExit, match="2"):
         main(["check", model, data])  # It computes in float32.
     assert "pass policy=" in capsys.readouterr().err
-    assert main(arguments) == 1
+    assert main(["check", model, data, "--policy", "mixed_float16"]) == 1
     printed = capsys.readouterr().out
     assert "policy mixed_float16: " in printed
     assert "a batch that is not finite" in printed
@@ -479,3 +487,10 @@ def test_a_loss_that_amplifies_is_not_0_times_as_far_off():
     assert "amplifies rounding" in finding.why
     assert "Cast to float32 in the loss" in finding.cure
     assert "0 times as far" not in finding.why
+
+
+@common.once
+def test_what_rounding_leaves_of_zero_is_not_lost():
+    found = np.array([1.0, 0.0])
+    assert underflow(found, np.array([1.0, 2.0**-29])) == 0.0
+    assert underflow(found, np.array([1.0, 2.0**-15])) == 0.5
