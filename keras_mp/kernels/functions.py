@@ -20,7 +20,7 @@ from keras_mp.hooks.faces import EXACT
 from keras_mp.variables import scope
 
 # They refuse 16 bits, `range` on TensorFlow 2.16.
-_REFUSING = ("complex", "range", "signal.rfft", "signal.rfft2d", "signal.rfft3d")
+_REFUSING = ("range", "signal.rfft", "signal.rfft2d", "signal.rfft3d")
 # They multiply matrices, or images by a few numbers.
 _MULTIPLYING = (
     *("linalg.expm", "linalg.lstsq", "image.ssim", "image.ssim_multiscale"),

@@ -86,11 +86,8 @@ def _replacements() -> Iterator[Replacement]:
         for name in vars(cls).keys() & _ASSIGNING if cls is not tf.Variable else ():
             yield Replacement(Method(cls, name), _in_the_dtype_of_the_variable, When.ALWAYS)
     for original in (tf.compat.v1.cond, tf.switch_case):
-        yield Replacement(Everywhere(original), _with_faces_of_branches)
-    branching: list[Any] = [tf.switch_case, tf.compat.v1.while_loop]
-    for original in branching:
-        yield Replacement(Everywhere(original), _made_again, When.ALWAYS)
-    yield Replacement(Everywhere(tf.compat.v1.cond), _made_again, When.OUT_OF_REACH)
+        yield Replacement(Everywhere(original), _with_faces_of_branches, When.ALWAYS)
+    yield Replacement(Everywhere(tf.compat.v1.while_loop), _made_again, When.ALWAYS)
     yield Replacement(Method(type(tf.function(scope.read)), "__call__"), _called_again, When.ALWAYS)
     for name in _WRITING:
         yield Replacement(Method(tf.TensorArray, name), _in_the_dtype_of_the_array, When.ALWAYS)
@@ -246,11 +243,13 @@ def _in_the_dtype_of_the_variable(original: Callable[..., Any]) -> Callable[...,
 
 
 def _with_faces_of_branches(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that makes two branches, whose results keep faces."""
+    """Returns the function that makes branches, whose results in reach keep faces."""
+    made_again = _made_again(original)
 
     def choose(*args: Any, **kwargs: Any) -> Any:
-        if tf.executing_eagerly() or not _is_active() or reach.region() is not None:
-            return original(*args, **kwargs)
+        is_plain = reach.current() is None or reach.region() is not None or not _is_active()
+        if is_plain or tf.executing_eagerly():
+            return made_again(*args, **kwargs)
         branches = [each for each in tf.nest.flatten((args, kwargs)) if callable(each)]
         kinds: list[list[int | None]] = []
         low: Any = reach.current()
