@@ -234,8 +234,8 @@ def _made(
         results = make(given, pairs)
     else:
         results = _widened(known, given, pairs, make, cast, choice)
-    has_none = choice is None or not choice.kind
-    if has_none and not _follows_others() and _has_later_face(known, pairs):
+    has_no_face = choice is None or not choice.kind
+    if has_no_face and not _follows_others() and _has_later_face(known, pairs):
         _note_lazily(known, given, pairs, results)
     return results
 
