@@ -9,11 +9,11 @@ subpackage needs TensorFlow only.
 import copy
 import functools
 import threading
+from concurrent import futures
 
 import tensorflow as tf
 
 from keras_mp.hardware import devices, stopwatch
-from keras_mp.hooks import reach
 from keras_mp.support import cpu, messages
 
 _lock = threading.Lock()
@@ -142,9 +142,9 @@ def _can_measure_now() -> bool:
 @functools.cache
 def _measured(device: str) -> stopwatch.Speeds | None:
     try:
-        # In a region of `keras_mp.autocast` float32 would not be float32.
-        with tf.init_scope(), reach.without_region(), reach.entered(None):
-            return stopwatch.measure(device)
+        # A thread of its own is in eager, and in no region, layer or tape of the program.
+        with futures.ThreadPoolExecutor(1) as thread:
+            return thread.submit(stopwatch.measure, device).result()
     except tf.errors.OpError:  # No kernel, or no memory: then nothing can be said.
         return None
 

@@ -122,7 +122,7 @@ def _widen_inputs(is_ours: Callable[[Any], bool]) -> None:
 def _wide_regularizer(
     layer: Any, is_ours: Callable[[Any], bool]
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which what is saved of a layer's activity regularizer is float32.
+    """Context manager in which a saved activity regularizer computes in float32.
 
     It is a function of its own, out of which no face of a result comes.
     """

@@ -84,7 +84,7 @@ def steps_per_execution(model: keras.Model) -> int:
 
 
 def calls_of_layers(model: Any) -> list[tuple[Any, list[Any], list[Any]]] | None:
-    """Returns the calls of which a functional model consists, or None where nothing tells.
+    """Returns the calls of a functional model's layers, None where nothing tells.
 
     Returns:
         list of tuples of a layer (on Keras 3 an operation, too) and of its symbolic inputs and

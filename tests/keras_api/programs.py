@@ -7,7 +7,6 @@ has imported keras_mp: imports take longer than what programs do.
 """
 
 import importlib
-import inspect
 import json
 import multiprocessing
 import os
@@ -137,28 +136,6 @@ def devices_after_a_policy() -> list[bool]:
     return [is_divided, bool(draws_as_before), is_warned == is_slow]
 
 
-def regions_without_a_function() -> list[str]:
-    """Regions where TensorFlow does not use a function that they replace."""
-    import keras_mp
-    from keras_mp import hooks, kernels
-
-    kernels.install()
-    errors = []
-    for name in ("TFE_Py_FastPathExecute", "_apply_op_helper"):
-        places = {row.place for row in hooks.installed()}
-        ours = {each: each.get() for each in places if getattr(each, "attribute", "") == name}
-        for place, function in ours.items():
-            place.set(inspect.unwrap(function))
-        try:
-            with keras_mp.autocast("bfloat16"):
-                errors.append("entered")
-        except RuntimeError as error:
-            errors.append(str(error))
-        for place, function in ours.items():
-            place.set(function)
-    return errors
-
-
 def _error_of_compile(keras: Any, make_optimizer: Callable[[], Any]) -> str:
     model = keras.Sequential([keras.layers.Dense(1)])
     try:
@@ -189,7 +166,6 @@ def main() -> None:
         other_keras_after_a_policy,
         a_scope_before_a_policy,
         devices_after_a_policy,
-        regions_without_a_function,
     ):
         raised[each.__name__] = in_a_fork(each)
     print(json.dumps(raised))

@@ -32,13 +32,6 @@ def test_a_program_configures_its_devices_after_its_policy(raised):
     assert raised["devices_after_a_policy"] == [True] * 3
 
 
-def test_a_tensorflow_that_does_not_use_what_regions_replace_is_refused(raised):
-    broken = "'eager': False", "'a function': False"
-    for error, what in zip(raised["regions_without_a_function"], broken, strict=True):
-        assert error.startswith("`keras_mp.autocast` does not know TensorFlow")
-        assert what in error
-
-
 def offered(module):
     """What a module defines, or imports from its parts, by name; functions as they are defined."""
     folder = pathlib.Path(keras_api.__file__).parent
