@@ -558,8 +558,8 @@ def _of_windows(
     # may have larger ones, so what suits a batch is no scale to keep.
     scale = 2.0 ** ((low + high) // 2)
     sentence = f"{'fix' if report.step else 'start'} the loss scale at {_power(scale)}: between "
-    sentence += f"2^{low} and 2^{high} no {'other ' if lost else ''}gradient loses more than "
-    sentence += f"{100 * tolerance:g} %, {where}."
+    lose = "the other gradients lose no more than" if lost else "no gradient loses more than"
+    sentence += f"2^{low} and 2^{high} {lose} {100 * tolerance:g} %, {where}."
     if lost:
         return lost, [f"Then {sentence}"], scale
     sentence = sentence.capitalize()
