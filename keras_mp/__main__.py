@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -24,26 +24,21 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.numerics import commands
 from keras_mp.support import text_tables
+from keras_mp.support.figures import new_figure
 
 _SEED, _BATCH_SIZE = 0, 32
 # After so many epochs, every policy is within a percent of the accuracy that more would give.
 _EPOCHS = 5
 # The default of 2000 good steps is for runs of many thousand steps. In the few hundred steps of
 # this run, the scale would never move. With a short period, it grows until gradients overflow.
-_INCREMENT_PERIOD = 20
-# The first step traces the graph and builds the optimizer; the next two warm caches up.
-_WARM_UP_STEPS = 3
-_SMOOTHED_STEPS = 15
+_SCALES = {"mixed_float16": keras_mp.DynamicLossScale(increment_period=20)}
+_SMOOTHED = 15
 # The policies, and their lines. Of two that cover each other, both can be seen if one is dashed.
 _LINES: dict[str, dict[str, Any]] = {
     "float32": {"color": "black", "linewidth": 2.2, "alpha": 0.45},
     "mixed_float16": {"color": "tab:red", "linewidth": 1.2},
     "mixed_bfloat16": {"color": "tab:blue", "linewidth": 1.2, "linestyle": "--"},
 }
-_HEADER = (
-    *("policy", "test accuracy", "loss scale at end"),
-    *("steps skipped", "ms per step", "activation bytes"),
-)
 _NOTES = f"""
 ms per step: median, without the first steps, which trace. The model is small:
 `python -m keras_mp.hardware` measures larger ones.
@@ -72,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=commands.file(), default=path, help=what)
     path, data = parser.parse_args(argv).output, _load_digits()
     runs = [_Run(name, data) for name in _LINES]
-    print(_NOTES, *text_tables.aligned([_HEADER, *(run.cells() for run in runs)]), sep="\n")
+    rows = [run.row() for run in runs]
+    print(_NOTES, *text_tables.aligned([[*rows[0]], *([*r.values()] for r in rows)]), sep="\n")
     _plot(runs, path)
     print(f"\nThe picture is in {os.path.realpath(path)}")
     return 0
@@ -89,10 +85,9 @@ def _load_digits() -> list[Any]:
             '    pip install "keras-mp[tutorials]"'
         )
     images, labels = datasets.load_digits(return_X_y=True)
-    images = (images / 16.0).astype("float32").reshape(-1, 8, 8, 1)
-    return model_selection.train_test_split(
-        images, labels, test_size=0.2, stratify=labels, random_state=_SEED
-    )
+    images = np.float32(images / 16.0).reshape(-1, 8, 8, 1)
+    how = {"test_size": 0.2, "stratify": labels, "random_state": _SEED}
+    return model_selection.train_test_split(images, labels, **how)
 
 
 class _Run(keras_mp.callbacks.LossScaleMonitor):
@@ -106,15 +101,12 @@ class _Run(keras_mp.callbacks.LossScaleMonitor):
         tf.keras.utils.set_random_seed(_SEED)
         images = tf.data.Dataset.from_tensor_slices((train_images, train_labels))
         batches = images.shuffle(len(train_labels), seed=_SEED).batch(_BATCH_SIZE, True)
-        is_scaled = policy == "mixed_float16"
-        scale = keras_mp.DynamicLossScale(increment_period=_INCREMENT_PERIOD) if is_scaled else None
-        with keras_mp.policy_scope(keras_mp.Policy(policy, loss_scale=scale)):
+        with keras_mp.policy_scope(keras_mp.Policy(policy, loss_scale=_SCALES.get(policy))):
             model = _compiled_model(_EPOCHS * len(batches))
             model.fit(batches, epochs=_EPOCHS, verbose=0, callbacks=[self])
-            size = len(test_labels)
-            scores: Any = model.evaluate(test_images, test_labels, batch_size=size, verbose=0)
-        self.accuracy = scores[1]
-        self.milliseconds = 1000 * statistics.median(self.seconds[_WARM_UP_STEPS:])
+            _, self.accuracy = cast(Any, model.evaluate(test_images, test_labels, verbose=0))
+        # The first step traces the graph and builds the optimizer; the next two warm caches up.
+        self.milliseconds = 1000 * statistics.median(self.seconds[3:])
         tensor = train_images[:_BATCH_SIZE]
         outputs = [model(tensor)]  # the logits as the model returns them, in float32
         for layer in model.layers[:-1]:
@@ -136,23 +128,23 @@ class _Run(keras_mp.callbacks.LossScaleMonitor):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         print(f"{self.policy}, epoch {epoch + 1}: loss {(logs or {})['loss']:.4f}", flush=True)
 
-    def cells(self) -> tuple[str, ...]:
-        """Returns the row of the table."""
+    def row(self) -> dict[str, str]:
+        """Returns the cells of the table, by their columns."""
         scales, skipped = self.history["loss_scale"], self.history["steps_skipped"]
-        return (
-            self.policy,
-            f"{self.accuracy:.4f}",
-            f"{scales[-1]:.0f}" if scales else "none",
-            f"{skipped[-1] if skipped else 0} of {len(self.losses)}",
-            f"{self.milliseconds:.2f}",
-            f"{self.activation_bytes}",
-        )
+        return {
+            "policy": self.policy,
+            "test accuracy": f"{self.accuracy:.4f}",
+            "loss scale at end": f"{scales[-1]:.0f}" if scales else "none",
+            "steps skipped": f"{skipped[-1] if skipped else 0} of {len(self.losses)}",
+            "ms per step": f"{self.milliseconds:.2f}",
+            "activation bytes": f"{self.activation_bytes}",
+        }
 
 
 def _compiled_model(total_steps: int) -> tf.keras.Model:
     layers = tf.keras.layers
-    conv = functools.partial(layers.Conv2D, kernel_size=3, padding="same", activation="relu")
-    hidden = [conv(16), conv(32), layers.MaxPooling2D(), conv(32), layers.Flatten()]
+    conv = functools.partial(layers.Conv2D, padding="same", activation="relu")
+    hidden = [conv(16, 3), conv(32, 3), layers.MaxPooling2D(), conv(32, 3), layers.Flatten()]
     # dtype="float32" is not needed at the end: the model returns float32, and so does the loss.
     model = tf.keras.Sequential([layers.Input((8, 8, 1)), *hidden, layers.Dense(10)])
     # The rate decays, so that the accuracy at the end is not an accident of the last few batches.
@@ -163,25 +155,20 @@ def _compiled_model(total_steps: int) -> tf.keras.Model:
 
 
 def _plot(runs: Sequence[_Run], path: str) -> None:
-    # A figure without pyplot is drawn with Agg, and leaves the process's own backend alone.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    axes = figure.subplots(2, sharex=True)
-    window = np.full(_SMOOTHED_STEPS, 1 / _SMOOTHED_STEPS)
+    upper, lower = new_figure(__name__, (9, 7)).subplots(2, sharex=True)
     for run in runs:
-        smoothed = np.convolve(run.losses, window, mode="valid")
-        steps = np.arange(len(smoothed)) + _SMOOTHED_STEPS
+        smoothed = np.convolve(run.losses, np.full(_SMOOTHED, 1 / _SMOOTHED), mode="valid")
         label = f"{run.policy}, test accuracy {run.accuracy:.1%}"
-        axes[0].plot(steps, smoothed, label=label, **_LINES[run.policy])
-    axes[0].set_title("Scikit-learn's digits: the same model under each policy")
-    axes[0].set(yscale="log", ylabel=f"training loss\n(mean of {_SMOOTHED_STEPS} steps)")
-    axes[0].legend(loc="upper right")
-    axes[0].grid(alpha=0.3)
-    axes[1].set_xlabel("step")
-    [scaled] = [run for run in runs if run.history["loss_scale"]]
-    keras_mp.plots.loss_scale(scaled, axes[1])
-    figure.savefig(path, format="png", dpi=120)
+        steps = range(_SMOOTHED, len(run.losses) + 1)
+        upper.plot(steps, smoothed, label=label, **_LINES[run.policy])
+        if run.history["loss_scale"]:
+            keras_mp.plots.loss_scale(run, lower)
+    upper.set_title("Scikit-learn's digits: the same model under each policy")
+    upper.set(yscale="log", ylabel=f"training loss\n(mean of {_SMOOTHED} steps)")
+    upper.legend(loc="upper right")
+    upper.grid(alpha=0.3)
+    lower.set_xlabel("step")
+    upper.figure.savefig(path, format="png", dpi=120)
 
 
 if __name__ == "__main__":
