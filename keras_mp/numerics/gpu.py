@@ -21,11 +21,6 @@ from keras_mp.support import op_table
 # "Requirements to Use Tensor Cores": 16 bytes; with the A100, 128 are best.)
 _MULTIPLE = 8
 
-# The first GPUs whose tensor cores take float32, of which they drop digits.
-_TENSOR_FLOAT_32 = 8, 0
-
-_has_tensor_float_32 = tf.config.experimental.tensor_float_32_execution_enabled
-
 # The models that were run took 15 to 33 microseconds an operation, where the host is slow.
 _SECONDS_OF_AN_OPERATION = 15e-6
 
@@ -54,6 +49,43 @@ _NOT_SENT = op_table.ops(
 )
 
 
+class Sending(NamedTuple):
+    """What the host sends to a GPU for one call of a function. The seconds are estimates.
+
+    Attributes:
+        operations: int. How many operations are sent one by one. Those that XLA compiles are not
+            among them.
+        host_seconds: float. How long the host takes for them.
+        gpu_seconds: float. How long a GPU takes to compute them, with what XLA compiles.
+        helps: tuple of str. The code with which XLA compiles it, that which takes in most first.
+        is_bound: bool. Whether the GPU waits for the host.
+
+    Example:
+
+    >>> from keras_mp.numerics.gpu import Sending
+    >>> Sending(5000, 0.05, 0.03, (), is_bound=True).operations
+    5000
+    """
+
+    operations: int
+    host_seconds: float
+    gpu_seconds: float
+    helps: tuple[str, ...]
+    is_bound: bool
+
+    def sentences(self) -> Iterator[str]:
+        """Says that the host is what a step waits for, and what would help."""
+        if not self.is_bound:
+            return
+        host, gpu = (f"{1000 * each:.2g} ms" for each in (self.host_seconds, self.gpu_seconds))
+        yield (
+            f"It is bound by what the host sends: {self.operations:,} operations one by one, about "
+            f"{host} on a slow host, for about {gpu} of the GPU (estimates)."
+        )
+        if self.helps:
+            yield f"XLA sends what it compiles in a few calls: {', or '.join(self.helps)}."
+
+
 def capability_of(device: str | None) -> tuple[int, int] | None:
     """Returns the compute capability of a GPU as two numbers.
 
@@ -74,80 +106,52 @@ def _is_taken(node: Node, capability: tuple[int, int]) -> bool:
     return capability >= devices.COMPUTE_CAPABILITY.get(node.dtype, (math.inf, 0))
 
 
-def on_tensor_cores(nodes: Sequence[Node], device: str | None) -> Iterator[str]:
-    """Says how much of a graph's products tensor cores take, if there are any.
+def on_tensor_cores(
+    nodes: Sequence[Node], capability: tuple[int, int], whose: str
+) -> Iterator[str]:
+    """Says how much of a graph's products tensor cores take.
 
     Args:
         nodes: of the graph.
-        device: str. A GPU, such as "GPU 7.0"; None for those of this machine.
+        capability: two ints, that of the GPU.
+        whose: words for the GPU.
     """
-    products = [(each, each.turns * work) for each in nodes if (work := each.work)]
-    total, capability = sum(work for _, work in products), capability_of(device)
-    if not total or capability is None:
+
+    def work_of(some: Sequence[Node]) -> int:
+        return sum((each.work or 0) * each.turns for each in some)
+
+    total = work_of(nodes)
+    if not total:
         return
-    taken = [(each, work) for each, work in products if _is_taken(each, capability)]
-    share = sum(work for _, work in taken) / total
-    whose = "this GPU" if device is None else f"a {device}"
-    yield f"The tensor cores of {whose} take {share:.0%} of the multiplications."
-    in_float32 = sum(work for each, work in products if each.dtype == "float32") / total
-    if in_float32 and capability >= _TENSOR_FLOAT_32 and _has_tensor_float_32():
+    taken = [each for each in nodes if _is_taken(each, capability)]
+    in_float32 = [each for each in nodes if each.dtype == "float32"]
+    odd = [each for each in taken if any(size % _MULTIPLE for size in multiplied_sizes(each.made))]
+    of_taken, of_float32, of_odd = (
+        f"{work_of(some) / total:.0%}" for some in (taken, in_float32, odd)
+    )
+    yield f"The tensor cores of {whose} take {of_taken} of the multiplications."
+    has_tensor_float_32 = tf.config.experimental.tensor_float_32_execution_enabled()
+    if any(each.work for each in in_float32) and capability >= (8, 0) and has_tensor_float_32:
         yield (
-            f"They also take the {in_float32:.0%} in float32, as TensorFloat-32, with as many "
-            "digits as float16 (tf.config.experimental.enable_tensor_float_32_execution(False) "
-            "ends that)."
+            f"They also take the {of_float32} in float32, as TensorFloat-32, with as many digits "
+            "as float16 (tf.config.experimental.enable_tensor_float_32_execution(False) ends that)."
         )
-    sizes = [(multiplied_sizes(each.made), work) for each, work in taken]
-    odd = [(of, work) for of, work in sizes if any(each % _MULTIPLE for each in of)]
     if odd:
-        found = dict.fromkeys(" x ".join(map(str, of)) for of, _ in odd)
+        found = dict.fromkeys(" x ".join(map(str, multiplied_sizes(each.made))) for each in odd)
         yield (
-            f"{sum(work for _, work in odd) / total:.0%} of the multiplications have sizes that "
-            f"are no multiples of {_MULTIPLE}: {', '.join(list(found)[:3])}. Round units, filters, "
-            "or the size of the batch up."
+            f"{of_odd} of the multiplications have sizes that are no multiples of {_MULTIPLE}: "
+            f"{', '.join(list(found)[:3])}. Round units, filters, or the size of the batch up."
         )
 
 
-class Sending(NamedTuple):
-    """What the host sends to a GPU for one call of a function. The seconds are estimates.
-
-    Attributes:
-        operations: int. How many operations are sent one by one. Those that XLA compiles are not
-            among them.
-        host_seconds: float. How long the host takes for them.
-        gpu_seconds: float. How long a GPU takes to compute them, with what XLA compiles.
-        helps: tuple of str. The code with which XLA compiles it, that which takes in most first.
-
-    Example:
-
-    >>> from keras_mp.numerics.gpu import Sending
-    >>> Sending(5000, 0.05, 0.03, ()).is_bound
-    True
-    """
-
-    operations: int
-    host_seconds: float
-    gpu_seconds: float
-    helps: tuple[str, ...]
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether the GPU waits for the host."""
-        return self.operations >= _LEAST_OPERATIONS and self.host_seconds > self.gpu_seconds
-
-
-def sending(
-    nodes: Sequence[Node], device: str | None, model: tf.keras.Model | None
-) -> Sending | None:
-    """Returns what a host sends for a graph; None if no GPU computes.
+def sending(nodes: Sequence[Node], capability: tuple[int, int], is_model: bool) -> Sending:
+    """Returns what a host sends for a graph.
 
     Args:
-        nodes: of the graph, as it runs.
-        device: str. A GPU, such as "GPU 7.0"; None for those of this machine.
-        model: the model whose step it is, or None.
+        nodes: of the graph.
+        capability: two ints, that of the GPU.
+        is_model: whether it is the step of a model.
     """
-    capability = capability_of(device)
-    if capability is None:
-        return None
     products, moved = next(of for at, of in _GPUS.items() if capability >= at)
     sent, seconds = 0, 0.0
     for node in nodes:
@@ -155,30 +159,15 @@ def sending(
             continue
         sent += 0 if node.is_compiled else node.turns
         speed = products * (1 if _is_taken(node, capability) else _WITHOUT_TENSOR_CORES)
-        computing = (node.work or 0) / speed
         tensors = (*node.made.inputs, *node.made.outputs)
         numbers = sum(tensor.shape.num_elements() or 0 for tensor in tensors)
-        seconds += node.turns * max(computing, numbers * tf.as_dtype(node.dtype).size / moved)
-    helps = ["model.compile(..., jit_compile=True)"] if model is not None else []
+        moving = numbers * tf.as_dtype(node.dtype).size / moved
+        seconds += node.turns * max((node.work or 0) / speed, moving)
+    helps = ["model.compile(..., jit_compile=True)"] * is_model
     helps.append("tf.function(step, jit_compile=True)")
     # XLA has no kernel for the recurrent layers of cuDNN.
     if any(node.made.type.startswith("Cudnn") for node in nodes):
         helps = []
-    return Sending(sent, sent * _SECONDS_OF_AN_OPERATION, seconds, tuple(helps))
-
-
-def sentences(found: Sending) -> Iterator[str]:
-    """Says that the host is what a step waits for, and what would help.
-
-    Args:
-        found: `Sending`.
-    """
-    if not found.is_bound:
-        return
-    host, gpu = (f"{1000 * each:.2g} ms" for each in (found.host_seconds, found.gpu_seconds))
-    yield (
-        f"It is bound by what the host sends: {found.operations:,} operations one by one, about "
-        f"{host} on a slow host, for about {gpu} of the GPU (estimates)."
-    )
-    if found.helps:
-        yield f"XLA sends what it compiles in a few calls: {', or '.join(found.helps)}."
+    host_seconds = sent * _SECONDS_OF_AN_OPERATION
+    is_bound = sent >= _LEAST_OPERATIONS and host_seconds > seconds
+    return Sending(sent, host_seconds, seconds, tuple(helps), is_bound)

@@ -137,7 +137,7 @@ class Profile(Result):
     Example:
 
     >>> profile = keras_mp.numerics.profile(tf.matmul, tf.ones([2, 3]), tf.ones([3, 4]))
-    >>> profile.census.traced.work(), profile.times
+    >>> profile.census.work(), profile.times
     ({'float32': 48}, None)
     """
 
@@ -189,6 +189,7 @@ def profile(
     >>> profile.times.seconds > 0
     True
     """
+    steps = validation.integer("steps", steps, at_least=0)
     counted = census(function, *args, device=device, **kwargs)
     model: Any = function if isinstance(function, tf.keras.Model) else None
     if device is not None or model is None or not steps or not trains(model):

@@ -382,7 +382,7 @@ def _units(model: tf.keras.Model) -> dict[str, Any]:
 def _multiplications(model: tf.keras.Model, units: Iterable[str], batch: Batch) -> dict[str, int]:
     """Returns how many multiplications each layer makes in the forward pass of a batch."""
     found = dict.fromkeys(units, 0)
-    for operation in census(model, (batch.x,)).traced.operations:
+    for operation in census(model, (batch.x,)).operations:
         for path in found:
             if f"{operation.layer}/".startswith(f"{path}/"):
                 found[path] += operation.work // 2  # a multiplication and an addition are two

@@ -78,7 +78,7 @@ def test_what_is_tried(policy, optimizer, expected):
     dtype = policy.removeprefix("mixed_")
     if keras_mp.kernels.slow.is_slow("MatMul", tf.as_dtype(dtype)):
         dtype = "float32"  # as keras_mp computes it here
-    assert dtype in profiled.census.traced.work()
+    assert dtype in profiled.census.work()
     assert str(profiled).startswith("A step of 'sequential")
     assert json.loads(profiled.to_json())["times"]["seconds"] > 0
     found = profiled.times
@@ -128,6 +128,8 @@ def test_bad_arguments():
     model = model_of("float32")
     with pytest.raises(ValueError, match="Received: steps=0"):
         step_times(model, (X, Y), steps=0)
+    with pytest.raises(ValueError, match="at least 0 .*Received: steps=-1"):
+        keras_mp.numerics.profile(model, (X, Y), steps=-1)
     assert keras_mp.numerics.profile(model, (X, Y), steps=0).times is None
     assert keras_mp.numerics.profile(sequential(dense(3), loss=None), (X, Y)).times is None
     assert isinstance(str(StepTimes("m", 1.0, {}, {}, ())), str)

@@ -15,7 +15,7 @@ from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.numerics import audit as auditing
 from keras_mp.numerics import batches, commands, hazards, not_finite, origins, own_thread, patterns
 from keras_mp.numerics import compare as comparing
-from keras_mp.numerics.census import Graph, census
+from keras_mp.numerics.census import census
 from keras_mp.numerics.check import Check
 from keras_mp.numerics.counting import ExponentHistograms
 from keras_mp.numerics.first_bad import FirstBadOperation
