@@ -1,21 +1,15 @@
-"""The dtype policies of Keras 2, and the global one.
-
-A scope changes it for its thread only.
-"""
+"""The dtype policies of Keras 2, and the global one."""
 
 import contextlib
 import logging
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp import hooks
-from keras_mp.hooks import Everywhere, Replacement, When, replica_threads
-from keras_mp.hooks.once import once
-from keras_mp.keras_api import keras2_names
-from keras_mp.support.attributes import replaced
+from keras_mp.hooks import Replacement, When
+from keras_mp.keras_api import keras2_names, policy_scopes
 
 keras = tf.keras
 
@@ -63,18 +57,6 @@ def _is_not_compatibility_check(record: logging.LogRecord) -> bool:
     return "compatibility check" not in record.getMessage()
 
 
-class _ThreadScope(threading.local):
-    """The policy scope of this thread.
-
-    It is a tuple of the policy, or None outside of scopes.
-    """
-
-    policy: tuple[Any] | None = None
-
-
-_thread = _ThreadScope()
-
-
 def get_global_policy() -> keras.mixed_precision.Policy:
     return keras.mixed_precision.global_policy()
 
@@ -87,51 +69,9 @@ def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
     keras.mixed_precision.set_global_policy(policy)
 
 
-@contextlib.contextmanager
-def policy_scope(policy: keras.mixed_precision.Policy | None) -> Iterator[None]:
+def policy_scope(
+    policy: keras.mixed_precision.Policy | None,
+) -> contextlib.AbstractContextManager[None]:
     if get_global_policy().name == "_infer":  # as in TensorFlow 1
         keras.mixed_precision.set_global_policy(policy)  # Raises an error with the reason.
-    _make_scopes_the_threads_own()
-    with _entered((policy,)):
-        yield
-
-
-def _entered(scope: tuple[Any] | None) -> contextlib.AbstractContextManager[None]:
-    return replaced(_thread, "policy", scope)
-
-
-@once
-def _make_scopes_the_threads_own() -> None:
-    """Lets the functions of the global policy see this thread's scope.
-
-    They see it if the thread is in one.
-    """
-
-    def getting(original: Callable[[], Any]) -> Callable[[], Any]:
-        def global_policy() -> keras.mixed_precision.Policy:
-            if _thread.policy is None:
-                return original()
-            (policy,) = _thread.policy
-            return BasePolicy(keras.backend.floatx()) if policy is None else policy
-
-        return global_policy
-
-    def setting(original: Callable[[Any], None]) -> Callable[[Any], None]:
-        def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
-            if _thread.policy is None:
-                original(policy)
-            elif policy is None or isinstance(policy, BasePolicy):
-                _thread.policy = (policy,)
-            else:
-                _thread.policy = (BasePolicy(policy),)
-
-        return set_global_policy
-
-    public = keras.mixed_precision
-    hooks.install(
-        [
-            Replacement(Everywhere(public.global_policy), getting, When.ALWAYS),
-            Replacement(Everywhere(public.set_global_policy), setting, When.ALWAYS),
-        ]
-    )
-    replica_threads.inherit(lambda: _thread.policy, _entered)
+    return policy_scopes.entered(policy)

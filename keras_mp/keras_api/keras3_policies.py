@@ -9,11 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import hooks
-from keras_mp.hooks import Everywhere, Replacement, When, replica_threads
+from keras_mp.hooks import Everywhere, Replacement, When
 from keras_mp.hooks.once import once
-from keras_mp.keras_api import keras3_names
+from keras_mp.keras_api import keras3_names, policy_scopes
 from keras_mp.support import features
-from keras_mp.support.attributes import replaced
 
 keras = tf.keras
 
@@ -87,11 +86,9 @@ class _Thread(threading.local):
 
     Attributes:
         made: the latest policy that Keras has made of floatx, which gives way to that of keras_mp.
-        scope: a tuple of the policy of a `policy_scope`, or None outside of scopes.
     """
 
     made: Any = None
-    scope: tuple[Any] | None = None
 
 
 _thread = _Thread()
@@ -102,7 +99,7 @@ def _chosen() -> Any:
     kept = keras3_names.get_attribute("dtype_policy")
     if kept is not None and kept is not _thread.made:
         return kept
-    return _Process.policy if _thread.scope is None else _thread.scope[0]
+    return _Process.policy
 
 
 def _choosing(original: Callable[[], Any]) -> Callable[[], Any]:
@@ -116,11 +113,6 @@ def _choosing(original: Callable[[], Any]) -> Callable[[], Any]:
         return policy
 
     return dtype_policy
-
-
-def _keep(policy: keras.mixed_precision.Policy | None) -> None:
-    if features.is_on(keras3_names.THREADS):
-        keras3_names.set_attribute("dtype_policy", policy)
 
 
 if features.is_on(keras3_names.THREADS):
@@ -150,56 +142,28 @@ def thread_with(name: str, value: Any) -> Iterator[None]:
 
 def get_global_policy() -> keras.mixed_precision.Policy:
     """Returns `tf.keras`'s global policy."""
-    if not features.is_on(keras3_names.THREADS):
+    if policy_scopes.thread.scope is not None or not features.is_on(keras3_names.THREADS):
         return keras.mixed_precision.dtype_policy()
     policy = _chosen()
     if policy is None:
         # Keras would keep the one that it made, whatever becomes of floatx.
-        _keep(None)
-        policy = BasePolicy(keras.backend.floatx())
+        keras3_names.set_attribute("dtype_policy", None)
+        policy = policy_scopes.of_floatx()
     return policy
 
 
 def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
     """Sets `tf.keras`'s global policy; None follows floatx."""
-    if not features.is_on(keras3_names.THREADS):
-        keras.mixed_precision.set_dtype_policy(policy or keras.backend.floatx())
-    _keep(None)
-    if _thread.scope is None:
+    if policy_scopes.thread.scope is not None:
+        policy_scopes.thread.scope = (policy,)
+    elif features.is_on(keras3_names.THREADS):
+        keras3_names.set_attribute("dtype_policy", None)
         _Process.policy = policy
     else:
-        _thread.scope = (policy,)
+        keras.mixed_precision.set_dtype_policy(policy or keras.backend.floatx())
 
 
-@contextlib.contextmanager
-def policy_scope(policy: keras.mixed_precision.Policy | None) -> Iterator[None]:
-    """Returns a context manager with another global policy.
-
-    It holds in this thread, and in replicas that it starts. `set_global_policy` in it changes
-    the policy of the scope.
-    """
-    if not features.is_on(keras3_names.THREADS):
-        before = keras.mixed_precision.dtype_policy()
-        set_global_policy(policy)
-        try:
-            yield
-        finally:
-            set_global_policy(before)
-        return
-    _let_replicas_inherit_scope()
-    with thread_with("dtype_policy", None), replaced(_thread, "scope", (policy,)):
-        yield
-
-
-@once
-def _let_replicas_inherit_scope() -> None:
-    def state() -> tuple[Any] | None:
-        return None if _thread.scope is None else (_chosen(),)
-
-    def entered(scope: tuple[Any] | None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if scope is None else policy_scope(*scope)
-
-    replica_threads.inherit(state, entered)
+policy_scope = policy_scopes.entered
 
 
 def quantized_policy(name: str) -> keras.mixed_precision.Policy | None:

@@ -30,22 +30,13 @@ keras = tf.keras
 _Step = Callable[[Any], Any]
 
 
-def _source_has(text: str, function: Callable[..., Any]) -> bool:
-    try:
-        return text in inspect.getsource(function)
-    except OSError:  # there is no source
-        return True
-
-
-# The defects. If Keras has changed one of these places, Keras's own code runs.
-@functools.cache
-def _builds_with_mean() -> bool:
-    return _source_has('"MEAN"', keras3_names.build_of_a_batch.get())
-
-
 @functools.cache
 def _reduces_an_axis() -> bool:
-    return _source_has('reduce("MEAN", v, axis=0)', keras3_names.reduce_replicas.get())
+    """Whether Keras has this defect; a Keras without it would take results with an axis as such."""
+    try:
+        return 'reduce("MEAN", v, axis=0)' in inspect.getsource(keras3_names.reduce_replicas.get())
+    except OSError:  # there is no source
+        return True
 
 
 def patch_fit(model: keras.Model) -> None:
@@ -56,8 +47,7 @@ def patch_fit(model: keras.Model) -> None:
     if not features.is_on(keras3_names.WORKERS):
         return
     vars(model)["fit"] = functools.partial(_fit, model)
-    if _builds_with_mean():
-        vars(model)[keras3_names.build_of_a_batch.attribute] = functools.partial(_build, model)
+    vars(model)[keras3_names.build_of_a_batch.attribute] = functools.partial(_build, model)
     if _reduces_an_axis():
         vars(model)[keras3_names.function_of_steps.attribute] = functools.partial(
             _function_of_steps, model
