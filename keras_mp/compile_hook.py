@@ -36,11 +36,11 @@ Compile = Callable[..., None]
 
 def install() -> None:
     """Hooks `Model.compile` once, also that of the other Keras if it is imported."""
-    rows = [Replacement(Method(keras_api.COMPILE_OWNER, "compile"), _compiling, When.ALWAYS)]
+    rows = [Replacement(Method.of(tf.keras.Model, "compile"), _compiling, When.ALWAYS)]
     model_class = getattr(sys.modules.get(keras_api.OTHER_PACKAGE), "Model", None)
     if model_class is not None:
-        owner = next(cls for cls in model_class.__mro__ if "compile" in vars(cls))
-        rows.append(Replacement(Method(owner, "compile"), _refusing_other_keras, When.ALWAYS))
+        place = Method.of(model_class, "compile")
+        rows.append(Replacement(place, _refusing_other_keras, When.ALWAYS))
     hooks.install(rows)
 
 

@@ -44,6 +44,16 @@ class Method(NamedTuple):
     owner: Any
     name: str
 
+    @classmethod
+    def of(cls, inheriting: type, name: str) -> "Method":
+        """Returns a method in the class that defines it.
+
+        Args:
+            inheriting: a class that has the method.
+            name: str.
+        """
+        return cls(next(each for each in inheriting.__mro__ if name in vars(each)), name)
+
     def get(self) -> Function:
         """Returns the function that is there now."""
         return getattr(self.owner, self.name)

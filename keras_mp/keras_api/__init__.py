@@ -9,10 +9,13 @@ import contextlib
 import itertools
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_mp import hooks
+from keras_mp.hooks import Method, Replacement, When
 from keras_mp.support import features
 
 _OLDEST_TENSORFLOW = (2, 16)
@@ -87,7 +90,6 @@ else:
     from keras_mp.keras_api.keras2 import *  # noqa: F403
 
 # Names that both Kerases have in the same place.
-COMPILE_OWNER = next(cls for cls in tf.keras.Model.__mro__ if "compile" in vars(cls))
 KerasLossScaleOptimizer = tf.keras.mixed_precision.LossScaleOptimizer
 # The loss that computes a function. The class is in no public namespace, but every built-in loss is
 # a subclass of it.
@@ -95,9 +97,8 @@ LossFunctionWrapper = tf.keras.losses.MeanSquaredError.__mro__[1]
 register_serializable = tf.keras.utils.register_keras_serializable(package="keras_mp")
 # Where gradients are applied, by optimizers that are no wrappers.
 APPLY_METHODS = tuple(
-    (next(cls for cls in base.__mro__ if name in vars(cls)), name)
+    Method.of(base, "apply" if hasattr(base, "apply") else "apply_gradients")
     for base in OPTIMIZER_BASES  # noqa: F405
-    for name in ["apply" if hasattr(base, "apply") else "apply_gradients"]
 )
 serialize_optimizer = tf.keras.optimizers.serialize
 
@@ -198,6 +199,29 @@ def trusted_scope() -> contextlib.AbstractContextManager[Any]:
     if not features.is_on(names.TRUST):
         return contextlib.nullcontext()
     return names.SafeModeScope(False)
+
+
+def enter_while_saving(
+    around: Callable[[Any], contextlib.AbstractContextManager[None]],
+) -> None:
+    """Lets Keras enter a context manager while it writes models for h5py.
+
+    Args:
+        around: takes the model and returns the context manager.
+    """
+
+    def entering(original: Callable[..., Any]) -> Callable[..., Any]:
+        def write(*args: Any, **kwargs: Any) -> Any:
+            # One of Keras 2's takes the model as its second argument, another calls itself for all
+            # that a model has.
+            given = (*args, *kwargs.values())
+            models = [each for each in given if isinstance(each, tf.keras.Model)]
+            with around(models[0]) if models else contextlib.nullcontext():
+                return original(*args, **kwargs)
+
+        return write
+
+    hooks.install(Replacement(name, entering, When.ALWAYS, names.FILES) for name in names.WRITERS)
 
 
 def check_model(model: Any) -> None:

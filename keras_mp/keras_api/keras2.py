@@ -38,7 +38,6 @@ from keras_mp.keras_api.keras2_raw_inputs import (
 from keras_mp.keras_api.keras2_recurrent import replace_slow_layers
 from keras_mp.keras_api.keras2_saving import (
     deserialize_optimizer,
-    enter_while_saving,
     export_as_called,
 )
 from keras_mp.keras_api.predictions import let_gather_bfloat16, widen_for

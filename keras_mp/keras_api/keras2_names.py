@@ -18,7 +18,6 @@ functions_of_layer = Name("tf_keras.src.saving.legacy.saved_model.save_impl.wrap
 layer_calls = Name("tf_keras.src.saving.legacy.saved_model.save_impl.LayerCallCollection")
 outputs_only = Name("tf_keras.src.saving.legacy.saved_model.save_impl._extract_outputs_from_fn")
 tracing_scope = Name("tf_keras.src.saving.legacy.saved_model.save_impl.tracing_scope")
-CALLS_OF_MODELS = (layer_calls, outputs_only, tracing_scope)
 traced_call = Name("tf_keras.src.saving.legacy.saved_model.save_impl.layer_call_wrapper")
 
 # All that write files in h5py's format. Keras calls them in their modules.
@@ -152,7 +151,7 @@ FILES = Feature(
     "such as losses that they add; with a function as activity regularizer they are not loaded.",
     (
         *(*WRITERS, saving_options, save_spec, functions_of_layer, traced_call),
-        *CALLS_OF_MODELS,
+        *(layer_calls, outputs_only, tracing_scope),
     ),
 )
 

@@ -12,7 +12,7 @@ from keras_mp.support import features
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION
 from keras_mp.tensorflow_api.names import Name
 
-EARLY_CASTING: tuple[Any, ...] = ()
+EARLY_CASTING: tuple[Method, ...] = ()
 
 
 def input_casts(policy_class: type) -> tuple[Name | Method, ...]:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,11 +12,11 @@ import tensorflow as tf
 from keras_mp import hooks
 from keras_mp.hooks import Replacement, When
 from keras_mp.keras_api import keras2_names
+from keras_mp.keras_api.keras2_names import FILES
 from keras_mp.support import softmax_and_cross_entropy
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import saving
-from keras_mp.tensorflow_api.names import Name
 
 keras = tf.keras
 
@@ -37,25 +37,6 @@ def deserialize_optimizer(
             if not isinstance(found, str):  # the name of a class that is not in its table
                 return found
         return keras.utils.deserialize_keras_object(config, custom_objects=custom_objects)
-
-
-def enter_while_saving(around: Callable[[Any], AbstractContextManager[None]]) -> None:
-    def entering(original: Callable[..., Any]) -> Callable[..., Any]:
-        def write(*args: Any, **kwargs: Any) -> Any:
-            # One of these functions takes the model as its second argument, another calls itself
-            # for all that a model has.
-            models = [each for each in (*args, *kwargs.values()) if isinstance(each, keras.Model)]
-            with around(models[0]) if models else contextlib.nullcontext():
-                return original(*args, **kwargs)
-
-        return write
-
-    _install((name, entering) for name in keras2_names.WRITERS)
-
-
-def _install(rows: Iterable[tuple[Name, Callable[..., Any]]]) -> None:
-    """Replaces functions that only saving needs, where they are there."""
-    hooks.install(Replacement(name, make, When.ALWAYS) for name, make in rows if name.is_there())
 
 
 class _Thread(threading.local):
@@ -86,11 +67,6 @@ def export_as_called(
 
         return layer_call_wrapper
 
-    _install([(keras2_names.traced_call, tracing_in)])
-    _widen_inputs(is_ours)
-
-
-def _widen_inputs(is_ours: Callable[[Any], bool]) -> None:
     def with_wide_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_save_spec(self: Any, *args: Any, **kwargs: Any) -> Any:
             specs = original(self, *args, **kwargs)
@@ -107,16 +83,18 @@ def _widen_inputs(is_ours: Callable[[Any], bool]) -> None:
             # Loaded layers call these with inputs that they have cast.
             with replaced(_thread, "traces_layers", True), _wide_regularizer(layer, is_ours):
                 functions = original(layer, *args, **kwargs)
-            can_be_called = all(name.is_there() for name in keras2_names.CALLS_OF_MODELS)
-            if can_be_called and isinstance(layer, keras.Model) and is_ours(layer):
+            if isinstance(layer, keras.Model) and is_ours(layer):
                 functions["__call__"] = _call_of(layer)
             return functions
 
         return wrap_layer_functions
 
-    names = keras2_names.save_spec, keras2_names.functions_of_layer
-    if all(name.is_there() for name in names):
-        _install(zip(names, (with_wide_inputs, with_narrow_layers)))
+    rows = (
+        (keras2_names.traced_call, tracing_in),
+        (keras2_names.save_spec, with_wide_inputs),
+        (keras2_names.functions_of_layer, with_narrow_layers),
+    )
+    hooks.install(Replacement(name, make, When.ALWAYS, FILES) for name, make in rows)
 
 
 def _wide_regularizer(

@@ -39,7 +39,6 @@ from keras_mp.keras_api.keras3_raw_inputs import (
 )
 from keras_mp.keras_api.keras3_saving import (
     deserialize_optimizer,
-    enter_while_saving,
     export_as_called,
     name_functions,
 )

@@ -8,7 +8,8 @@ get_attribute = Name("keras.src.backend.common.global_state.get_global_attribute
 set_attribute = Name("keras.src.backend.common.global_state.set_global_attribute")
 AutocastScope = Name("keras.src.backend.AutocastScope")
 in_symbolic_scope = Name("keras.src.backend.common.symbolic_scope.in_symbolic_scope")
-write_h5 = Name("keras.src.legacy.saving.legacy_h5_format.save_model_to_hdf5")
+# What writes files in h5py's format.
+WRITERS = (Name("keras.src.legacy.saving.legacy_h5_format.save_model_to_hdf5"),)
 exported_signature = Name("keras.src.export.export_utils._infer_input_signature_from_model")
 saved_signature = Name("keras.src.backend.tensorflow.layer.TFLayer._default_save_signature")
 SafeModeScope = Name("keras.src.saving.serialization_lib.SafeModeScope")
@@ -87,7 +88,7 @@ OPTIMIZERS = Feature(
 FILES = Feature(
     "files that others read: `.h5` with weights in bfloat16, exported subclassed models",
     "The former cannot be loaded. Signatures of the latter take 16 bits.",
-    (write_h5, exported_signature, saved_signature),
+    (*WRITERS, exported_signature, saved_signature),
 )
 WORKERS = Feature(
     "`fit` on several workers",

@@ -10,10 +10,8 @@ from keras_mp.tensorflow_api.names import Name
 
 keras = tf.keras
 
-# The layers that in a graph cast inputs before they call `Layer.__call__`.
-EARLY_CASTING: tuple[Any, ...] = (
-    next(cls for cls in keras.layers.Normalization.__mro__ if "__call__" in vars(cls)),
-)
+# What casts inputs in a graph before `Layer.__call__` is called.
+EARLY_CASTING: tuple[Method, ...] = (Method.of(keras.layers.Normalization, "__call__"),)
 # What casts the initial states of recurrent layers: they do so themselves.
 CASTS_OF_STATES: tuple[Replacement, ...] = ()
 
@@ -52,8 +50,7 @@ def set_policy(layer: Any, policy: Any) -> None:
 
 def report_of_outputs(cls: Any) -> Name | Method:
     """Returns the method by which layers of a class say what their results are like."""
-    name = "compute_output_spec"
-    return Method(next(each for each in cls.__mro__ if name in vars(each)), name)
+    return Method.of(cls, "compute_output_spec")
 
 
 def with_dtype(dtype: tf.DType, output: Any) -> Any:

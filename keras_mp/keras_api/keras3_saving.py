@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import hooks
-from keras_mp.hooks import Replacement, When, wrapped
+from keras_mp.hooks import Method, Replacement, When, wrapped
 from keras_mp.keras_api import keras3_names
 from keras_mp.support import features
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -30,24 +30,6 @@ def deserialize_optimizer(
     return keras.utils.deserialize_keras_object(config, custom_objects=custom_objects)
 
 
-def enter_while_saving(around: Callable[[Any], AbstractContextManager[None]]) -> None:
-    """Lets Keras enter a context manager while it writes models for h5py.
-
-    Args:
-        around: takes the model and returns the context manager.
-    """
-
-    def entering(original: Callable[..., Any]) -> Callable[..., Any]:
-        def write(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            with around(model):
-                return original(model, *args, **kwargs)
-
-        return write
-
-    if keras3_names.write_h5.is_there():
-        hooks.install([Replacement(keras3_names.write_h5, entering, When.ALWAYS)])
-
-
 def export_as_called(
     is_ours: Callable[[Any], bool],
     around: Callable[[Any], AbstractContextManager[None]],
@@ -62,21 +44,21 @@ def export_as_called(
         around: takes a layer and returns the context manager in which its call is traced.
     """
     del around  # Keras calls the model, and keeps no layer apart from its class.
-    owner = next(cls for cls in keras.Layer.__mro__ if "input_dtype" in vars(cls))
+    owner, name = Method.of(keras.Layer, "input_dtype")
 
     def with_wide_inputs(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def call(model: Any) -> Any:
             if not is_ours(model):
                 return original(model)
             # Keras notes the shapes of inputs, and takes this dtype for all of them.
-            with wrapped.here(owner, "input_dtype", _widened):
+            with wrapped.here(owner, name, _widened):
                 return original(model)
 
         return call
 
     names = keras3_names.exported_signature, keras3_names.saved_signature
     hooks.install(
-        Replacement(name, with_wide_inputs, When.ALWAYS) for name in names if name.is_there()
+        Replacement(name, with_wide_inputs, When.ALWAYS, keras3_names.FILES) for name in names
     )
 
 

@@ -28,8 +28,8 @@ _warnings: "weakref.WeakKeyDictionary[tf.keras.layers.Layer, Callable[[], None]]
 @once
 def install() -> None:
     """Lets layers in float16 report infinite losses that they add, once in a process."""
-    owner = next(cls for cls in tf.keras.layers.Layer.__mro__ if "add_loss" in vars(cls))
-    hooks.install([Replacement(Method(owner, "add_loss"), _adding_wide_losses, When.ALWAYS)])
+    place = Method.of(tf.keras.layers.Layer, "add_loss")
+    hooks.install([Replacement(place, _adding_wide_losses, When.ALWAYS)])
 
 
 def _adding_wide_losses(original: Callable[..., None]) -> Callable[..., None]:

@@ -39,8 +39,8 @@ def reads_raw(cls: type) -> bool:
 
 def install() -> None:
     """Gives such layers their float32 policy when they are made, once in a process."""
-    owner = next(cls for cls in tf.keras.layers.Layer.__mro__ if "__call__" in vars(cls))
-    hooks.install([Replacement(Method(owner, "__init__"), _with_float32_policy, When.ALWAYS)])
+    place = Method.of(tf.keras.layers.Layer, "__init__")
+    hooks.install([Replacement(place, _with_float32_policy, When.ALWAYS)])
     if kernels.have_faces():
         hooks.install(_of_inputs())
 
@@ -49,8 +49,8 @@ def _of_inputs() -> Iterator[Replacement]:
     """Yields the rows of methods that cast inputs of layers, which then have faces."""
     for place in keras_api.input_casts(Policy):
         yield Replacement(place, _noting_casts, When.ALWAYS, keras_api.RAW_INPUTS)
-    for cls in keras_api.EARLY_CASTING:
-        yield Replacement(Method(cls, "__call__"), _with_unrounded_inputs, When.ALWAYS)
+    for place in keras_api.EARLY_CASTING:
+        yield Replacement(place, _with_unrounded_inputs, When.ALWAYS)
     yield from keras_api.CASTS_OF_STATES
 
 

@@ -32,8 +32,8 @@ def positional_arguments(args: tuple[Any, ...]) -> tuple[str, ...]:
 
 def install() -> None:
     """Lets layers with 16-bit variables draw their first values in float32."""
-    owner = next(cls for cls in tf.keras.layers.Layer.__mro__ if "add_weight" in vars(cls))
-    hooks.install([Replacement(Method(owner, "add_weight"), _drawing_in_float32, When.ALWAYS)])
+    place = Method.of(tf.keras.layers.Layer, "add_weight")
+    hooks.install([Replacement(place, _drawing_in_float32, When.ALWAYS)])
 
 
 def _drawing_in_float32(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,8 +31,8 @@ from keras_mp.variables import type_errors
 @once
 def install() -> None:
     """Makes layers of `tf.keras` heed the whole of their policy, once in a process."""
-    owner = next(cls for cls in tf.keras.layers.Layer.__mro__ if "__call__" in vars(cls))
-    hooks.install([Replacement(Method(owner, "__call__"), _heeding_policies, When.ALWAYS)])
+    place = Method.of(tf.keras.layers.Layer, "__call__")
+    hooks.install([Replacement(place, _heeding_policies, When.ALWAYS)])
     added_losses.install()
     initial_weights.install()
     data_layers.install()
