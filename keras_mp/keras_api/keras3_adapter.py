@@ -1,17 +1,20 @@
 """The adapter of Keras 3's optimizers."""
 
 import contextlib
-import functools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.hooks import Replacement
+from keras_mp import hooks
+from keras_mp.hooks import Replacement, When
+from keras_mp.hooks.once import once
 from keras_mp.keras_api import keras3_names
 from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
 from keras_mp.support import new_variables
+from keras_mp.support.attributes import replaced
+from keras_mp.support.variable_ops import native_variable as native
 
 keras = tf.keras
 
@@ -22,10 +25,26 @@ def optimizer_adapter(optimizer: keras.optimizers.Optimizer) -> OptimizerAdapter
 
 
 class _Reduction(threading.local):
+    """Whether this thread applies gradients that a wrapper has summed."""
+
     is_done = False
 
 
 _reduction = _Reduction()
+
+
+def _unless_done(original: Callable[..., Any]) -> Callable[..., Any]:
+    def all_reduce(self: Any, grads_and_vars: Any) -> Any:
+        return list(grads_and_vars) if _reduction.is_done else original(self, grads_and_vars)
+
+    return all_reduce
+
+
+@once
+def _let_wrappers_sum() -> None:
+    # Keras sums inside `apply`, after clipping, and has no public way to leave that out.
+    if keras3_names.sum_gradients.is_there():
+        hooks.install([Replacement(keras3_names.sum_gradients, _unless_done, When.ALWAYS)])
 
 
 class _KerasAdapter(OptimizerAdapter):
@@ -34,12 +53,7 @@ class _KerasAdapter(OptimizerAdapter):
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         super().__init__(optimizer)
         self._refuse_second_scale()
-        self._let_the_wrapper_reduce()
-
-    def _let_the_wrapper_reduce(self) -> None:
-        # A MultiOptimizer has others inside, which it may make when it is built.
-        for each in (self.optimizer, *getattr(self.optimizer, "optimizers", ())):
-            _let_the_wrapper_reduce(each)
+        _let_wrappers_sum()
 
     def _refuse_second_scale(self) -> None:
         if self.optimizer.loss_scale_factor is not None:
@@ -52,14 +66,13 @@ class _KerasAdapter(OptimizerAdapter):
     def build(self, variables: Sequence[Any]) -> None:
         if not self.optimizer.built:
             _build(self.optimizer, variables)
-            self._let_the_wrapper_reduce()
         strategy = tf.distribute.get_strategy()
         if strategy.num_replicas_in_sync == 1:
             return
         # Without it, Keras would sum what is summed.
         keras3_names.sum_gradients.get()
         for variable in self.optimizer.variables:
-            if not strategy.extended.variable_created_in_scope(_native(variable)):
+            if not strategy.extended.variable_created_in_scope(native(variable)):
                 raise ValueError(
                     "Make the optimizer in the scope of the strategy that it is used under: "
                     "otherwise Keras 3 gives all replicas one copy of its variables, which each of "
@@ -87,7 +100,7 @@ class _KerasAdapter(OptimizerAdapter):
         if callable(loss):
             with tape:
                 if not callable(var_list):
-                    tape.watch([_native(v) for v in tf.nest.flatten(var_list)])
+                    tape.watch([native(v) for v in tf.nest.flatten(var_list)])
                 loss = loss()
         if callable(var_list):
             var_list = var_list()
@@ -99,27 +112,24 @@ class _KerasAdapter(OptimizerAdapter):
     def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         del name
         self._refuse_second_scale()
-        _reduction.is_done = not aggregate
-        try:
+        with replaced(_reduction, "is_done", not aggregate):
             return self.optimizer.apply_gradients(grads_and_vars)
-        finally:
-            _reduction.is_done = False
 
     def accumulates(self) -> bool:
         return bool(self.optimizer.gradient_accumulation_steps)
 
     def completes_step(self) -> tf.Tensor:
         steps = self.optimizer.gradient_accumulation_steps
-        return tf.equal((_native(keras3_names.iterations.of(self.optimizer)) + 1) % steps, 0)
+        return tf.equal((native(keras3_names.iterations.of(self.optimizer)) + 1) % steps, 0)
 
     def totals(self, grads_and_vars: Pairs) -> Pairs:
         if not self.accumulates():
             return grads_and_vars
         of_variable = self._accumulators()
-        accumulated = {id(_native(v)): (tf.convert_to_tensor(a.value), v) for v, a in of_variable}
+        accumulated = {id(native(v)): (tf.convert_to_tensor(a.value), v) for v, a in of_variable}
         totals = []
         for gradient, variable in grads_and_vars:
-            total, _ = accumulated.pop(id(_native(variable)), (None, None))
+            total, _ = accumulated.pop(id(native(variable)), (None, None))
             if gradient is not None:
                 gradient = tf.convert_to_tensor(gradient)
                 total = gradient if total is None else gradient + total
@@ -168,27 +178,3 @@ def making_at_once(optimizer: Any, variables: Sequence[Any]) -> Iterator[None]:
 
 # What else makes variables in the first call of a step: nothing in Keras 3.
 IN_ONE_TRACE: tuple[Replacement, ...] = ()
-
-
-def _native(variable: "tf.Variable | keras.Variable") -> tf.Variable:
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def _let_the_wrapper_reduce(optimizer: keras.optimizers.Optimizer) -> None:
-    """Keeps a Keras 3 optimizer from summing gradients again.
-
-    Its wrapper has summed them already. Keras 3 sums inside `apply`, after clipping, and has no
-    public way to leave that out.
-    """
-    if not keras3_names.sum_gradients.is_there():
-        return
-    original = getattr(optimizer, keras3_names.sum_gradients.attribute)
-    if getattr(original, "leaves_out_what_is_done", False):
-        return
-
-    @functools.wraps(original)
-    def all_reduce_unless_done(grads_and_vars: Any) -> Any:
-        return list(grads_and_vars) if _reduction.is_done else original(grads_and_vars)
-
-    all_reduce_unless_done.leaves_out_what_is_done = True  # pyright: ignore[reportAttributeAccessIssue]
-    vars(optimizer)[keras3_names.sum_gradients.attribute] = all_reduce_unless_done

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,26 +77,16 @@ class _Process:
     policy: Any = None
 
 
-class _Thread(threading.local):
-    """What Keras does not know of this thread.
-
-    Keras keeps a policy for each thread: the one that its own function has set there, or else one
-    that it made of floatx where it first needed one.
-
-    Attributes:
-        made: the latest policy that Keras has made of floatx, which gives way to that of keras_mp.
-    """
-
-    made: Any = None
-
-
-_thread = _Thread()
+# Keras keeps a policy for each thread: the one that its own function has set there, or else one
+# that it made of floatx where it first needed one. The latter gives way to that of keras_mp, so it
+# is noted beside the one that is kept.
+_KEPT, _MADE = "dtype_policy", "keras_mp_policy_of_floatx"
 
 
 def _chosen() -> Any:
     """Returns the policy that was chosen for this thread, or None to follow floatx."""
-    kept = keras3_names.get_attribute("dtype_policy")
-    if kept is not None and kept is not _thread.made:
+    kept = keras3_names.get_attribute(_KEPT)
+    if kept is not None and kept is not keras3_names.get_attribute(_MADE):
         return kept
     return _Process.policy
 
@@ -106,10 +95,10 @@ def _choosing(original: Callable[[], Any]) -> Callable[[], Any]:
     def dtype_policy() -> Any:
         policy = _chosen()
         if policy is None:
-            is_kept = keras3_names.get_attribute("dtype_policy") is not None
+            is_kept = keras3_names.get_attribute(_KEPT) is not None
             policy = original()
             if not is_kept:
-                _thread.made = policy
+                keras3_names.set_attribute(_MADE, policy)
         return policy
 
     return dtype_policy
@@ -117,9 +106,9 @@ def _choosing(original: Callable[[], Any]) -> Callable[[], Any]:
 
 if features.is_on(keras3_names.THREADS):
     # What Keras has made for the first layers may be there already.
-    _kept = keras3_names.get_attribute("dtype_policy")
+    _kept = keras3_names.get_attribute(_KEPT)
     if type(_kept) is BasePolicy and _kept.name == keras.backend.floatx():
-        _thread.made = _kept
+        keras3_names.set_attribute(_MADE, _kept)
 _place = Everywhere(keras.mixed_precision.dtype_policy, ("global_policy",))
 hooks.install([Replacement(_place, _choosing, When.ALWAYS, keras3_names.THREADS)])
 
@@ -147,7 +136,7 @@ def get_global_policy() -> keras.mixed_precision.Policy:
     policy = _chosen()
     if policy is None:
         # Keras would keep the one that it made, whatever becomes of floatx.
-        keras3_names.set_attribute("dtype_policy", None)
+        keras3_names.set_attribute(_KEPT, None)
         policy = policy_scopes.of_floatx()
     return policy
 
@@ -157,7 +146,7 @@ def set_global_policy(policy: keras.mixed_precision.Policy | None) -> None:
     if policy_scopes.thread.scope is not None:
         policy_scopes.thread.scope = (policy,)
     elif features.is_on(keras3_names.THREADS):
-        keras3_names.set_attribute("dtype_policy", None)
+        keras3_names.set_attribute(_KEPT, None)
         _Process.policy = policy
     else:
         keras.mixed_precision.set_dtype_policy(policy or keras.backend.floatx())

@@ -14,6 +14,7 @@ from keras_mp.step import gradients, replicas
 from keras_mp.step.optimizer_adapter import DelegatingAdapter, OptimizerAdapter, Pairs
 from keras_mp.support import host
 from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.support.variable_ops import native_variable as native
 
 
 class Float32Adapter(DelegatingAdapter):
@@ -191,11 +192,6 @@ class Float32Adapter(DelegatingAdapter):
 
     def totals(self, grads_and_vars: Pairs) -> Pairs:
         return self._with_weights(self._inner.totals(self._with_views(grads_and_vars)))
-
-
-def native(variable: Any) -> Any:
-    """Returns the `tf.Variable` in a variable of Keras 3, any other as it is."""
-    return variable if isinstance(variable, tf.Variable) else variable.value
 
 
 def size_in_bytes(variable: Any) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
+from keras_mp.support.variable_ops import native_variable
 
 
 def layers_by_path(
@@ -111,15 +112,6 @@ def paths_of_weights(model: tf.keras.Model) -> dict[int, str]:
         for path, (weight, _) in _weights_by_path(model).items():
             paths[id(weight)] = paths[id(native_variable(weight))] = path
     return paths
-
-
-def native_variable(weight: tf.Variable) -> tf.Variable:
-    """Returns the `tf.Variable` inside of a weight of Keras 3.
-
-    Any other weight is returned itself.
-    """
-    inside = getattr(weight, "value", None)
-    return inside if isinstance(inside, tf.Variable) else weight
 
 
 def variables_inside(model: tf.keras.layers.Layer) -> list[Any]:

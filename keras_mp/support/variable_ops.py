@@ -1,7 +1,9 @@
-"""What operations do to variables, whose handles they take.
+"""The variables of TensorFlow, and what operations do to them, whose handles they take.
 
 This module needs TensorFlow only.
 """
+
+from typing import Any
 
 import tensorflow as tf
 
@@ -22,3 +24,12 @@ def only_reads(op: tf.Operation, handle: tf.Tensor) -> bool:
     except ValueError:
         return False
     return all(i in read_only for i, value in enumerate(op.inputs) if value is handle)
+
+
+def native_variable(variable: Any) -> Any:
+    """Returns the `tf.Variable` in a variable of Keras 3.
+
+    Any other variable is returned itself.
+    """
+    inside = getattr(variable, "value", None)
+    return inside if isinstance(inside, tf.Variable) else variable
