@@ -18,7 +18,7 @@ from keras_mp.master_weights.adapter import Float32Adapter, size_in_bytes
 from keras_mp.optimizer_wrapper import OptimizerWrapper, check_shapes
 from keras_mp.support import dtypes, validation
 from keras_mp.support.autograph import do_not_convert
-from keras_mp.support.variable_ops import native_variable as native
+from keras_mp.support.native_variables import native_variable as native
 from keras_mp.wrappers.inner_optimizers import chain
 
 # Wrappers that go around a `MasterWeightOptimizer`.

@@ -107,7 +107,7 @@ ATTACHED = {
     *("master_weights", "plots", "extensions"),
 }
 # Lines of code.
-LARGEST_CORE = {"loss_scale_optimizer": 3811, "grad_scaler": 3237, "policy": 1062}
+LARGEST_CORE = {"loss_scale_optimizer": 3810, "grad_scaler": 3237, "policy": 1021}
 
 
 def modules():

@@ -9,13 +9,10 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_mp import hooks
-from keras_mp.hooks import Method, Replacement, When
 from keras_mp.support import features
 
 _OLDEST_TENSORFLOW = (2, 16)
@@ -89,6 +86,9 @@ else:
     from keras_mp.keras_api import keras2_names as names
     from keras_mp.keras_api.keras2 import *  # noqa: F403
 
+# The functions that write files for h5py, and the feature that needs them.
+WRITERS = names.WRITERS
+FILES = names.FILES
 # Names that both Kerases have in the same place.
 KerasLossScaleOptimizer = tf.keras.mixed_precision.LossScaleOptimizer
 # The loss that computes a function. The class is in no public namespace, but every built-in loss is
@@ -97,7 +97,7 @@ LossFunctionWrapper = tf.keras.losses.MeanSquaredError.__mro__[1]
 register_serializable = tf.keras.utils.register_keras_serializable(package="keras_mp")
 # Where gradients are applied, by optimizers that are no wrappers.
 APPLY_METHODS = tuple(
-    Method.of(base, "apply" if hasattr(base, "apply") else "apply_gradients")
+    (base, "apply" if hasattr(base, "apply") else "apply_gradients")
     for base in OPTIMIZER_BASES  # noqa: F405
 )
 serialize_optimizer = tf.keras.optimizers.serialize
@@ -211,36 +211,13 @@ def is_in_keras_wrapper(optimizer: Any) -> bool:
 
 
 def note_wrapper(optimizer: Any) -> None:
-    """Keeps Keras's own `LossScaleOptimizer` from wrapping an optimizer that ours wraps.
+    """Keeps Keras's own `LossScaleOptimizer` from wrapping what ours wraps.
 
     Args:
         optimizer: an optimizer of `tf.keras`.
     """
     # Keras 2 sets it to True, as we do on Keras 3, and refuses any true value.
     optimizer._is_wrapped_by_loss_scale_optimizer = "by keras_mp"
-
-
-def enter_while_saving(
-    around: Callable[[Any], contextlib.AbstractContextManager[None]],
-) -> None:
-    """Lets Keras enter a context manager while it writes models for h5py.
-
-    Args:
-        around: takes the model and returns the context manager.
-    """
-
-    def entering(original: Callable[..., Any]) -> Callable[..., Any]:
-        def write(*args: Any, **kwargs: Any) -> Any:
-            # One of Keras 2's takes the model as its second argument, another calls itself for all
-            # that a model has.
-            given = (*args, *kwargs.values())
-            models = [each for each in given if isinstance(each, tf.keras.Model)]
-            with around(models[0]) if models else contextlib.nullcontext():
-                return original(*args, **kwargs)
-
-        return write
-
-    hooks.install(Replacement(name, entering, When.ALWAYS, names.FILES) for name in names.WRITERS)
 
 
 def check_model(model: Any) -> None:

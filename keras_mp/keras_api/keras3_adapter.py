@@ -14,7 +14,7 @@ from keras_mp.keras_api import keras3_names
 from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
 from keras_mp.support import new_variables
 from keras_mp.support.attributes import replaced
-from keras_mp.support.variable_ops import native_variable as native
+from keras_mp.support.native_variables import native_variable as native
 
 keras = tf.keras
 
@@ -24,18 +24,18 @@ def optimizer_adapter(optimizer: keras.optimizers.Optimizer) -> OptimizerAdapter
     return _KerasAdapter(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else None
 
 
-class _Reduction(threading.local):
+class _Thread(threading.local):
     """Whether this thread applies gradients that a wrapper has summed."""
 
     is_done = False
 
 
-_reduction = _Reduction()
+_thread = _Thread()
 
 
 def _unless_done(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_reduce(self: Any, grads_and_vars: Any) -> Any:
-        return list(grads_and_vars) if _reduction.is_done else original(self, grads_and_vars)
+        return list(grads_and_vars) if _thread.is_done else original(self, grads_and_vars)
 
     return all_reduce
 
@@ -112,7 +112,7 @@ class _KerasAdapter(OptimizerAdapter):
     def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         del name
         self._refuse_second_scale()
-        with replaced(_reduction, "is_done", not aggregate):
+        with replaced(_thread, "is_done", not aggregate):
             return self.optimizer.apply_gradients(grads_and_vars)
 
     def accumulates(self) -> bool:

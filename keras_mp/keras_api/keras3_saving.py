@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import hooks
-from keras_mp.hooks import Method, Replacement, When, wrapped
+from keras_mp.hooks import Replacement, When, wrapped
 from keras_mp.keras_api import keras3_names
 from keras_mp.support import features
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -44,14 +44,14 @@ def export_as_called(
         around: takes a layer and returns the context manager in which its call is traced.
     """
     del around  # Keras calls the model, and keeps no layer apart from its class.
-    owner, name = Method.of(keras.Layer, "input_dtype")
+    owner = next(cls for cls in keras.Layer.__mro__ if "input_dtype" in vars(cls))
 
     def with_wide_inputs(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def call(model: Any) -> Any:
             if not is_ours(model):
                 return original(model)
             # Keras notes the shapes of inputs, and takes this dtype for all of them.
-            with wrapped.here(owner, name, _widened):
+            with wrapped.here(owner, "input_dtype", _widened):
                 return original(model)
 
         return call

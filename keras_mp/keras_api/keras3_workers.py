@@ -32,7 +32,10 @@ _Step = Callable[[Any], Any]
 
 @functools.cache
 def _reduces_an_axis() -> bool:
-    """Whether Keras has this defect; a Keras without it would take results with an axis as such."""
+    """Whether Keras has this defect.
+
+    A Keras without it would take results with an axis as such.
+    """
     try:
         return 'reduce("MEAN", v, axis=0)' in inspect.getsource(keras3_names.reduce_replicas.get())
     except OSError:  # there is no source

@@ -14,7 +14,7 @@ from keras_mp.step import gradients, replicas
 from keras_mp.step.optimizer_adapter import DelegatingAdapter, OptimizerAdapter, Pairs
 from keras_mp.support import host
 from keras_mp.support.dtypes import LOW_PRECISION
-from keras_mp.support.variable_ops import native_variable as native
+from keras_mp.support.native_variables import native_variable as native
 
 
 class Float32Adapter(DelegatingAdapter):

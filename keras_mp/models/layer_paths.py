@@ -7,7 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.support.variable_ops import native_variable
+from keras_mp.support.native_variables import native_variable
+
+# Variables and the layers that have them, by their paths.
+_Weights = dict[str, tuple[tf.Variable, tf.keras.layers.Layer]]
 
 
 def layers_by_path(
@@ -40,9 +43,8 @@ def layers_by_path(
     ) -> Iterator[tuple[str, tf.keras.layers.Layer]]:
         names: dict[str, int] = {}
         for child in _children(layer):
-            if id(child) in visited or (
-                isinstance(child, tf.keras.layers.InputLayer) and not inputs
-            ):
+            is_left_out = isinstance(child, tf.keras.layers.InputLayer) and not inputs
+            if is_left_out or id(child) in visited:
                 continue
             visited.add(id(child))
             names[child.name] = names.get(child.name, 0) + 1
@@ -79,9 +81,7 @@ def output_layers(model: tf.keras.layers.Layer, subclassed: bool = False) -> set
     return found
 
 
-def variables_by_path(
-    model: tf.keras.layers.Layer,
-) -> dict[str, tuple[tf.Variable, tf.keras.layers.Layer]]:
+def variables_by_path(model: tf.keras.layers.Layer) -> _Weights:
     """Returns the trainable variables of a model, each once, by their paths.
 
     Args:
@@ -141,9 +141,7 @@ def _variables_in(value: Any) -> Iterator[tf.Variable]:
             yield from _variables_in(each)
 
 
-def _weights_by_path(
-    model: tf.keras.layers.Layer,
-) -> dict[str, tuple[tf.Variable, tf.keras.layers.Layer]]:
+def _weights_by_path(model: tf.keras.layers.Layer) -> _Weights:
     owners: dict[int, tuple[str, tf.keras.layers.Layer]] = {}
     for path, layer in {"": model, **layers_by_path(model)}.items():
         # The path of a layer that is in several others leads through one of them only.
@@ -151,7 +149,7 @@ def _weights_by_path(
         for weight in keras_api.variables(layer):
             if id(weight) not in inside:
                 owners[id(weight)] = path and f"{path}/", layer
-    found: dict[str, tuple[tf.Variable, tf.keras.layers.Layer]] = {}
+    found: _Weights = {}
     for weight in keras_api.variables(model):
         path, layer = owners[id(weight)]
         name, count = path + _name_in(layer, weight), 1

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api
-from keras_mp.hooks import wrapped
+from keras_mp import hooks, keras_api
+from keras_mp.hooks import Replacement, When, wrapped
 from keras_mp.hooks.once import once
 from keras_mp.layer_calls import layer_call
 from keras_mp.policy import Policy
@@ -31,15 +31,24 @@ def install() -> None:
             for policy in policies
         )
 
-    def saving(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
-        return _readable() if is_ours(model) else contextlib.nullcontext()
+    def saving(original: Callable[..., Any]) -> Callable[..., Any]:
+        def write(*args: Any, **kwargs: Any) -> Any:
+            # One of Keras 2's takes the model as its second argument, another calls itself for all
+            # that a model has.
+            given = (*args, *kwargs.values())
+            models = [each for each in given if isinstance(each, tf.keras.Model)]
+            with _readable() if models and is_ours(models[0]) else contextlib.nullcontext():
+                return original(*args, **kwargs)
+
+        return write
 
     def tracing(layer: tf.keras.layers.Layer) -> contextlib.AbstractContextManager[None]:
         policy: Any = layer.dtype_policy
         is_ours = isinstance(policy, Policy)
         return layer_call.entered(policy, policy.low_precision_dtype if is_ours else None)
 
-    keras_api.enter_while_saving(saving)
+    rows = [Replacement(name, saving, When.ALWAYS, keras_api.FILES) for name in keras_api.WRITERS]
+    hooks.install(rows)
     keras_api.export_as_called(is_ours, tracing)
 
 

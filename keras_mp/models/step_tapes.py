@@ -19,7 +19,7 @@ from typing import Any, cast
 import tensorflow as tf
 
 from keras_mp import hooks, keras_api
-from keras_mp.hooks import Replacement, When, reach, replica_threads, wrapped
+from keras_mp.hooks import Method, Replacement, When, reach, replica_threads, wrapped
 from keras_mp.hooks.once import once
 from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
 from keras_mp.optimizer_wrapper import OptimizerWrapper
@@ -168,7 +168,7 @@ def _step_of_thread() -> _Step | None:
 def install() -> None:
     """Lets optimizers warn of gradients that nobody has scaled, also outside of steps."""
     places = keras_api.APPLY_METHODS
-    hooks.install([Replacement(place, _telling, When.ALWAYS) for place in places])
+    hooks.install([Replacement(Method.of(*place), _telling, When.ALWAYS) for place in places])
 
 
 @once

@@ -1,9 +1,7 @@
-"""The variables of TensorFlow, and what operations do to them, whose handles they take.
+"""What operations do to variables, whose handles they take.
 
 This module needs TensorFlow only.
 """
-
-from typing import Any
 
 import tensorflow as tf
 
@@ -24,12 +22,3 @@ def only_reads(op: tf.Operation, handle: tf.Tensor) -> bool:
     except ValueError:
         return False
     return all(i in read_only for i, value in enumerate(op.inputs) if value is handle)
-
-
-def native_variable(variable: Any) -> Any:
-    """Returns the `tf.Variable` in a variable of Keras 3.
-
-    Any other variable is returned itself.
-    """
-    inside = getattr(variable, "value", None)
-    return inside if isinstance(inside, tf.Variable) else variable
