@@ -115,16 +115,13 @@ class _KerasAdapter(OptimizerAdapter):
         with replaced(_thread, "is_done", not aggregate):
             return self.optimizer.apply_gradients(grads_and_vars)
 
-    def accumulates(self) -> bool:
-        return bool(self.optimizer.gradient_accumulation_steps)
-
-    def completes_step(self) -> tf.Tensor:
+    def completes_step(self) -> tf.Tensor | None:
         steps = self.optimizer.gradient_accumulation_steps
+        if not steps:
+            return None
         return tf.equal((native(keras3_names.iterations.of(self.optimizer)) + 1) % steps, 0)
 
     def totals(self, grads_and_vars: Pairs) -> Pairs:
-        if not self.accumulates():
-            return grads_and_vars
         of_variable = self._accumulators()
         accumulated = {id(native(v)): (tf.convert_to_tensor(a.value), v) for v, a in of_variable}
         totals = []
@@ -137,13 +134,12 @@ class _KerasAdapter(OptimizerAdapter):
         return [*totals, *accumulated.values()]
 
     def drop_accumulated(self) -> None:
-        if self.accumulates():
-            for _, accumulator in self._accumulators():
-                accumulator.assign(tf.zeros_like(accumulator.value))
-            # Keras counts gradients here; `iterations` are the steps made of them.
-            keras3_names.iterations.of(self.optimizer).assign_sub(
-                self.optimizer.gradient_accumulation_steps - 1
-            )
+        for _, accumulator in self._accumulators():
+            accumulator.assign(tf.zeros_like(accumulator.value))
+        # Keras counts gradients here; `iterations` are the steps made of them.
+        keras3_names.iterations.of(self.optimizer).assign_sub(
+            self.optimizer.gradient_accumulation_steps - 1
+        )
 
     def _accumulators(self) -> list[tuple[Any, Any]]:
         optimizer = self.optimizer

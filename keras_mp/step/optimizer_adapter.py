@@ -45,6 +45,8 @@ class OptimizerAdapter(abc.ABC):
         overrides_minimize: Whether the optimizer does more in `minimize` than other optimizers do.
         slot_makers: The names of the optimizer's methods that make slots. The first argument is the
             variable that a slot is for.
+        compute_gradients: The first half of `minimize`, of an optimizer of `tf.keras`: a function
+            of `loss`, `var_list`, `tape` and `grad_loss` that returns (gradient, variable) pairs.
     """
 
     takes_float32_gradients = False
@@ -53,6 +55,7 @@ class OptimizerAdapter(abc.ABC):
     only_differentiates = True
     overrides_minimize = False
     slot_makers: tuple[str, ...] = ()
+    compute_gradients: Any = None
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -97,17 +100,6 @@ class OptimizerAdapter(abc.ABC):
             f"Received: trainable_variables=None for {type(self.optimizer)}"
         )
 
-    def compute_gradients(
-        self,
-        loss: Loss,
-        var_list: VarList,
-        tape: tf.GradientTape | None,
-        grad_loss: tf.Tensor | None,
-    ) -> list[tuple[Any, Any]]:
-        """Returns (gradient, variable) pairs: the first half of `minimize`."""
-        del loss, var_list, tape, grad_loss
-        raise TypeError(f"Compute the gradients with a tape. Received: {self.optimizer!r}")
-
     def custom_aggregation(self) -> Callable[[list[tuple[Any, Any]]], Pairs] | None:
         """Returns the user's function that reduces (gradient, variable) pairs, or None."""
         return None
@@ -128,13 +120,12 @@ class OptimizerAdapter(abc.ABC):
             return grads
         return gradients.cast(grads, LOW_PRECISION, tf.float32)
 
-    def accumulates(self) -> bool:
-        """Whether the gradients of several calls of `apply` make up one step."""
-        return False
+    def completes_step(self) -> tf.Tensor | None:
+        """Whether the next gradients are the last of a step, a bool scalar tensor.
 
-    def completes_step(self) -> tf.Tensor:
-        """Whether the next gradients are the last of a step, a bool scalar tensor."""
-        return tf.constant(True)
+        It is None unless the gradients of several calls of `apply` make up one step.
+        """
+        return None
 
     def totals(self, grads_and_vars: Pairs) -> Pairs:
         """Returns the gradients of a whole step.

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp.hooks import observers
-from keras_mp.step import finiteness, gradients, replicas, scaled_losses, state_rollback
+from keras_mp.step import finiteness, gradients, replicas, state_rollback
 from keras_mp.step.gradients import Gradient
 from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
 from keras_mp.step.record import GradientState
+from keras_mp.step.scaled_losses import thread
 from keras_mp.step.scaler import Scaler
 from keras_mp.step.skip_report import SkippedStep
 from keras_mp.step.state_rollback import KeptValues, name_of, read
-from keras_mp.support import features, host, variable_ops
+from keras_mp.support import attributes, features, host, variable_ops
 from keras_mp.tensorflow_api import graphs
 from keras_mp.tensorflow_api.features import WITHOUT_BRANCHES
 
@@ -108,7 +109,8 @@ def make_step(
         packed, unpack, sent = _summed(packed, variables, custom, state, reduce_dtype, may_skip)
     else:
         packed = gradients.unscale(packed, divisor)
-    if new_values or adapter.accumulates():
+    completes = adapter.completes_step()
+    if new_values or completes is not None:
         packed = [new_values.get(i, gradient) for i, gradient in enumerate(unpack(packed))]
         unpack = list
 
@@ -118,7 +120,7 @@ def make_step(
     # Test them. The verdict is the same on every replica.
     finite, tested, totals, values = None, variables, sums if sent else None, packed
     if may_skip:
-        if adapter.accumulates():
+        if completes is not None:
             of_totals, tested = zip(*adapter.totals(list(zip(sums(), variables))), strict=True)
             totals, values = lambda: of_totals, [*of_totals, *packed[len(pairs) :]]
         finite = finiteness.all_finite(values)
@@ -129,7 +131,7 @@ def make_step(
 
     # Make or skip the step, once for all replicas.
     def apply(replica: _Replica) -> Any:
-        with scaled_losses.applying():
+        with attributes.replaced(thread, "is_applying", True):
             return adapter.apply(list(zip(replica.sums(), variables)), name, aggregate=False)
 
     def outcome(finite: Any, skipped: SkippedStep | None = None) -> list[Any]:
@@ -149,7 +151,8 @@ def make_step(
 
         def skip() -> Operation:
             skipped = _skipped(adapter, steps, tested, totals, paths)
-            adapter.drop_accumulated()
+            if completes is not None:
+                adapter.drop_accumulated()
             put_back()
             return _operation(outcome(False, skipped))
 
@@ -166,8 +169,8 @@ def make_step(
 
         if finite is None:
             return make()
-        if adapter.accumulates():
-            return tf.cond(adapter.completes_step(), complete, accumulate)
+        if completes is not None:
+            return tf.cond(completes, complete, accumulate)
         is_compiled = host.is_compiled_by_xla() and features.is_on(WITHOUT_BRANCHES)
         if not is_compiled or tf.distribute.in_cross_replica_context():
             return complete()
@@ -245,10 +248,11 @@ def _marks(
     state: GradientState, kept: KeptValues, has_examples: tf.Tensor | None
 ) -> list[Gradient]:
     """Returns verdicts as gradients (NaN for False), summed and tested with others."""
-    # Statistics of a batch without examples are not finite, though its gradients may be.
-    is_marked = has_examples is not None and kept.may_have_changed()
-    verdicts = state.was_finite, has_examples if is_marked else None
-    return [tf.where(is_good, 0.0, float("nan")) for is_good in verdicts if is_good is not None]
+    verdicts = [] if state.was_finite is None else [state.was_finite]
+    if has_examples is not None and kept:
+        # Statistics of a batch without examples are not finite, though its gradients may be.
+        verdicts.append(has_examples if kept.may_have_changed() else tf.constant(True))
+    return [tf.where(is_good, 0.0, float("nan")) for is_good in verdicts]
 
 
 def _changed_since(before: Sequence[Gradient], now: Sequence[Gradient]) -> list[Gradient]:

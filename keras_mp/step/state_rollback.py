@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_mp.step import replicas
 from keras_mp.step.scaled_losses import thread
 from keras_mp.support import attributes, function_graphs, host, messages, variable_ops
 from keras_mp.support.autograph import do_not_convert
@@ -78,8 +79,9 @@ class KeptValues:
         """
         if not tf.executing_eagerly():
             return bool(self)
-        now = (read(handle, old.dtype) for handle, old in self._old)
-        return any(_differ(value, old) for value, (_, old) in zip(now, self._old))
+        return any(
+            tf.reduce_any(tf.not_equal(read(handle, old.dtype), old)) for handle, old in self._old
+        )
 
     def put_back(self, unless: tf.Tensor | None = None) -> None:
         """Restores the values, in any context and also for all replicas.
@@ -193,10 +195,6 @@ class StepUnderWay:
         self.graph = host.current_graph()
         self.weights: dict[int, Weight] = {}
         self._examples: tf.Tensor | None = None
-        # Whether an optimizer makes its step, in eager.
-        self._is_applying = False
-        # The optimizers of the weights, and how many steps each had made when the step began.
-        self._made: list[tuple[Any, tf.Tensor]] = []
         # The values that were read in eager, by the ids of the handles.
         self._values: dict[int, tf.Tensor] = {}
         # The number of operations that each graph had when the step began there.
@@ -221,9 +219,11 @@ class StepUnderWay:
         if self._examples is None or self.graph is not host.current_graph():
             return None
         size = self._examples.shape[0]
-        if size is not None:
-            return None if size else tf.constant(False)
-        return tf.shape(self._examples)[0] > 0
+        if size is None:
+            return tf.shape(self._examples)[0] > 0
+        # In eager, each replica knows the size of its own part only.
+        is_certain = size > 0 and not (tf.executing_eagerly() and replicas.are_several())
+        return None if is_certain else tf.constant(size > 0)
 
     def keep(self, trained: Sequence[Any], optimizer: Any, may_skip: bool) -> KeptValues:
         """Returns what to restore if the optimizer's step is skipped.
@@ -238,43 +238,40 @@ class StepUnderWay:
         """
         weights = _weights_of((variable, True) for variable in trained)
         if hasattr(optimizer, "iterations"):
-            is_new = _trained_by.setdefault(optimizer, set()).isdisjoint(weights)
-            _trained_by[optimizer].update(weights)
-            if is_new and self.graph is None:
-                self._made += _steps_made([optimizer])
-        self._is_applying = True
-        return KeptValues(self._old_values(weights) if may_skip else ())
+            _trained_by.setdefault(optimizer, set()).update(weights)
+        old = self._old_values(weights) if may_skip else ()
+        if tf.executing_eagerly():
+            # An update copies values that are held. The other values are for the steps of other
+            # optimizers.
+            self._values = {key: v for key, v in self._values.items() if key not in weights}
+        return KeptValues(old)
 
     def begin(self) -> None:
         """Remembers the values again, after a step was made or skipped."""
         graph = host.current_graph()
         if graph is not None:
             self._starts[graph] = len(graph.get_operations())
-        self._is_applying = False
         self._read(self.weights)
 
     def put_back(self) -> None:
         """Restores in eager what was written since the step began.
 
-        If a step was made inside, only later writes are undone; if functions have made some, these
-        are unknown.
+        If a step was made inside, only later writes are undone. If functions have made some, which
+        has changed weights that are trained, nothing is known of these writes.
         """
         if not tf.executing_eagerly():
             return
-        made = zip(self._made, _steps_made(optimizer for optimizer, _ in self._made))
-        is_made = any(_differ(now, before) for (_, before), (_, now) in made)
-        if self._is_applying or not is_made:
-            old = [(self.weights[key].handle, value) for key, value in self._values.items()]
-            KeptValues(old).put_back()
+        old = {key: (self.weights[key].handle, value) for key, value in self._values.items()}
+        trained = {key for key, weight in self.weights.items() if weight.is_trained}
+        trained = trained.union(*_trained_by.values())
+        if not KeptValues(old[key] for key in old if key in trained).may_have_changed():
+            KeptValues(old.values()).put_back()
 
     def _old_values(self, trained: dict[int, Weight]) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Returns handles and old values of variables that the step may have written."""
         weights = {key: w for key, w in self.weights.items() if key in trained or not w.is_trained}
         if tf.executing_eagerly():
             values = self._values
-            # An update copies values that are held. The other values are for the steps of other
-            # optimizers.
-            self._values = {key: value for key, value in values.items() if key not in trained}
             return [(w.handle, values[key]) for key, w in weights.items() if key in values]
         graphs = function_graphs.graphs_of_branches(host.current_graph())
         uses_since = [_uses_since(self._starts.get(graph, 0), graph) for graph in graphs]
@@ -298,25 +295,13 @@ class StepUnderWay:
         return old
 
     def _read(self, weights: dict[int, Weight]) -> None:
-        if self.graph is None:
-            trained = (o for o, keys in _trained_by.items() if not keys.isdisjoint(self.weights))
-            self._made = _steps_made(trained)
         values = {key: read(weight.handle, weight.dtype) for key, weight in weights.items()}
         if tf.executing_eagerly():
             self._values.update(values)
 
 
-# The optimizers that count their steps, and the ids of the handles of what they have trained.
+# What optimizers have trained: the ids of the handles.
 _trained_by: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary()
-
-
-def _steps_made(optimizers: Iterable[Any]) -> list[tuple[Any, tf.Tensor]]:
-    with tf.init_scope():
-        return [(each, tf.convert_to_tensor(each.iterations)) for each in list(optimizers)]
-
-
-def _differ(now: tf.Tensor, before: tf.Tensor) -> bool:
-    return bool(tf.reduce_any(tf.not_equal(now, before)))
 
 
 def _uses_since(

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import warnings
 import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -377,6 +378,29 @@ def test_an_exception_after_good_steps_leaves_them(mode):
             raise interrupted
         assert_all_equal(model.weights, after)
     assert int(value(optimizer.iterations)) == 4
+
+
+@once
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_an_update_that_raises_leaves_the_good_steps_of_functions(mode):
+    model = tf.Module()
+    model.v, model.w = tf.Variable(1.0), tf.Variable(1.0)
+    model.seen = tf.Variable(0.0, trainable=False)
+    first, second = (
+        keras_mp.LossScaleOptimizer(make_optimizer("new.SGD", 1.0, momentum=0.0)) for _ in range(2)
+    )
+    first.build([model.v])
+    second.build([model.w])
+    good = tf.function(lambda: first.minimize(lambda: model.v * 1.0, [model.v]))
+    bad = placed(mode, lambda: second.minimize(lambda: model.w * 1.0, [model.w]))
+    good()
+    failing = mock.patch.object(second.inner_optimizer, "apply_gradients", side_effect=OSError)
+    with contextlib.suppress(OSError), failing as update, keras_mp.training_step(model):
+        good()
+        model.seen.assign_add(1.0)
+        bad()
+    assert update.called
+    assert (float(model.v), float(model.w), float(model.seen)) == (-1, 1, 1)
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
