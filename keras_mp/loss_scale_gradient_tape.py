@@ -71,7 +71,7 @@ class LossScaleGradientTape(tf.GradientTape):
         super().__init__(persistent=True, watch_accessed_variables=watch_accessed_variables)
         self._scaler: GradScaler | None = None
         if isinstance(loss_scale, GradScaler):
-            self._scaler, self._loss_scale = loss_scale, loss_scale.loss_scale
+            self._scaler, self._loss_scale = loss_scale, loss_scale._scaler.loss_scale
         else:
             self._loss_scale = loss_scale_lib.required(
                 loss_scale, "LossScaleGradientTape", "a tf.GradientTape"
@@ -130,11 +130,7 @@ class LossScaleGradientTape(tf.GradientTape):
             RuntimeError: the tape is not persistent and was used.
             ValueError: the call is in a cross-replica context.
         """
-        if self._watched_before is not None:
-            raise RuntimeError(
-                "A LossScaleGradientTape can be used for one call of gradient(), unless it is made "
-                "with persistent=True."
-            )
+        self._refuse_second_use("LossScaleGradientTape")
         if tf.distribute.in_cross_replica_context():
             raise ValueError(
                 "LossScaleGradientTape.gradient() is called in a replica context: inside the "
@@ -143,25 +139,19 @@ class LossScaleGradientTape(tf.GradientTape):
         if self._scaler is not None:
             self._scaler._step_calls.refuse_tape_beside_scale()
         targets = [self._widened(each) for each in tf.nest.flatten(target)]
-        if output_gradients is None:
-            factors = [tf.ones_like(each) for each in targets]
-        else:
+        if output_gradients is not None:
             flat = tf.nest.flatten(output_gradients)
-            factors = [tf.cast(f, t.dtype) for f, t in zip(flat, targets, strict=True)]
-        structure: list[Any] = []
+            output_gradients = [tf.cast(f, t.dtype) for f, t in zip(flat, targets, strict=True)]
 
         def compute(scale: tf.Tensor) -> list[Any]:
-            scaled = [factor * tf.cast(scale, factor.dtype) for factor in factors]
-            of_sources = super(LossScaleGradientTape, self).gradient(
-                targets, sources, scaled, unconnected_gradients
-            )
-            structure[:] = [of_sources]
-            return gradients.unscale(tf.nest.flatten(of_sources), scale)
+            tape = gradients.ScalingTape(self, scale)
+            args = (targets, sources, output_gradients, unconnected_gradients)
+            return tf.nest.flatten(tape.gradient(*args))
 
         with self._paused():
             grads = self._search(compute, targets)
         self._is_over()
-        return tf.nest.pack_sequence_as(structure[0], grads)
+        return tf.nest.pack_sequence_as(sources, grads)
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
         """Raises an error, since it would not be scaled; use a `tf.GradientTape`."""
@@ -188,6 +178,13 @@ class LossScaleGradientTape(tf.GradientTape):
         """
         is_to_stop = self._records and not self._is_kept
         return self.stop_recording() if is_to_stop else contextlib.nullcontext()
+
+    def _refuse_second_use(self, name: str) -> None:
+        if self._watched_before is not None:
+            raise RuntimeError(
+                f"A {name} can be used for one call of gradient(), unless it is made with "
+                "persistent=True."
+            )
 
     def _is_over(self) -> None:
         """Forgets what was recorded, unless the tape may be asked again."""
@@ -226,10 +223,8 @@ class LossScaleGradientTape(tf.GradientTape):
             self._move(start, scale, finite, loss_is_finite)
         if self._scaler is not None:
             self._scaler._step_calls.by_tape(targets)
-        grads: list[Any] = [None] * len(first)
-        for i, gradient in zip(positions, found, strict=True):
-            grads[i] = gradient
-        return grads
+        present = iter(found)
+        return [None if gradient is None else next(present) for gradient in first]
 
     def _counts(self, finite: tf.Tensor) -> bool | tf.Tensor:
         """Whether gradients move the scale as those of a step do."""

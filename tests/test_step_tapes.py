@@ -343,6 +343,15 @@ def by_optimizer_in_parts(model, x, y):
     update(model, tape, scaled_loss)
 
 
+def by_optimizer_in_a_function(model, x, y):
+    with tf.GradientTape() as tape:
+        scaled_loss = tf.function(model.my_optimizer.scale_loss)(model.loss_of(x, y))
+    update(model, tape, scaled_loss)
+
+
+OF_OPTIMIZERS = [by_optimizer, by_optimizer_in_parts, by_optimizer_in_a_function]
+
+
 def by_scaler(model, x, y):
     optimizer, variables = model.my_optimizer, model.trainable_variables
     way = steps.scaler(optimizer.scaler, optimizer, model.loss_of, variables, steps.SCALERS[1])
@@ -356,10 +365,10 @@ def by_tape(model, x, y):
 
 
 @pytest.mark.parametrize("mode", EAGER_AND_GRAPH)
-@pytest.mark.parametrize("step", [by_optimizer, by_optimizer_in_parts, by_scaler, by_tape])
+@pytest.mark.parametrize("step", [*OF_OPTIMIZERS, by_scaler, by_tape])
 def test_what_the_program_scales_is_not_scaled_again(step, mode):
     optimizer = tf.keras.optimizers.SGD(1e5)
-    if step in (by_optimizer, by_optimizer_in_parts):
+    if step in OF_OPTIMIZERS:
         optimizer = keras_mp.LossScaleOptimizer(optimizer)
     elif step is by_scaler:
         optimizer.scaler = keras_mp.GradScaler()
@@ -582,12 +591,22 @@ def test_a_penalty_with_large_gradients_leaves_the_scale_alone():
 
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize(
-    "kind", ["good", "good, of two tapes", "a loss of NaN", "a gradient of the program is NaN"]
+    "kind",
+    [
+        *("good", "good, of two tapes", "good, beside a scaler"),
+        *("a loss of NaN", "a gradient of the program is NaN"),
+    ],
 )
 def test_a_scale_that_tape_and_optimizer_share_moves_once_in_a_step(kind, mode):
+    scaler = keras_mp.GradScaler()
+
     class Plain(Subclassed):
         def train_step(self, data):
             x, y = data
+            if kind == "good, beside a scaler":
+                with keras_mp.LossScaleGradientTape(scaler) as tape:
+                    loss = tf.reduce_mean(tf.square(self(x) - y))
+                tape.gradient(loss, self.trainable_variables)
             for _ in range(2 if kind == "good, of two tapes" else 1):
                 with tf.GradientTape() as tape:
                     loss = tf.reduce_mean(tf.square(self(x, training=True) - y))

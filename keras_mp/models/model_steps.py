@@ -87,29 +87,8 @@ def _with_loops(original: Callable[..., Any]) -> Callable[..., Any]:
 def _scale_loops(model: tf.keras.Model) -> None:
     """Puts a function around `fit` and `train_on_batch` of a class with its own."""
     for name in ("fit", "train_on_batch"):
-        of_instance, own = vars(model).get(name), getattr(type(model), name)
-        is_ours = getattr(of_instance, "func", None) is _loop
-        if own is not getattr(tf.keras.Model, name) and not is_ours:
-            vars(model)[name] = functools.partial(_loop, model, of_instance, name)
-
-
-def _loop(
-    model: tf.keras.Model,
-    of_instance: Callable[..., Any] | None,
-    name: str,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    cls = type(model)
-    method = of_instance or getattr(cls, name).__get__(model, cls)
-    # `compile` decides for the models that it gets.
-    if "train_step" not in vars(model) and model not in _loss_scales:
-        _scale_as_policy(model)
-    loss_scale = _loss_scales.get(model)
-    if loss_scale is None:
-        return method(*args, **kwargs)
-    with step_tapes.entered(model, _scale_of(model, loss_scale), name):
-        return method(*args, **kwargs)
+        if getattr(type(model), name) is not getattr(tf.keras.Model, name):
+            _surround(model, name, is_loop=True)
 
 
 def _scale_as_policy(model: tf.keras.Model) -> None:
@@ -131,19 +110,21 @@ def _new_epoch(model: tf.keras.Model) -> None:
 
 
 class _How(NamedTuple):
-    """How `_step` calls a step of a model.
+    """How `_step` calls a step of a model, or a loop of its own.
 
     Attributes:
         of_instance: what the model had in its place, if it was not the method of its class.
         name: str. The method.
         dtype: the 16-bit DType in which it runs in reach, or None.
         is_scaled: bool. Whether it is a training step whose loss is scaled.
+        is_loop: bool. Whether it is a loop, whose losses may be scaled.
     """
 
     of_instance: Callable[..., Any] | None
     name: str
     dtype: tf.DType | None = None
     is_scaled: bool = False
+    is_loop: bool = False
 
 
 def _surround(model: tf.keras.Model, name: str, **how: Any) -> None:
@@ -158,8 +139,9 @@ def _step(model: tf.keras.Model, how: _How, *args: Any, **kwargs: Any) -> Any:
     cls = type(model)
     step = how.of_instance or getattr(cls, how.name).__get__(model, cls)
     with contextlib.ExitStack() as around:
+        if how.is_scaled or how.is_loop:
+            around.enter_context(_scaling_tapes(model, how))
         if how.is_scaled:
-            around.enter_context(_scaling_tapes(model, how.of_instance))
             states = keras_api.states(model)
             around.enter_context(state_rollback.training_step(model, states))
             under_way = state_rollback.under_way()
@@ -182,16 +164,17 @@ def _step(model: tf.keras.Model, how: _How, *args: Any, **kwargs: Any) -> Any:
             raise explained.with_traceback(error.__traceback__) from None
 
 
-def _scaling_tapes(
-    model: tf.keras.Model, of_instance: Callable[..., Any] | None
-) -> contextlib.AbstractContextManager[None]:
+def _scaling_tapes(model: tf.keras.Model, how: _How) -> contextlib.AbstractContextManager[None]:
+    # `compile` decides for the models that it gets.
+    if "train_step" not in vars(model) and model not in _loss_scales:
+        _scale_as_policy(model)
     loss_scale = _loss_scales.get(model)
     if loss_scale is None:
         return contextlib.nullcontext()
-    is_keras_own = of_instance is None and not has_own_train_step(model)
-    if wrappers_among(model.optimizer) and is_keras_own:
+    is_keras_own = how.of_instance is None and not has_own_train_step(model)
+    if how.is_scaled and wrappers_among(model.optimizer) and is_keras_own:
         return step_tapes.left()  # The optimizer scales the loss.
-    return step_tapes.entered(model, _scale_of(model, loss_scale))
+    return step_tapes.entered(model, _scale_of(model, loss_scale), how.name)
 
 
 def _scale_of(model: tf.keras.Model, loss_scale: LossScale) -> LossScale:
@@ -200,7 +183,7 @@ def _scale_of(model: tf.keras.Model, loss_scale: LossScale) -> LossScale:
     Without one, it is the given loss scale.
     """
     wrappers = wrappers_among(getattr(model, "optimizer", None))
-    return wrappers[0].loss_scale if wrappers else loss_scale
+    return wrappers[0]._scaler.loss_scale if wrappers else loss_scale
 
 
 def has_own_train_step(model: tf.keras.Model) -> bool:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import tensorflow as tf
@@ -26,7 +26,7 @@ from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy
 from keras_mp.step import scaled_losses
 from keras_mp.step.loss_scales import DynamicLossScale, LossScale
-from keras_mp.support import host, messages
+from keras_mp.support import function_graphs, host, messages
 from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import parse
@@ -45,7 +45,7 @@ class _Step(scaled_losses.ScaledLosses):
         loss_scale: the model's `LossScale`.
         method: str. The method of the model.
         graph: the graph in which the step began; None in eager.
-        entered: list of the tapes that record.
+        tapes: set of the tapes that were made in it.
         by_tape: set of variables, by the ids of their handles. A tape has scaled and unscaled their
             last gradients, and the program has not multiplied these by a loss scale.
         unscaled: dict from the ids of handles to reasons, for variables whose last gradients nobody
@@ -58,21 +58,18 @@ class _Step(scaled_losses.ScaledLosses):
         self.model, self.loss_scale, self.method = model, loss_scale, method
         self.moved_scale = loss_scale if isinstance(loss_scale, DynamicLossScale) else None
         self.graph = host.current_graph()
-        self.entered: list[_StepTape] = []
+        self.tapes: weakref.WeakSet[_StepTape] = weakref.WeakSet()
         self.by_tape: set[int] = set()
         self.unscaled: dict[int, str] = {}
         self.knows_scale = self.has_counted = False
-        self._results: list[weakref.ref[Any]] = []
 
     def note_loss(self, scaled: tf.Tensor) -> None:
         """Notes a loss that was multiplied by a loss scale.
 
         It also notes it on the tapes that have recorded it.
         """
-        # A loop notes many losses.
-        self._results = [ref for ref in self._results if ref() is not None]
-        self._results.append(weakref.ref(scaled))
-        for tape in self.entered:
+        super().note_loss(scaled)
+        for tape in self.tapes:
             if tape._records:
                 tape._scaled_losses.append(scaled)
 
@@ -83,18 +80,6 @@ class _Step(scaled_losses.ScaledLosses):
     def are_by_tape(self, variables: Iterable[Any]) -> bool:
         """Whether a tape of this step has scaled and unscaled all gradients."""
         return all(key_of(each) in self.by_tape for each in variables)
-
-    def is_scaled(self, targets: Sequence[Any]) -> bool:
-        """Whether a target is a scaled loss, or was computed from one in this graph.
-
-        For an eager tensor, only a tape knows what it was computed from.
-        """
-        results = [result for ref in self._results if (result := ref()) is not None]
-        if any(target is result for target in targets for result in results):
-            return True
-        if tf.executing_eagerly():
-            return False
-        return any(_depends_on(target, results) for target in targets)
 
     def note_gradients(self, sources: Iterable[Any], by_tape: bool, why_not: str | None) -> None:
         """Notes how the gradients of variables were computed.
@@ -123,18 +108,17 @@ def key_of(source: Any) -> int:
     return id(getattr(source, "handle", source))
 
 
-def _depends_on(target: Any, results: Sequence[Any]) -> bool:
-    """Whether a tensor in a graph was computed from one of some others."""
-    known, remaining = {id(result) for result in results}, [target]
-    seen: set[int] = set()
-    while remaining:
-        tensor = remaining.pop()
+def _depends_on(target: Any, scaled: Iterable[Any]) -> bool:
+    """Whether a tensor is one of some others, or was computed from one in a graph."""
+    known, waiting, seen = {id(each) for each in scaled}, [target], set[int]()
+    while waiting:
+        tensor = waiting.pop()
         if id(tensor) in known:
             return True
         op = getattr(tensor, "op", None)
         if op is not None and id(op) not in seen:
             seen.add(id(op))
-            remaining.extend(op.inputs)
+            waiting.extend(op.inputs)
     return False
 
 
@@ -222,7 +206,7 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     @do_not_convert
     def gradients(ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
         step = _step_of_thread()
-        if step is not None and not step.is_scaled(tf.nest.flatten(ys)):
+        if step is not None and not step.has_scaled:
             sources = tf.nest.flatten(xs)
             step.note_gradients(sources, False, "tf.gradients() scales nothing")
         return original(ys, xs, *args, **kwargs)
@@ -246,15 +230,7 @@ class _StepTape(LossScaleGradientTape):
         )
         self._step = step
         self._scaled_losses: list[tf.Tensor] = []
-
-    def __enter__(self) -> "_StepTape":
-        self._step.entered.append(self)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._step.entered.remove(self)
-        super().__exit__(*error)
+        step.tapes.add(self)
 
     @do_not_convert
     def gradient(
@@ -268,13 +244,9 @@ class _StepTape(LossScaleGradientTape):
 
         They are scaled and unscaled if that is exact.
         """
-        if scaled_losses.thread.makes_jacobian:  # jacobian() calls this, and ends the tape.
+        if scaled_losses.thread.is_differentiating:  # jacobian() calls this, and ends the tape.
             return _Tape.gradient(self, target, sources, output_gradients, unconnected_gradients)
-        if self._watched_before is not None:
-            raise RuntimeError(
-                "This tf.GradientTape has computed gradients already. Make it with "
-                "persistent=True to call gradient() or jacobian() more than once."
-            )
+        self._refuse_second_use("tf.GradientTape")
         flat = tf.nest.flatten(sources)
         is_scaled = self._is_scaled(target)
         why_not = None if is_scaled else self._why_not(flat)
@@ -283,7 +255,10 @@ class _StepTape(LossScaleGradientTape):
         args = (target, sources, output_gradients, unconnected_gradients)
         with replaced(scaled_losses.thread, "is_differentiating", True):
             if not by_tape:
-                return self._unscaled(*args)
+                with self._paused():
+                    result = _Tape.gradient(self, *args)
+                self._is_over()
+                return result
             recording = self._that_record()
             if not recording:
                 return super().gradient(*args)
@@ -338,21 +313,23 @@ class _StepTape(LossScaleGradientTape):
     ) -> Any:
         reason = f"{original.__name__}() scales nothing"
         self._step.note_gradients(tf.nest.flatten(sources), False, reason)
-        with replaced(scaled_losses.thread, "makes_jacobian", True):
+        with replaced(scaled_losses.thread, "is_differentiating", True):
             result = original(self, target, sources, *args, **kwargs)
         self._is_over()
         return result
 
     def _is_scaled(self, target: Any) -> bool:
         """Whether the program has scaled a target, or what it was computed from."""
-        if self._step.is_scaled(tf.nest.flatten(target)):
+        scaled = self._scaled_losses
+        if any(_depends_on(each, scaled) for each in tf.nest.flatten(target)):
             return True
-        if not tf.executing_eagerly() or not self._scaled_losses:
-            return False
-        if any(not hasattr(each, "numpy") for each in self._scaled_losses):
+        here = function_graphs.graphs_of_branches(host.current_graph())
+        if any(getattr(each, "graph", None) not in here for each in scaled):
             return True  # It was scaled in a function, whose graph has ended.
+        if not scaled or not tf.executing_eagerly():
+            return False
         with self._paused(), replaced(scaled_losses.thread, "is_differentiating", True):
-            found = _Tape.gradient(self, target, self._scaled_losses)
+            found = _Tape.gradient(self, target, scaled)
         return any(each is not None for each in found)
 
     def _counts(self, finite: tf.Tensor) -> bool | tf.Tensor:
@@ -369,7 +346,7 @@ class _StepTape(LossScaleGradientTape):
         """Returns the tapes that record, and may be asked to differentiate the result."""
         return [
             tape
-            for tape in self._step.entered
+            for tape in self._step.tapes
             if tape._records
             and tape._watched_before is None
             and (tape is not self or tape._is_kept)
@@ -385,13 +362,6 @@ class _StepTape(LossScaleGradientTape):
         if not is_one and host.current_graph() is not self._step.graph:
             return "gradient() is called in a branch or a loop, on several replicas"
         return None
-
-    def _unscaled(self, target: Any, sources: Any, *args: Any) -> Any:
-        """Computes gradients as the tape of the program would."""
-        with self._paused():
-            result = _Tape.gradient(self, target, sources, *args)
-        self._is_over()
-        return result
 
 
 def _with_derivatives(value: tf.Tensor | None, other: tf.Tensor | None) -> tf.Tensor | None:
@@ -426,7 +396,9 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
             if variables:
                 given["trainable_variables"] = variables
         with contextlib.ExitStack() as stack:
-            is_first = stack.enter_context(scaled_losses.applying())
+            # A wrapper calls its inner optimizer.
+            is_first = not scaled_losses.thread.is_applying
+            stack.enter_context(replaced(scaled_losses.thread, "is_applying", True))
             if is_first and not isinstance(optimizer, OptimizerWrapper):
                 applied = [variable for gradient, variable in pairs if gradient is not None]
                 _warn_if_unscaled(optimizer, applied)

@@ -299,8 +299,9 @@ def _cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
 class ScalingTape(tf.GradientTape):
     """A tape that differentiates scaled targets, and unscales their gradients.
 
-    An optimizer that clips the gradient of each example while it computes the gradients needs them
-    unscaled. With an unscaled loss and this tape, it gets them unscaled.
+    A `LossScaleGradientTape` computes with it. An optimizer that clips the gradient of each example
+    while it computes the gradients needs them unscaled: with an unscaled loss and this tape, it
+    gets them so.
 
     Args:
         tape: `tf.GradientTape`, which shares its recording with this one.

@@ -106,22 +106,19 @@ class Notebook(Generic[N]):
     is_shared = False
 
     def __init__(self) -> None:
-        self._of_threads: weakref.WeakKeyDictionary[Any, N] = weakref.WeakKeyDictionary()
-        # Replicas have a new thread in each `run`. A thread may be gone when its step goes on, so
-        # the last notes are here, too.
-        self._of_replicas: dict[int | None, N] = {}
+        # The last notes of a thread, which may be gone when its step goes on.
+        self._last: N | None = None
         self._all: list[weakref.ref[N]] = []
         self._times = itertools.count(1)
+        self._keras_mp_notes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def notes(self) -> N:
         """Returns the notes of the graph that is being built, or of eager code."""
         graph = host.current_graph()
-        if graph is not None:
-            return self._in_graph(graph)
-        replica = replicas.number()
-        if replica is None and not self.is_shared:
-            return self._found(self._of_threads, threading.current_thread())
-        return self._found(self._of_replicas, replica)
+        if graph is None and replicas.number() is None and not self.is_shared:
+            return self._of(threading.current_thread())
+        # Replicas have a new thread in each `run`.
+        return self._of(self if graph is None else graph)
 
     def current(self, prefers: Callable[[N], bool] = lambda notes: True) -> N:
         """Returns the notes that a call goes by.
@@ -168,9 +165,9 @@ class Notebook(Generic[N]):
         own, time, graph = self.notes(), next(self._times), host.current_graph()
         vars(own).update(known, time=time)
         if own.is_eager:
-            self._of_replicas[own.replica] = own
+            self._last = own
         while _has_function_around(graph):
-            around, count = self._in_graph(graph.outer_graph), _size(graph.outer_graph)
+            around, count = self._of(graph.outer_graph), _size(graph.outer_graph)
             if function_graphs.is_branch(graph) and around.before_branches[0] != count:
                 around.before_branches = count, dict(vars(around))
             vars(around).update(known, time=time)
@@ -182,7 +179,7 @@ class Notebook(Generic[N]):
 
         Of the branches of a condition, one runs: each goes by what was known before.
         """
-        around = self._in_graph(graph.outer_graph)
+        around = self._of(graph.outer_graph)
         count, known = around.before_branches
         if not function_graphs.is_branch(graph) or count != _size(graph.outer_graph):
             return around
@@ -192,23 +189,23 @@ class Notebook(Generic[N]):
 
     def forget(self) -> None:
         """Forgets the step of eager code on all replicas."""
-        self._of_replicas.clear()
+        self._keras_mp_notes.clear()
 
-    def _in_graph(self, graph: Any) -> N:
-        # The graph itself has its notes, so that they keep no graph alive.
-        if not hasattr(graph, "_keras_mp_notes"):
-            graph._keras_mp_notes = {}
-        return self._found(graph._keras_mp_notes.setdefault(self, {}), replicas.number())
+    def _of(self, owner: Any) -> N:
+        """Returns the notes that a graph, a thread or this notebook has, of this replica.
 
-    def _found(self, owners: Any, key: Any) -> N:
-        try:
-            return owners[key]
-        except KeyError:
-            notes = owners.setdefault(key, self.new())
-            notes.replica, notes.is_eager = replicas.number(), host.current_graph() is None
+        The owner itself has them, so that they keep no graph alive.
+        """
+        if not hasattr(owner, "_keras_mp_notes"):
+            owner._keras_mp_notes = weakref.WeakKeyDictionary()
+        of_replicas = owner._keras_mp_notes.setdefault(self, {})
+        replica = replicas.number()
+        if replica not in of_replicas:
+            notes = of_replicas.setdefault(replica, self.new())
+            notes.replica, notes.is_eager = replica, host.current_graph() is None
             living = (refer for refer in self._all if refer() is not None)
             self._all = [*living, weakref.ref(notes)]
-            return notes
+        return of_replicas[replica]
 
 
 class Calls(Notebook[N]):

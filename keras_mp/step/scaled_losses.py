@@ -6,14 +6,11 @@ tell whether it has to warn of a missing call. `models/step_tapes.py` has what i
 TensorFlow only.
 """
 
-import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
-
-from keras_mp.support.attributes import replaced
 
 
 class ScaledLosses:
@@ -49,7 +46,6 @@ class _Thread(threading.local):
         is_applying: whether an optimizer applies gradients.
         is_differentiating: whether it computes gradients. What computes them may use tapes of its
             own, as `tf.recompute_grad` does.
-        makes_jacobian: whether it computes the rows of a Jacobian.
         to_put_back: what a skipped step puts back (`step/state_rollback.py`), or None.
             MirroredStrategy runs each replica in a thread of its own.
     """
@@ -57,20 +53,7 @@ class _Thread(threading.local):
     noted = ScaledLosses()
     is_applying = False
     is_differentiating = False
-    makes_jacobian = False
     to_put_back: Any = None
 
 
 thread = _Thread()
-
-
-@contextlib.contextmanager
-def applying() -> Iterator[bool]:
-    """Context manager for an optimizer that applies gradients.
-
-    Yields:
-        Whether it is the outermost one of this thread: a wrapper calls its inner optimizer.
-    """
-    is_first = not thread.is_applying
-    with replaced(thread, "is_applying", True):
-        yield is_first

@@ -254,10 +254,8 @@ class _Note:
     def is_of(self, skipped: SkippedStep) -> bool:
         """Whether a step is noted here."""
         assert skipped.counts is not None
-        return (
-            self._shape == skipped.counts.shape.as_list()
-            and len(self._places) == tf.distribute.get_strategy().num_replicas_in_sync
-            and all(refer() is v for refer, v in zip(self._variables, skipped.variables))
+        return self._shape == skipped.counts.shape.as_list() and all(
+            refer() is v for refer, v in zip(self._variables, skipped.variables)
         )
 
     def parts(self) -> _Parts:
