@@ -31,40 +31,27 @@ _NO_COMPUTATIONS = op_table.ops(
     *("calls", "conditions", "loops", "empty tensors", "lists of a loop"),
 )
 
-_RETURNED = "the model returns float32"
-
-_IN_A_LOOP = " (a loop, counted once)"
-
-# Who makes casts, and why.
-_CASTS_OF = {
-    "user": "the program's own cast",
-    "keras_mp": "keras_mp: loss, loss scaling or float32 sums",
-}
-
 
 class Operation(NamedTuple):
-    """An operation that computes with floating-point numbers, or a cast of some.
+    """An operation that computes with floating-point numbers.
 
     Attributes:
         name: str. Its name in the graph.
         op: str. Its type, such as "MatMul".
-        dtype: str. In which dtype it computes, or to which it casts.
-        layer: str. The path of its layer, or of the one that takes what is cast; "outside of
-            layers" if there is none.
+        dtype: str. In which dtype it computes.
+        layer: str. The path of its layer, or "outside of layers".
         line: the line of a program that made it, or None if libraries alone did.
-        why: str. Why it computes in this dtype, or casts.
+        why: str. Why it computes in this dtype.
         turns: int. How often a call runs it.
         work: int. How many floating-point operations of products a call takes for it.
         is_known: bool. Whether its work is known: not that of a product of unknown shapes.
         is_least: bool. Whether it is in a loop of which nothing tells how often it runs. Its turns
             and work are those of one round then.
-        source: str. The dtype that it casts from; "" if it is no cast.
-        bytes: int. How many bytes a call reads and writes for it, if it is a cast.
 
     Example:
 
     >>> from keras_mp.numerics.census import Operation
-    >>> Operation("a", "Exp", "float32", "", None, "").op
+    >>> Operation("a", "Exp", "float32", "", None, "", 1, 0, is_known=True, is_least=False).op
     'Exp'
     """
 
@@ -74,12 +61,10 @@ class Operation(NamedTuple):
     layer: str
     line: Line | None
     why: str
-    turns: int = 1
-    work: int = 0
-    is_known: bool = True
-    is_least: bool = False
-    source: str = ""
-    bytes: int = 0
+    turns: int
+    work: int
+    is_known: bool
+    is_least: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +100,6 @@ class Census(Result):
             work[each.dtype] += each.work
         return {dtype: amount for dtype, amount in work.most_common() if amount}
 
-    @property
-    def casts(self) -> list[Operation]:
-        """The casts among the operations."""
-        return [each for each in self.operations if each.source]
-
     def to_dict(self) -> dict[str, Any]:
         """Returns its attributes, and "work" by dtype."""
         return {**super().to_dict(), "work": self.work()}
@@ -130,33 +110,21 @@ class Census(Result):
             yield from text_tables.wrapped(sentence) if rows else [sentence]
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         for each in self.operations:
-            kind = "casts" if each.source else "operations"
-            numbers = {"work": each.work, "bytes": each.bytes, kind: each.turns}
-            counts[each.dtype].update(numbers, products=each.turns * (each.work > 0))
-        table = [["", "operations", "products", "work", "casts", "bytes cast"]]
+            products = each.turns * (each.work > 0)
+            counts[each.dtype].update(operations=each.turns, products=products, work=each.work)
+        table = [("", "operations", "products", "work")]
         for dtype, of in sorted(counts.items(), key=lambda of: -of[1]["work"]):
-            row = [dtype, *(f"{of[each]:,}" for each in table[0][1:5]), _scaled(of["bytes"], "B")]
-            row[3] = _scaled(of["work"], "FLOP")
-            table.append(row)
+            table.append((dtype, f"{of['operations']:,}", f"{of['products']:,}", _flop(of["work"])))
         yield from ("", *text_tables.aligned(table), "")
         total = sum(self.work().values())
-        products = [
-            (f"{work / total:.1%}", each.dtype, name, each.why + each.is_least * _IN_A_LOOP)
-            for work, _, name, each in _added_up(self.operations, "work", rows is None)
+        # Each group stays a row of its own.
+        ranked = [
+            text_tables.RankedRow((f"{work / total:.1%}", each.dtype, name, each.why), (-i,), i)
+            for i, (work, name, each) in enumerate(_added_up(self.operations, rows is None))
         ]
-        casts = [
-            (_scaled(moved, "B"), str(count), each.source, each.dtype, name, each.why)
-            for moved, count, name, each in _added_up(self.operations, "bytes", rows is None)
-        ]
-        for header, cells in (
-            (("work", "dtype", "layer", "why"), products),
-            (("bytes cast", "casts", "from", "to", "layer", "why"), casts),
-        ):
-            # Each group stays a row of its own.
-            ranked = [text_tables.RankedRow(row, (-i,), i) for i, row in enumerate(cells)]
-            name, texts = header.index("layer"), range(len(header) // 3, len(header))
-            yield from text_tables.shortened(header, ranked, rows, texts, name) if ranked else ()
-            yield ""
+        if ranked:
+            header = ("work", "dtype", "layer", "why")
+            yield from text_tables.shortened(header, ranked, rows, left=(1, 2, 3), name=2)
 
     def _sentences(self) -> Iterator[str]:
         work, parts = self.work(), list[str]()
@@ -164,15 +132,12 @@ class Census(Result):
             share = amount / sum(work.values())
             part = f"{share:{'.0%' if 0.01 <= share <= 0.99 or share == 1 else '.2%'}} in {dtype}"
             if parts or dtype not in LOW_PRECISION_NAMES:
-                groups = _added_up([e for e in self.operations if e.dtype == dtype], "work")
-                layers = dict.fromkeys(name for _, _, name, _ in groups)
+                groups = _added_up([e for e in self.operations if e.dtype == dtype])
+                layers = dict.fromkeys(name for _, name, _ in groups)
                 part += f" ({groups[0][-1].why}: {', '.join([*layers][:3])})"
             parts.append(part)
         if parts:
             yield f"Of the multiplications, {'; '.join(parts)}."
-        if casts := self.casts:
-            moved = _scaled(sum(each.bytes for each in casts), "B")
-            yield f"{len(casts)} cast{'s' * (len(casts) > 1)} move {moved} a call."
         if turning := [each for each in self.operations if each.work and each.is_least]:
             yield (
                 "The number of iterations of some loops is unknown. They are counted once: "
@@ -282,27 +247,16 @@ class _Reader:
         self._is_autocast = any(map(_is_autocast, self._made))
 
     def read(self, nodes: Sequence[Node]) -> Iterator[Operation]:
-        takers: dict[str, list[str]] = defaultdict(list)
         for node in nodes:
-            for source in node.sources:
-                takers[source].append(node.path)
-        for node in nodes:
-            made, path, about = node.made, self._owner(node.path), {}
-            if made.type == "Cast" and len({*node.dtypes.values()}) == 2:
-                source, dtype = node.dtypes["SrcT"], node.dtypes["DstT"]
-                numbers = (made.outputs[0].shape.num_elements() or 0) * node.turns
-                sizes = [each.dtype.size for each in (*made.inputs, *made.outputs)]
-                about = {"source": source, "bytes": numbers * sum(sizes)}
-                path = next(filter(self._layers.path, (path, *takers[node.path])), path)
-                why = self._why_cast(node, path)
-            elif node.dtypes and made.type not in _NO_COMPUTATIONS:
-                dtype, why = node.dtype, self._why(node, path)
-                about = {"work": (node.work or 0) * node.turns, "is_known": node.work is not None}
-            else:
-                continue
-            layer = self._layers.name(path) or "outside of layers"
-            more = {"turns": node.turns, "is_least": node.is_least, **about}
-            yield Operation(made.name, made.type, dtype, layer, origins.line_of(made), why, **more)
+            made, path, work = node.made, self._owner(node.path), (node.work or 0) * node.turns
+            if node.dtype and made.type not in _NO_COMPUTATIONS:
+                layer = self._layers.name(path) or "outside of layers"
+                why = self._why(node, path) + " (a loop, counted once)" * node.is_least
+                about = node.dtype, layer, origins.line_of(made), why
+                is_known = node.work is not None
+                yield Operation(
+                    made.name, made.type, *about, node.turns, work, is_known, node.is_least
+                )
 
     def _owner(self, path: str) -> str:
         """Returns the name of an operation whose layer is that of another one."""
@@ -321,29 +275,17 @@ class _Reader:
             is_decided = row.policy in (cast_policy.DENY, cast_policy.PROMOTE)
             if is_decided or dtype in LOW_PRECISION_NAMES:
                 return f"autocast: {row.why}"
-        layer, is_own = self._layers.layer(path), origins.maker_of(node.made) == "user"
+        layer, is_own = self._layers.layer(path), origins.is_users(node.made)
         if layer is None:
             return "loss, metrics or optimizer" if self._is_model and not is_own else "the program"
         policy = layer.dtype_policy.name
         if dtype == "float32" and id(layer) in self._layers.last:
-            return _RETURNED
+            return "the model returns float32"
         if dtype == layer.compute_dtype:
             return f"policy {policy}"
         if is_own:
             return f"the layer's code, against its policy {policy}"
         return f"{type(layer).__name__} computes so under {policy}"
-
-    def _why_cast(self, node: Node, path: str) -> str:
-        if _is_autocast(node.path):
-            return "autocast"
-        if origins.is_of_backward_pass(node.path):
-            return "backward pass of a cast"
-        if node.made.inputs[0].op.type == "ReadVariableOp":
-            return "a variable, cast to the policy of its layer"
-        maker, is_wide = origins.maker_of(node.made), node.dtypes["DstT"] == "float32"
-        if maker != "user" and is_wide and id(self._layers.layer(path)) in self._layers.last:
-            return _RETURNED
-        return _CASTS_OF.get(maker, "cast to the policy of a layer")
 
 
 def _is_autocast(name: str) -> bool:
@@ -351,27 +293,23 @@ def _is_autocast(name: str) -> bool:
 
 
 def _added_up(
-    operations: Sequence[Operation], attribute: str, is_apart: bool = False
-) -> list[tuple[int, int, str, Operation]]:
-    """Adds up operations of equal layers that have some of a number; the largest sum first.
+    operations: Sequence[Operation], is_apart: bool = False
+) -> list[tuple[int, str, Operation]]:
+    """Adds up the work of equal layers; the largest sum first.
 
     Args:
         operations: the operations.
-        attribute: str. The number.
         is_apart: whether layers whose names differ in numbers are left apart.
 
     Returns:
-        list of the sum, how many operations it is of, a name for all of the layers, and the first.
+        list of the sum, a name for all of the layers, and the first operation.
     """
     groups = text_tables.merged(
-        [each for each in operations if getattr(each, attribute)],
-        lambda of: of.layer,
-        lambda of: (of.source, of.dtype, of.why, of.is_least, is_apart and of.layer),
+        [each for each in operations if each.work],
+        lambda each: each.layer,
+        lambda each: (each.dtype, each.why, is_apart and each.layer),
     )
-    found = [
-        (sum(getattr(each, attribute) for each in group), len(group), name, group[0])
-        for name, group in groups
-    ]
+    found = [(sum(each.work for each in group), name, group[0]) for name, group in groups]
     return sorted(found, key=lambda each: -each[0])
 
 
@@ -381,9 +319,9 @@ def _some(operations: Sequence[Operation]) -> str:
     return ", ".join([*names[:3], *([f"{len(names) - 3} more"] if len(names) > 3 else [])])
 
 
-def _scaled(count: float, unit: str) -> str:
+def _flop(count: float) -> str:
     for prefix in ("", "k", "M", "G"):
         if count < 1000:
-            return f"{count:.3g} {prefix}{unit}"
+            return f"{count:.3g} {prefix}FLOP"
         count /= 1000
-    return f"{count:,.3g} T{unit}"
+    return f"{count:,.3g} TFLOP"

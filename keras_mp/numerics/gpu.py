@@ -155,7 +155,7 @@ def sending(nodes: Sequence[Node], capability: tuple[int, int], is_model: bool) 
     products, moved = next(of for at, of in _GPUS.items() if capability >= at)
     sent, seconds = 0, 0.0
     for node in nodes:
-        if not node.dtypes or node.made.type in _NOT_SENT:
+        if not node.dtype or node.made.type in _NOT_SENT:
             continue
         sent += 0 if node.is_compiled else node.turns
         speed = products * (1 if _is_taken(node, capability) else _WITHOUT_TENSOR_CORES)

@@ -35,8 +35,7 @@ class Node(NamedTuple):
     Attributes:
         made: `tf.Operation`.
         path: str. The names of what calls it, and its own.
-        dtypes: dict. Its floating-point dtypes by attribute, such as {"T": "float32"}.
-        sources: the paths of the operations that its inputs come from.
+        dtype: str. That in which it computes; "" if it has no floating-point one.
         turns: int. How often it runs in one call.
         is_least: bool. Whether it is in a loop of unknown length. It is counted once then.
         is_compiled: bool. Whether it is in a function that XLA compiles.
@@ -45,17 +44,11 @@ class Node(NamedTuple):
 
     made: tf.Operation
     path: str
-    dtypes: dict[str, str]
-    sources: tuple[str, ...]
+    dtype: str
     turns: int
     is_least: bool
     is_compiled: bool
     work: int | None
-
-    @property
-    def dtype(self) -> str:
-        """The dtype that it computes in; "" if it has no floating-point one."""
-        return self.dtypes.get("T") or next(iter(self.dtypes.values()), "")
 
 
 def nodes_of(
@@ -97,8 +90,7 @@ def nodes_of(
         yield Node(
             made,
             prefix + made.name,
-            {name: each[0].name for name, each in dtypes.items()},
-            tuple(prefix + tensor.op.name for tensor in made.inputs),
+            next((each[0].name for each in (dtypes.get("T"), *dtypes.values()) if each), ""),
             turns,
             is_least,
             is_compiled,

@@ -97,12 +97,19 @@ def batches(step: TracedStep) -> Iterator[Observed]:
 
 def epsilons(step: TracedStep) -> Iterator[Observed]:
     """A constant that is to keep a division from failing is 0 in 16 bits, and so is a value."""
-    for operation in step.in_16_bits(("Add", "AddV2", "Maximum")):
+    for operation in step.forward:
+        if operation.type not in ("Add", "AddV2", "Maximum"):
+            continue
         for constant, other in (operation.inputs, tuple(operation.inputs)[::-1]):
             value, output = static_value(constant), operation.outputs[0]
-            if value is None or np.any(value) or (divides := _division(step, output)) is None:
+            # Where keras_mp adds in float32, the constant that the program has made is cast.
+            made = constant, before(constant, ("Cast", "Identity"))
+            dtype = next((each.dtype.name for each in made if each.dtype in LOW_PRECISION), None)
+            if value is None or np.any(value) or dtype is None:
                 continue
-            dtype, size = output.dtype.name, output.shape.num_elements() or "the"
+            if (divides := _division(step, output)) is None:
+                continue
+            size = output.shape.num_elements() or "the"
             zeros = tf.math.count_nonzero(tf.equal(output, 0))
             least = tf.reduce_min(as_float32(other))
             # A maximum with a true 0 is a ReLU.
@@ -439,7 +446,7 @@ def clipping(step: TracedStep) -> Iterator[Observed]:
     """Gradients are clipped while they are still multiplied by the loss scale."""
     for operation in step.scaled:
         is_clipping = origins.is_made_in(operation, _CLIPPING)
-        if is_clipping and origins.maker_of(operation) == "user":
+        if is_clipping and origins.is_users(operation):
             gradient = next(tensor for tensor in operation.inputs if tensor.op in step.scaled)
             largest = tf.reduce_max(tf.abs(as_float32(gradient)))
             yield Observed(

@@ -258,15 +258,12 @@ def _constant(cause: _Cause, is_bad: np.ndarray) -> Said | None:
 
 def _named_inputs(x: Any) -> Iterator[tuple[str, tf.Tensor]]:
     """Yields the floating-point inputs of a batch, with words for them."""
+    parts: Any = x.items() if isinstance(x, Mapping) else enumerate(tf.nest.flatten(x))
     if tf.is_tensor(x):
-        named: Iterable[tuple[str, Any]] = [("the model's input", x)]
-    elif isinstance(x, Mapping):
-        named = ((f"the model's input {key!r}", each) for key, each in x.items())
-    else:
-        named = ((f"the model's input {i}", each) for i, each in enumerate(tf.nest.flatten(x)))
-    for name, each in named:
+        parts = [(None, x)]
+    for key, each in parts:
         if tf.is_tensor(each) and each.dtype.is_floating:
-            yield name, each
+            yield "the model's input" + ("" if key is None else f" {key!r}"), each
 
 
 def _large_input(cause: _Cause, largest: Mapping[str, float]) -> Said | None:

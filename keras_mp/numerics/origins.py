@@ -29,8 +29,6 @@ from keras_mp.support.messages import Line
 from keras_mp.tensorflow_api import gradients
 
 _GRADIENT = "gradient_tape"
-# Whose code a file is, by its package; of the others, which are Python's, TensorFlow's.
-_MAKERS = {"keras": "Keras", "tf_keras": "Keras", "keras_mp": "keras_mp"}
 # Files of tools, and what is around the call of a layer that tools observe.
 _TOOLS = (os.path.dirname(__file__) + os.sep, layer_observers.__file__)
 # They stand in for functions of TensorFlow, whatever their own are called.
@@ -42,17 +40,16 @@ _SAFE = op_table.ops(
     *("arguments", "constants", "reads of variables", "fills", "no numbers"),
     *op_table.SAME_NUMBERS,
 )
-# What is in the place of TensorFlow's functions: the code that calls it makes the operation.
-_LIKE_TENSORFLOW = tuple(os.path.join("src", each) + os.sep for each in ("ops", "backend", "utils"))
-# Files and functions that call one of TensorFlow, and do no more unless it has refused.
-_HANDING_ON = {
-    os.path.join("hooks", "installer.py"): ("call",),
-    os.path.join("kernels", "regions.py"): ("run_in_eager", "make_in_graph"),
-    os.path.join("op_autocast", "promotion.py"): (
-        *("apply_op_helper", "assign", "make", "cast", "multiply"),
-    ),
-    os.path.join("kernels", "backward.py"): ("make",),
-}
+# What is in the place of TensorFlow's functions, or hands on to them: the code that calls it makes
+# the operation.
+_LIKE_TENSORFLOW = tuple(
+    os.path.join(*path)
+    for path in (
+        *(("src", each, "") for each in ("ops", "backend", "utils")),
+        *(("keras_mp", "hooks", "installer.py"), ("keras_mp", "op_autocast", "promotion.py")),
+        *(("keras_mp", "kernels", f"{each}.py") for each in ("regions", "backward")),
+    )
+)
 # Functions of these files call gradient functions.
 _GRADIENT_FILES = tuple(
     os.path.join("tensorflow", "python", *path)
@@ -206,7 +203,7 @@ class Layers(LayerObserver):
     @do_not_convert
     def _find(self, scopes: str) -> tuple[tuple[str, tf.keras.layers.Layer], ...]:
         parts = [part for part in scopes.split("/") if part != _GRADIENT]
-        # Grappler puts names of its own before that which an operation had.
+        # Replicas, and what calls a function, have names before these scopes.
         known = [
             tuple(
                 self._scopes[scope]
@@ -284,23 +281,20 @@ def line_of(operation: tf.Operation) -> Line | None:
     return None
 
 
-def maker_of(operation: tf.Operation) -> str:
-    """Returns whose code made an operation: "TensorFlow", "Keras", "keras_mp" or "user".
+def is_users(operation: tf.Operation) -> bool:
+    """Whether a program's code made an operation, and not Keras or keras_mp.
 
     What is in the place of TensorFlow's functions is looked through, as is TensorFlow.
 
     Args:
         operation: `tf.Operation`.
     """
-    for file, _, name in _inside_of_tools(operation):
-        package = messages.library_of(file)
-        if package is None:
-            return "user"
-        if any(file.endswith(end) and name in names for end, names in _HANDING_ON.items()):
-            continue
-        if package in _MAKERS and not any(part in file for part in _LIKE_TENSORFLOW):
-            return _MAKERS[package]
-    return "TensorFlow"
+    packages = (
+        messages.library_of(file)
+        for file, _, _ in _inside_of_tools(operation)
+        if not any(part in file for part in _LIKE_TENSORFLOW)
+    )
+    return next((each is None for each in packages if each not in ("tensorflow", "python")), False)
 
 
 def is_made_in(operation: tf.Operation, functions: Sequence[str]) -> bool:

@@ -358,8 +358,12 @@ def test_an_epsilon_of_zero_is_one_cause_and_one_finding():
 
 
 class DividesOnAnotherLine(L.Layer):
+    def __init__(self, epsilon=1e-8, **kwargs):
+        super().__init__(**kwargs)
+        self.epsilon = epsilon
+
     def call(self, x):
-        below = tf.reduce_sum(x * x, -1, keepdims=True) + 1e-8
+        below = tf.reduce_sum(x * x, -1, keepdims=True) + self.epsilon
         above = x * 2
         return above / below
 
@@ -368,10 +372,14 @@ class DividesOnAnotherLine(L.Layer):
 def test_an_epsilon_and_the_division_that_it_was_for_are_one_finding():
     rows = np.where(np.arange(8)[:, np.newaxis] == 2, 0.0, X).astype(np.float32)
     divides = functools.partial(DividesOnAnotherLine, dtype=of_keras())
+    made_by_numpy = functools.partial(DividesOnAnotherLine, np.float16(1e-8))
+    assert list(found(classifier(made_by_numpy), (rows, CLASSES))) == [
+        "an epsilon that is 0 in 16 bits"
+    ]
     findings = found(classifier(divides), (rows, CLASSES))
     [(hazard, finding)] = findings.items()
     assert hazard == "an epsilon that is 0 in 16 bits"
-    assert finding.line == (__file__, line_of("DividesOnAnotherLine", "1e-8"))
+    assert finding.line == (__file__, line_of("DividesOnAnotherLine", "+ self.epsilon"))
     assert "Of 8 values of this batch 1 are 0 then; the smallest is 0" in finding.why
     assert not found(classifier(divides), (X, CLASSES))
 
