@@ -14,6 +14,7 @@ _AROUND = re.compile(
     r"|Detected at|Stack trace|\[\[\{\{node|$)"
 )
 _COLORS = re.compile(r"\x1b\[\d*m")
+_EXPECTED = "Expected a batch as `fit` takes it: x, (x, y) or (x, y, sample_weight)"
 _KIND = re.compile(r"^\w+(Error|Exception): ")
 
 
@@ -107,16 +108,10 @@ def as_fit_takes_it(
     """
     parts = batch if isinstance(batch, tuple) else (batch,)
     if not 1 <= len(parts) <= 3:
-        raise ValueError(
-            "Expected a batch as `fit` takes it: x, (x, y) or (x, y, sample_weight). "
-            f"Received a tuple of {len(parts)}."
-        )
+        raise ValueError(f"{_EXPECTED}. Received a tuple of {len(parts)}.")
     x = parts[0]
     if x is None or isinstance(x, tf.data.Dataset):
-        raise TypeError(
-            "Expected a batch as `fit` takes it: x, (x, y) or (x, y, sample_weight); of a dataset, "
-            f"next(iter(dataset)). Received: {type(x)}"
-        )
+        raise TypeError(f"{_EXPECTED}; of a dataset, next(iter(dataset)). Received: {type(x)}")
     inputs = getattr(model, "inputs", None)
     if isinstance(x, list) and inputs and len(x) != len(inputs):
         raise ValueError(

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +13,6 @@ from keras_mp import keras_api
 from keras_mp.conversion import compute_dtypes
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
-from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.models.model_steps import has_own_train_step
 from keras_mp.numerics import audit, not_finite, own_thread
 from keras_mp.numerics import batches as batches_of
@@ -21,7 +20,7 @@ from keras_mp.numerics.batches import Batch, Batches, Structure
 from keras_mp.numerics.compare import compare, policy_path
 from keras_mp.numerics.hazards import EPSILON
 from keras_mp.numerics.histogram import exponent_of
-from keras_mp.numerics.records import Comparison
+from keras_mp.numerics.records import SIDES, Comparison
 from keras_mp.numerics.report import MANY_ZEROS, TOLERANCE, Advice, Report, advise
 from keras_mp.numerics.results import Finding, Result
 from keras_mp.numerics.run import LOSS, GivenLoss, compiled, runners
@@ -32,6 +31,10 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 _DISTANCES, _SCALES = "the distances from the reference", "loss scales"
 
 _SCALE = "the loss scale"
+
+# What is measured beside the reference.
+_FORWARD, _BACKWARD = (f"a difference in the {side} pass" for side in SIDES)
+_LOST = "numbers that "
 
 # What follows from these is no finding of its own.
 _CAUSES = (
@@ -57,7 +60,6 @@ class Check(Result):
             None if there is none.
         notes: tuple of str. What could not be looked at, and why.
         model: the model that was looked at.
-        scale_moves: bool. Whether the loss scale is dynamic, and so finds its way down by itself.
 
     Example:
 
@@ -79,20 +81,17 @@ class Check(Result):
     report: Report | None = None
     notes: tuple[str, ...] = ()
     model: Any = dataclasses.field(default=None, compare=False)
-    scale_moves: bool = True
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """What is wrong, the cause first; empty for a model that there is nothing to say about."""
-        found = sorted(self.hazards, key=lambda each: each.hazard not in _CAUSES)
-        if not self.has_cause:
-            advised = list(_lost(self))
-            compared = self.comparison.findings if self.comparison else []
-            is_of_scale = any(each.where == _SCALE for each in advised)
-            for more in (advised, compared) if is_of_scale else (compared, advised):
-                paths = {each.path for each in found}
-                found += [each for each in more if each.path not in paths]
-        return tuple(each for each in found if not any(_explains(other, each) for other in found))
+        compared = self.comparison.findings if self.comparison else []
+        measured = sorted([*compared, *_lost(self)], key=lambda each: each.where != _SCALE)
+        found: list[Finding] = []
+        for each in (*sorted(self.hazards, key=lambda each: each.hazard not in _CAUSES), *measured):
+            if not any(_explains(cause, each) for cause in found):
+                found.append(each)
+        return tuple(found)
 
     @property
     def has_cause(self) -> bool:
@@ -114,18 +113,17 @@ class Check(Result):
         if self.report is None:
             why = " ".join(self.notes) or "The step has to be mended first."
             raise ValueError(f"The model was not run at its loss scale. {why}")
-        compared = self.comparison.findings if self.comparison else ()
-        layers, culprits = layers_by_path(self.model), {}
-        for each in compared:
-            if each.hazard != "a difference in the forward pass" or each.path == LOSS:
-                continue
-            why, takers = each.why.removesuffix("."), self.report.takers
-            # In float32 a layer is off since those before it have rounded what it takes.
-            is_low = getattr(layers.get(each.path), "compute_dtype", None) in LOW_PRECISION_NAMES
-            makers = [path for path, of in takers.items() if each.path in of and not is_low]
-            culprits.update(dict.fromkeys(makers, f"of `{each.path}`, {why}") or {each.path: why})
-        owner = functools.partial(policy_path, self.model)
-        return advise(self.report, self.report.dtype, tolerance, culprits, owner)
+        found, owner = Advice([], {}, None), functools.partial(policy_path, self.model)
+        for hazard in (_FORWARD, _BACKWARD):
+            culprits = {
+                each.path: each.why.removesuffix(".")
+                for each in (self.comparison.findings if self.comparison else ())
+                if each.hazard == hazard and each.path != LOSS
+            }
+            # A scale, or another layer, may explain what is off in the backward pass.
+            if not found.sentences:
+                found = advise(self.report, self.report.dtype, tolerance, culprits, owner)
+        return found
 
     def _lines(self, rows: int | None) -> list[str]:
         found, head = list(self.findings), f"Check of {self.name!r}, policy {self.policy}: "
@@ -136,14 +134,23 @@ class Check(Result):
                 found, lambda each: each.where, lambda each: (each.hazard, each.cure)
             )
             hidden = sum(len(group) for _, group in groups[rows:])
-            found = [_first_of(group, where) for where, group in groups[:rows]]
+            found = [
+                group[0]._replace(
+                    where=where,
+                    why=f"{len(group)} times. The first: " * (len(group) > 1) + group[0].why,
+                )
+                for where, group in groups[:rows]
+            ]
         texts = [f"[{i}] {each}" for i, each in enumerate(found, 1)]
-        notes = [f"Not looked at: {note}" for note in self.notes]
+        texts += [f"Not looked at: {note}" for note in self.notes]
         table = [self.comparison.to_text(None)] if rows is None and self.comparison else []
         if rows is not None:
-            texts, notes = ([_wrapped(each) for each in of] for of in (texts, notes))
+            lines = (
+                [text_tables.wrapped(line, "    ") for line in of.splitlines()] for of in texts
+            )
+            texts = ["\n".join(itertools.chain.from_iterable(of)) for of in lines]
         more = text_tables.more(hidden, "finding")
-        return ["\n\n".join([head, *texts, *more, *notes, *table])]
+        return ["\n\n".join([head, *texts, *more, *table])]
 
     def __repr__(self) -> str:
         return f"<Check of {self.name!r}: {len(self.findings)} findings>"
@@ -163,43 +170,36 @@ class Check(Result):
 
 def _lost(checked: Check) -> Iterator[Finding]:
     """Says what gradients and outputs lose at the loss scale that the model is trained with."""
-    if checked.report is None:
+    if checked.report is None or checked.has_cause:
         return
     advice = checked.advice(MANY_ZEROS)
+    scales = [of.loss_scale for of in wrappers_among(getattr(checked.model, "optimizer", None))]
     # A dynamic loss scale that is too large finds its way down.
-    falls = 0 < (advice.loss_scale or 0.0) < checked.report.loss_scale
-    if advice.sentences and not (falls and checked.scale_moves and not advice.policies):
+    falls = 0 < (advice.loss_scale or 0.0) < checked.report.loss_scale and not advice.policies
+    if advice.sentences and not (falls and all(isinstance(x, DynamicLossScale) for x in scales)):
         shown = advice if advice.policies else checked.advice()  # the figure that users get
         where, why = next(iter(shown.policies), _SCALE), " ".join(shown.sentences)
-        hazard, cure = f"numbers that {checked.report.dtype} loses", _cure(shown)
-        if checked.report.helpless and not shown.policies:
-            hazard, where = not_finite.IN_ANY_DTYPE, checked.report.helpless[-1].path
+        hazard, cure = f"{_LOST}{checked.report.dtype} loses", _cure(shown)
+        gradients = [row for row in checked.report.rows if row.kind == "gradient"]
+        helpless = [row.path for row in gradients if row.is_lost and row.overflowed_at <= 1]
+        if helpless and not shown.policies:
+            hazard, where = not_finite.IN_ANY_DTYPE, helpless[-1]
             cure = "Run a step in `keras_mp.numerics.watch()`, which names the operation."
         yield Finding(hazard, where, None, why, cure)
 
 
 def _explains(cause: Finding, other: Finding) -> bool:
-    """Whether a finding follows from another one."""
-    if cause.hazard == EPSILON and cause.path == other.path:
-        return other.hazard in not_finite.HAZARDS
-    if cause.hazard in _OF_THE_LOSS:
-        return other.path == LOSS
-    if other.hazard.startswith("numbers that ") and cause.path.startswith(f"{other.path}/"):
-        return True  # It names the layer around.
-    # What a loss scale that is wrong makes of gradients.
-    return cause.where == _SCALE and other.hazard == "a difference in the backward pass"
-
-
-def _first_of(group: Sequence[Finding], where: str) -> Finding:
-    """Returns the first of findings that are alike, with a name for the layers of all."""
-    first = group[0]
-    times = f"{len(group)} times. The first: " if len(group) > 1 else ""
-    return first._replace(where=where, why=times + first.why)
-
-
-def _wrapped(text: str) -> str:
-    lines = (text_tables.wrapped(line, "    ") for line in text.splitlines())
-    return "\n".join(itertools.chain.from_iterable(lines))
+    """Whether a finding follows from another one, which comes before it."""
+    if other.hazard in (_FORWARD, _BACKWARD) or other.hazard.startswith(_LOST):
+        is_cause = cause.hazard in _CAUSES or cause.path == other.path
+        # What is lost has the path of the layer that has the policy.
+        is_inside = other.hazard.startswith(_LOST) and cause.path.startswith(f"{other.path}/")
+        # A loss scale that is wrong makes gradients so.
+        if is_cause or is_inside or (cause.where == _SCALE and other.hazard == _BACKWARD):
+            return True
+    if cause.hazard == EPSILON:
+        return other.hazard in not_finite.HAZARDS and cause.path == other.path
+    return cause.hazard in _OF_THE_LOSS and other.path == LOSS
 
 
 def _cure(advice: Advice) -> str:
@@ -216,20 +216,18 @@ def _missing(
     batch: Batch,
     loss: GivenLoss | None,
     step: Callable[..., tf.Tensor] | None,
-) -> dict[str, str]:
+) -> tuple[str, str] | None:
     """Returns what cannot be looked at, and why: an argument is missing."""
     if compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES):
-        return {_SCALES: "The model does not compute in 16 bits."}
+        return _SCALES, "The model does not compute in 16 bits."
     if step is not None:
-        return {_SCALES: "It is not known what `step` multiplies: pass `loss` in its place."}
+        return _SCALES, "It is not known what `step` multiplies: pass `loss` in its place."
     if loss is None and not getattr(model, "loss", None):
         what = _SCALES if has_own_train_step(model) else f"the backward pass, and {_SCALES}"
-        return {
-            what: f"The loss of {model.name!r} is not known: pass `loss`, or compile the model."
-        }
+        return what, f"The loss of {model.name!r} is not known: pass `loss`, or compile the model."
     if batch.y is None:
-        return {_SCALES: "The batch has no labels: pass (x, y)."}
-    return {}
+        return _SCALES, "The batch has no labels: pass (x, y)."
+    return None
 
 
 def check(
@@ -308,7 +306,8 @@ def check(
             if step is None and not narrow.built:
                 narrow(batch.x, training=False)  # with random numbers of the program
             with own_thread.random_numbers():
-                return compare(*runners(narrow, batch, reference, loss, step, training))
+                how = {"loss": loss, "step": step, "training": training}
+                return compare(*runners(narrow, batch, reference, **how))
         except Exception as error:  # A layer of the program may raise anything in eager.
             text, _, _ = str(error).partition(" Received: ")
             # What a `train_step` does with a batch need not be what `call` does.
@@ -320,26 +319,23 @@ def check(
                 notes.setdefault(batches_of.reason(ValueError(text)), []).append(what)
             return None
 
-    comparisons, reports = [], []
-    for batch in made:
-        missing = _missing(narrow, batch, loss, step)
-        for what, why in missing.items():
-            notes.setdefault(why, []).append(what)
-        is_float32 = not is_given and reference == "float32"
-        both = f"{_DISTANCES}, and {_SCALES}" if is_float32 and not missing else _DISTANCES
-        found = look(both, batch, reference)
-        comparisons += [found[0]] if found else []
-        if found and not is_float32 and not missing:
-            found = look(_SCALES, batch, "float32")
-        reports += [found[1]] if found and not missing else []
+    missing = _missing(narrow, made[0], loss, step)
+    looks = {_DISTANCES: reference}
+    if missing is not None:
+        notes[missing[1]] = [missing[0]]
+    elif not is_given and reference == "float32":
+        looks = {f"{_DISTANCES}, and {_SCALES}": reference}
+    else:
+        looks[_SCALES] = "float32"
+    found = [[look(what, batch, each) for what, each in looks.items()] for batch in made]
+    comparisons = [each[0] for each, *_ in found if each]
+    reports = [each[1] for *_, each in found if each and missing is None]
     comparison = Comparison.of_batches(comparisons) if comparisons else None
     if comparison is not None and not comparison.is_judged and not checked.has_cause:
         notes["The loss of the reference is not finite either."] = ["the distances"]
-    scales_of = [each.loss_scale for each in wrappers_among(getattr(narrow, "optimizer", None))]
     return dataclasses.replace(
         checked,
         comparison=comparison,
         report=functools.reduce(operator.add, reports) if reports else None,
         notes=tuple(f"{', and '.join(dict.fromkeys(of))}. {why}" for why, of in notes.items()),
-        scale_moves=all(isinstance(each, DynamicLossScale) for each in scales_of),
     )

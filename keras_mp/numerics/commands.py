@@ -211,13 +211,11 @@ def file(ending: str = "") -> Callable[[str], str]:
     """Returns a type of argument: a file in an existing folder, with this ending."""
 
     def check(text: str) -> str:
-        folder = os.path.dirname(text) or "."
-        if not text.endswith(ending) or os.path.isdir(text) or not os.path.isdir(folder):
-            what = f"a {ending} file".replace("  ", " ")
-            raise argparse.ArgumentTypeError(
-                f"must be {what} in an existing folder, received {text}"
-            )
-        return text
+        is_there = os.path.isdir(os.path.dirname(text) or ".")
+        if text.endswith(ending) and is_there and not os.path.isdir(text):
+            return text
+        what = f"a {ending} file".replace("  ", " ")
+        raise argparse.ArgumentTypeError(f"must be {what} in an existing folder, received {text}")
 
     return check
 

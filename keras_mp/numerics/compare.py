@@ -7,9 +7,11 @@ it was given. More than 16 units of what rounding explains are a finding.
 
 import dataclasses
 import difflib
+import functools
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import tensorflow as tf
@@ -17,19 +19,18 @@ import tensorflow as tf
 from keras_mp.conversion import paths_in_config
 from keras_mp.models.layer_paths import layers_by_path, variables_by_path
 from keras_mp.numerics import origins
+from keras_mp.numerics.audit import policy_of
 from keras_mp.numerics.histogram import Histogram
 from keras_mp.numerics.operation_table import ByTensor
 from keras_mp.numerics.records import (
     LIMIT,
     NOISE,
-    NOISY_RUNS,
     SIDES,
     SMALLEST,
     UNIT_ROUNDOFF,
     ComparedLayer,
     Comparison,
     Distance,
-    Noise,
     are_finite,
     array,
     relative,
@@ -45,13 +46,14 @@ from keras_mp.numerics.run import (
     Run,
     Runner,
     check_same_calls,
+    explain,
     first_scale,
     is_floating,
     named_weights,
     replay,
-    shape_of,
 )
 from keras_mp.support import op_callbacks, op_table
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
 
@@ -79,6 +81,13 @@ _CANCELS = 32
 _FEW_ZEROS = 0.01
 
 
+# The same call in 16 bits and in the reference.
+_Pair: TypeAlias = tuple[Call, Call]
+
+# The numbers of a tensor in both.
+_Both: TypeAlias = tuple[np.ndarray, np.ndarray]
+
+
 class TooFar(NamedTuple):
     """A call of a layer that is further from the reference than rounding explains.
 
@@ -86,14 +95,14 @@ class TooFar(NamedTuple):
         call: Call.
         wide: the same of the reference.
         side: "forward" or "backward".
-        distance: Distance, of what is furthest.
+        units: float. How far off is what is furthest.
         what: str. What it does; "" if its operations have to tell.
     """
 
     call: Call
     wide: Call
     side: str
-    distance: Distance
+    units: float
     what: str = ""
 
 
@@ -106,16 +115,13 @@ class Operation:
         inputs: the tensors that it took.
         outputs: list of the tensors that it returned. One whose result is only rounded to 16 bits,
             as a sum in float32 is, has the rounded result.
-        is_gradient: whether it ran for a gradient.
-        line: the line of the program that it came from; None where only libraries had to do with
-            it.
+        origin: Origin. Where it came from.
     """
 
     kind: str
     inputs: Sequence[tf.Tensor]
     outputs: list[tf.Tensor]
-    is_gradient: bool
-    line: Line | None
+    origin: origins.Origin
 
 
 class KeptOperations(ByTensor):
@@ -130,23 +136,14 @@ class KeptOperations(ByTensor):
         super().__init__()
         self.operations: list[Operation] = []
 
-    def keep(
-        self,
-        kind: str | bytes,
-        inputs: Sequence[tf.Tensor],
-        _: object,
-        outputs: Sequence[tf.Tensor],
-        *__: object,
-        **___: object,
-    ) -> None:
+    def keep(self, kind: Any, inputs: Any, _: Any, outputs: Any, *__: Any, **___: Any) -> None:
         """Keeps an operation; `op_callbacks.observed` calls it."""
         kind = kind.decode() if isinstance(kind, bytes) else kind
         if not any(value.dtype.is_floating for value in outputs):
             return
         makers = self.of(inputs)
         if not origins.is_safe(kind, outputs):
-            origin = origins.running()
-            made = Operation(kind, inputs, list(outputs), origin.is_gradient, origin.line)
+            made = Operation(kind, inputs, list(outputs), origins.running())
             self.operations.append(made)
             self.note(outputs, made)
         elif makers:
@@ -220,142 +217,119 @@ def compare(narrow: Runner, wide: Runner) -> tuple[Comparison, Report]:
         other = wide.run()
         check_same_calls(run, other)
         progress.begin("the reference, with noise")
-        unit, calls = UNIT_ROUNDOFF[run.dtype], other.measured()
-        for seed in range(NOISY_RUNS):
-            moved = wide.run(other.loss_scale, Noise(unit, seed)).measured()
-            if [each.path for each in calls] == [each.path for each in moved]:
-                for call, again in zip(calls, moved):
-                    call.explain(again)
+        unit = UNIT_ROUNDOFF[run.dtype]
+        calls = explain(other.measured(), lambda noise: wide.run(noise=noise).measured(), unit)
         progress.begin("layers that are off, by themselves")
         pairs = list(zip(run.measured(), calls))
         report = _report(run, other, first_scale(narrow.model))
-        rows, culprits = _compare_calls(pairs, unit, report)
+        rows = [_compared(*pair) for pair in pairs]
+        # Noise may explain as much, where nothing is left of a gradient.
+        always = any((row.lost or 0) > MANY_ZEROS for row in report.rows)
+        culprits = _culprits(pairs, rows, unit, always)
     findings = [_finding(each, run.model) for each in culprits]
     losses = run.loss, other.loss
-    found = Comparison(narrow.name, wide.name, rows, findings, losses, run.loss_scale)
+    first, second = (f"{each.model.name} in {policy_of(each.model)}" for each in (narrow, wide))
+    found = Comparison(first, second, rows, findings, losses, run.loss_scale)
     return found, report
 
 
-def _largest_gradient(calls: Iterable[Call]) -> float:
-    """Returns the size of the largest gradient."""
-    quantities = (each for call in calls for each in call.quantities.items())
-    return max((each.size for (side, _), each in quantities if side == "backward"), default=0.0)
-
-
-def _compare_calls(
-    pairs: Sequence[tuple[Call, Call]], least: float, report: Report
-) -> tuple[list[ComparedLayer], list[TooFar]]:
-    """Measures how far each call is off, and names those that are so by themselves.
-
-    Of nested layers, the innermost is named. A layer whose inputs are not finite is not blamed. If
-    none is off by itself, it is the first one that is.
-
-    Args:
-        pairs: the calls in 16 bits, and those of the reference.
-        least: float. The unit roundoff of the run in 16 bits.
-        report: Report of both.
-    """
-    largest = _largest_gradient(wide for _, wide in pairs)
-    rows: list[ComparedLayer] = []
-    first: dict[str, list[TooFar]] = {side: [] for side in SIDES}
-    for call, wide in pairs:
-        worst = []
-        for side in SIDES:
-            found = call.distances(wide, side, largest)
-            distance = Distance.worst(list(found.values()))
-            worst.append(distance)
-            if _is_far(distance):
-                name = next(name for name in found if found[name] is distance)
-                what = _what(call, wide, side, name)
-                first[side].append(TooFar(call, wide, side, distance, what))
-        rows.append(ComparedLayer(call.path, call.kind, call.dtype, *worst))
-    # Noise may explain as much, where nothing is left of a gradient.
-    always = bool(first["backward"]) or any((row.lost or 0) > MANY_ZEROS for row in report.rows)
-    forward: list[TooFar] = []
-    backward: list[TooFar] = []
-    for i, (call, wide) in enumerate(pairs):
-        row = rows[i]
-        if any(culprit.call in call.inside for culprit in forward):
-            continue
-        if _is_far(row.output) and not are_finite(call.inputs) and are_finite(wide.inputs):
-            before = (each.output for each in rows[:i] if each.output is not None)
-            if all(math.isfinite(each.units) for each in before):
-                what = f"what it takes is beyond {call.dtype}"
-                forward.append(TooFar(call, wide, "forward", row.output, what))
-            continue
-        # The gradient that a layer is to blame for is that of what it takes.
-        rows[i], amplifies = _alone(row, call, wide, least, always)
-        output, gradient = rows[i].own_output, rows[i].own_gradient
-        if _is_far(output):
-            # Max pooling turns NaN into finite numbers, which are no evidence either.
-            if not forward or _off_before(call, wide) <= 1:
-                forward.append(TooFar(call, wide, "forward", output))
-        elif row.output is not None and amplifies:
-            forward.append(TooFar(call, wide, "forward", row.output, amplifies))
-        elif _is_far(gradient) and not any(each.call in call.inside for each in backward):
-            backward.append(TooFar(call, wide, "backward", gradient))
-    if not forward and not backward:
-        return rows, [*first["forward"], *reversed(first["backward"])][:1]
-    # Gradients come in reverse order. A cell that is called for each time step is named once.
-    culprits: dict[tuple[str, str], TooFar] = {}
-    for culprit in (*forward, *reversed(backward)):
-        culprits.setdefault((culprit.call.path, culprit.side), culprit)
-    return rows, list(culprits.values())
+def _compared(call: Call, wide: Call) -> ComparedLayer:
+    """Measures how far a call is off."""
+    found = (Distance.worst(call.distances(wide, side)) for side in SIDES)
+    return ComparedLayer(call.path, call.kind, call.dtype, *found)
 
 
 def _is_far(distance: Distance | None) -> TypeGuard[Distance]:
     return distance is not None and distance.units > LIMIT
 
 
-def _alone(
-    row: ComparedLayer, call: Call, wide: Call, least: float, always: bool
-) -> tuple[ComparedLayer, str]:
-    """Makes a call that is off again in both dtypes, on the same inputs.
+def _culprits(
+    pairs: Sequence[_Pair], rows: Sequence[ComparedLayer], least: float, always: bool
+) -> list[TooFar]:
+    """Names the calls that are off by themselves.
+
+    Of nested layers, the innermost is named. A layer whose inputs are not finite is not blamed. If
+    none is off by itself, it is the first one that is.
 
     Args:
-        row: what is known of it so far.
-        call: in 16 bits.
-        wide: in float32.
-        least: float. The unit roundoff of the run. A distance of few roundings does no harm.
-        always: bool. Whether to do so in any case.
+        pairs: the calls in 16 bits, and those of the reference.
+        rows: how far each is off.
+        least: float. The unit roundoff of the run in 16 bits. A distance of few does no harm.
+        always: bool. Whether to make all calls again.
+    """
+    always = always or any(_is_far(row.gradient) for row in rows)
+    forward: list[TooFar] = []
+    backward: list[TooFar] = []
+    for i, ((call, wide), row) in enumerate(zip(pairs, rows)):
+        if any(culprit.call in call.inside for culprit in forward):
+            continue
+        if _is_far(row.output) and not are_finite(call.inputs) and are_finite(wide.inputs):
+            if not forward:
+                what = f"what it takes is beyond {call.dtype}"
+                forward.append(TooFar(call, wide, "forward", row.output.units, what))
+            continue
+        taken, made = 0.0, 0.0
+        if row.output is not None and not call.inside:
+            taken, made = _off_before(call, wide), row.output.relative
+        rises = made > _RISES * max(taken, least)
+        if not (always or rises or (row.output is not None and row.output.units > _LOOKED_AT)):
+            continue
+        alone = _alone(call, wide)
+        if alone is None:
+            continue
+        own, times = alone
+        if _is_far(own.output):
+            # Max pooling turns NaN into finite numbers, which are no evidence either.
+            if not forward or _off_before(call, wide) <= 1:
+                forward.append(TooFar(call, wide, "forward", own.output.units))
+        elif row.output is not None and rises and (times > _AMPLIFIES or made > _OFF):
+            narrow, exact = _maker(pairs[: i + 1])
+            what = (
+                f"{'it' if narrow is call else f'`{call.path}`'} amplifies rounding by "
+                f"{times:,.0f}; its inputs are off by {taken:.2%}, its outputs by {made:.1%} of "
+                "their size"
+            )
+            forward.append(TooFar(narrow, exact, "forward", row.output.units, what))
+        # The gradient that a layer is to blame for is that of what it takes.
+        elif _is_far(own.gradient) and not any(each.call in call.inside for each in backward):
+            backward.append(TooFar(call, wide, "backward", own.gradient.units))
+    far = [(pair, row) for pair, row in zip(pairs, rows) if row.units > LIMIT]
+    if far and not forward and not backward:
+        # The first output, or else the gradient that came first.
+        (pair, row) = next((each for each in far if _is_far(each[1].output)), far[-1])
+        return [TooFar(*pair, SIDES[not _is_far(row.output)], row.units)]
+    # Gradients come in reverse order. A cell that is called for each time step is named once.
+    culprits: dict[tuple[str, str], TooFar] = {}
+    for culprit in (*forward, *reversed(backward)):
+        culprits.setdefault((culprit.call.path, culprit.side), culprit)
+    return list(culprits.values())
+
+
+def _alone(call: Call, wide: Call) -> tuple[ComparedLayer, float] | None:
+    """Makes a call again in both dtypes, on the inputs in 16 bits.
 
     Returns:
-        The row, with the call's own distances; and words for how far it amplifies the distance of
-        its inputs, "" if it does not.
+        How far it is off by itself; and how many times as far as its inputs its outputs move. None
+        if that tells nothing: the layer draws random numbers in a way of its own or has a state, or
+        its inputs are spoilt already.
     """
-    upstream, taken, made = call.gradients, 0.0, 0.0
-    if row.output is not None and not call.inside:
-        taken, made = _off_before(call, wide), row.output.relative
-    rises = made > _RISES * max(taken, least)
-    is_off = row.output is not None and row.output.units > _LOOKED_AT
-    if not (always or rises or is_off):
-        return row, ""
+    upstream = call.gradients
     narrow = replay(call, call.layer, upstream)
     before, again = ([each.numpy().tobytes() for each in of.outputs] for of in (call, narrow))
     if before != again or not are_finite(call.inputs):
-        # The layer draws random numbers in a way of its own or has a state, or its inputs are
-        # spoilt already.
-        return row, ""
+        return None
 
     def measured(replayed: Run) -> Call:
         return replayed.calls[-1].measure(replayed.gradients)
 
-    own, exact = measured(narrow), measured(replay(call, wide.layer, upstream, "float32"))
-    for seed in range(NOISY_RUNS):
-        noise = Noise(UNIT_ROUNDOFF[call.dtype], seed)
-        exact.explain(measured(replay(call, wide.layer, upstream, "float32", noise)))
-    found = (own.distances(exact, side, _largest_gradient([exact])) for side in SIDES)
-    output, gradient = (Distance.worst(list(each.values())) for each in found)
+    in_float32 = functools.partial(replay, call, wide.layer, upstream, "float32")
+    unit, exact = UNIT_ROUNDOFF[call.dtype], measured(in_float32())
+    explain([exact], lambda noise: [measured(in_float32(noise))], unit)
+    own = _compared(measured(narrow), exact)
     outputs = (each for (side, _), each in exact.quantities.items() if side == "forward")
-    moved = [each.explained / each.size for each in outputs if each.size]
-    times, amplifies = max(moved, default=0.0) / (NOISE * UNIT_ROUNDOFF[call.dtype]), ""
-    if rises and (times > _AMPLIFIES or made > _OFF):
-        amplifies = (
-            f"it amplifies rounding by {times:,.0f}; its inputs are off by {taken:.2%}, its "
-            f"outputs by {made:.1%} of their size"
-        )
-    gradient = gradient if are_finite(upstream) else None
-    return dataclasses.replace(row, own_output=output, own_gradient=gradient), amplifies
+    moved = max((each.explained / each.size for each in outputs if each.size), default=0.0)
+    gradient = own.gradient if are_finite(upstream) else None
+    return own._replace(gradient=gradient), moved / (NOISE * unit)
 
 
 def _off_before(call: Call, wide: Call) -> float:
@@ -364,9 +338,22 @@ def _off_before(call: Call, wide: Call) -> float:
     return max((relative(sample(narrow), sample(exact)) for narrow, exact in pairs), default=0.0)
 
 
+def _maker(pairs: Sequence[_Pair]) -> _Pair:
+    """Returns the last call; if it is float32, the layer that has rounded what it takes."""
+    # Where nothing is cast, a layer gets the very tensor that another one returned.
+    wanted = {id(each) for each in pairs[-1][1].outputs}
+    for call, wide in reversed(pairs if hasattr(pairs[-1][0].layer, "compute_dtype") else ()):
+        if wanted.isdisjoint(map(id, wide.outputs)) or isinstance(call.layer, tf.keras.Model):
+            continue
+        if getattr(call.layer, "compute_dtype", None) in LOW_PRECISION_NAMES:
+            return call, wide
+        wanted.update(map(id, wide.inputs))
+    return pairs[-1]
+
+
 def _finding(culprit: TooFar, model: tf.keras.Model) -> Finding:
     """Says what a call does, and how far it is off where that is a number."""
-    call, units, line = culprit.call, culprit.distance.units, None
+    call, units, line = culprit.call, culprit.units, None
     why = culprit.what or _of_other_weights(culprit)
     if not why:
         why, line = _explanation(culprit)
@@ -381,22 +368,6 @@ def _finding(culprit: TooFar, model: tf.keras.Model) -> Finding:
 
 def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
-
-
-def _what(call: Call, wide: Call, side: str, name: str) -> str:
-    """Returns what is wrong with a tensor of a layer, as far as its numbers tell."""
-    value, reference = call.quantities[side, name], wide.quantities[side, name]
-    title = "the output" if side == "forward" else "the gradient of the output"
-    if not name.startswith("output"):
-        title = f"the gradient of {name}"
-    if value.values.size != reference.values.size:
-        return f"{title} has another shape"
-    if value.not_finite and not reference.not_finite:
-        return f"{title} has {value.not_finite:,} numbers that are not finite"
-    zeros = underflow(value.values, reference.values)
-    if zeros > MANY_ZEROS:
-        return f"underflow: {zeros:.0%} of {title} is 0 in {call.dtype} and not in the reference"
-    return f"{title} drifts further than rounding explains"
 
 
 def _of_other_weights(culprit: TooFar) -> str:
@@ -418,80 +389,64 @@ def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
     for operations, layer, to in zip(kept, (call.layer, culprit.wide.layer), (None, "float32")):
         with op_callbacks.observed(operations.keep):
             replay(call, layer, call.gradients, to)
-    ops = (
-        [op for op in each.operations if op.is_gradient == (culprit.side == "backward")]
+    narrow, wide = (
+        [op for op in each.operations if op.origin.is_gradient == (culprit.side == "backward")]
         for each in kept
     )
-    worst, most = None, 2.0
-    for op, exact in _matches(*ops):
-        before, after = _apart(op.inputs, exact.inputs), _apart(op.outputs, exact.outputs)
-        lost = _lost_inputs(op, exact, dtype, kept[0])
-        if lost is not None:
-            return lost, op.line
-        if math.isinf(after) and not math.isinf(before):
-            return _not_finite(op, exact, dtype), op.line
-        rise = after / max(before, UNIT_ROUNDOFF[dtype])
-        if rise > most:
-            worst, most = (op, exact), rise
-    if worst is None:
-        return f"its output in {dtype} is further off than rounding explains", None
-    return _inexact(*worst, dtype), worst[0].line
-
-
-def _matches(
-    narrow: Sequence[Operation], wide: Sequence[Operation]
-) -> Iterator[tuple[Operation, Operation]]:
-    """Yields the operations that two runs have in common."""
     kinds = ([op.kind for op in ops] for ops in (narrow, wide))
-    matcher = difflib.SequenceMatcher(None, *kinds, autojunk=False)
-    for start, other, count in matcher.get_matching_blocks():
-        yield from zip(narrow[start : start + count], wide[other : other + count])
-
-
-def _arrays(tensors: Iterable[tf.Tensor]) -> list[np.ndarray]:
-    return [array(value) for value in tensors if is_floating(value)]
+    blocks = difflib.SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks()
+    found, most = (f"its output in {dtype} is further off than rounding explains", None), 2.0
+    for start, other, count in blocks:
+        for op, exact in zip(narrow[start : start + count], wide[other : other + count]):
+            given = [not kept[0].of([each]) for each in op.inputs]
+            if lost := _lost_input(op.kind, _both(op.inputs, exact.inputs, given), dtype):
+                return lost, op.origin.line
+            inputs, outputs = _both(op.inputs, exact.inputs), _both(op.outputs, exact.outputs)
+            before, after = (
+                max((relative(*each) for each in of), default=0.0) for of in (inputs, outputs)
+            )
+            if math.isinf(after) and not math.isinf(before):
+                return _not_finite(op.kind, inputs, outputs, dtype), op.origin.line
+            rise = after / max(before, UNIT_ROUNDOFF[dtype])
+            if rise > most:
+                found, most = (_inexact(op.kind, inputs, outputs, dtype), op.origin.line), rise
+    return found
 
 
 def _both(
-    narrow: Iterable[tf.Tensor], wide: Iterable[tf.Tensor]
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the floating-point tensors with the same shape in both, as arrays."""
-    for n, w in zip(narrow, wide):
-        if is_floating(n) and is_floating(w) and n.shape == w.shape:
-            yield array(n), array(w)
+    narrow: Iterable[tf.Tensor], wide: Iterable[tf.Tensor], which: Iterable[bool] | None = None
+) -> list[_Both]:
+    """Returns the floating-point tensors with the same shape in both, as arrays."""
+    tensors = zip(narrow, wide, itertools.repeat(True) if which is None else which)
+    return [
+        (array(n), array(w))
+        for n, w, is_wanted in tensors
+        if is_wanted and is_floating(n) and is_floating(w) and n.shape == w.shape
+    ]
 
 
-def _apart(narrow: Iterable[tf.Tensor], wide: Iterable[tf.Tensor]) -> float:
-    return max((relative(n, w) for n, w in _both(narrow, wide)), default=0.0)
-
-
-def _lost_inputs(
-    op: Operation, exact: Operation, dtype: str, operations: KeptOperations
-) -> str | None:
-    """Describes an input that 16 bits do not hold, unless an operation has computed it."""
-    pairs = [(n, w) for n, w in zip(op.inputs, exact.inputs) if not operations.of([n])]
-    for n, w in _both(*zip(*pairs)) if pairs else ():
-        largest = np.abs(w).max(initial=0)
+def _lost_input(kind: str, inputs: Sequence[_Both], dtype: str) -> str:
+    """Describes an input that 16 bits do not hold, of those that no operation has computed."""
+    for narrow, wide in inputs:
+        largest = np.abs(wide).max(initial=0)
         takes, are = "takes numbers", "which are"
-        if w.size == 1:
+        if wide.size == 1:
             takes, are = "takes a constant", "which is"
-        what = f"{op.kind} {takes} of {largest:.1g}, {are}"
-        if 0 < largest < SMALLEST[dtype] and not n.any():
+        what = f"{kind} {takes} of {largest:.1g}, {are}"
+        if 0 < largest < SMALLEST[dtype] and not narrow.any():
             return f"{what} 0 in {dtype}: its smallest number is {SMALLEST[dtype]:.1g}"
-        if np.isfinite(largest) and not np.isfinite(n).all():
+        if np.isfinite(largest) and not np.isfinite(narrow).all():
             return f"{what} infinite in {dtype}: its largest number is {_largest(dtype)}"
-    return None
+    return ""
 
 
 def _largest(dtype: str) -> str:
     return f"{float(tf.as_dtype(dtype).max):,.0f}" if dtype == "float16" else "3.4e38"
 
 
-def _not_finite(op: Operation, exact: Operation, dtype: str) -> str:
-    kind, terms = op.kind, _terms(op)
-    wide = np.concatenate([values.ravel() for values in _arrays(exact.outputs)])
-    narrow = np.concatenate([values.ravel() for values in _arrays(op.outputs)])
-    reached = np.abs(wide[np.isfinite(wide)]).max(initial=0)
+def _not_finite(kind: str, inputs: Sequence[_Both], outputs: Sequence[_Both], dtype: str) -> str:
+    narrow, wide = (np.concatenate([each.ravel() for each in of]) for of in zip(*outputs))
+    reached, terms = np.abs(wide[np.isfinite(wide)]).max(initial=0), _terms(kind, inputs, outputs)
     bad = f"{np.count_nonzero(~np.isfinite(narrow)):,} of {narrow.size:,} results are not finite"
     of_terms = f", a sum over {terms:,} values," if terms > 1 else ""
     if reached > float(tf.as_dtype(dtype).max):
@@ -502,21 +457,21 @@ def _not_finite(op: Operation, exact: Operation, dtype: str) -> str:
     if terms > 1:
         only = f"though the result is only {reached:.3g}"
         return f"overflow inside of {kind}{of_terms} {only}: {bad} in {dtype}"
-    is_pole = kind in _POLES and any((values == 0).any() for values in _arrays(op.inputs))
+    is_pole = kind in _POLES and any((values == 0).any() for values, _ in inputs)
     of_zero = " of zero" if is_pole else ""
     return f"{kind}{of_zero}: {bad} in {dtype}; in float32 they reach {reached:.3g}"
 
 
-def _inexact(op: Operation, exact: Operation, dtype: str) -> str:
-    kind, terms = op.kind, _terms(op)
-    outputs = list(_both(op.outputs, exact.outputs))
+def _inexact(kind: str, inputs: Sequence[_Both], outputs: Sequence[_Both], dtype: str) -> str:
     narrow, wide = max(outputs, key=lambda values: relative(*values))
-    off, size = relative(narrow, wide), rms(wide)
-    inputs = _arrays(exact.inputs)
-    largest = max((rms(values[np.isfinite(values)]) for values in inputs), default=0.0)
+    off, size, terms = relative(narrow, wide), rms(wide), _terms(kind, inputs, outputs)
+    largest = max((rms(values[np.isfinite(values)]) for _, values in inputs), default=0.0)
+    # The distance between neighbouring numbers of this size.
+    spacing = 0.0
+    if 0 < largest < math.inf:
+        spacing = 2.0 ** math.floor(math.log2(largest)) * 2 * UNIT_ROUNDOFF[dtype]
     of_numbers = (
-        f"{kind} of numbers of about {largest:.3g}, which are multiples of "
-        f"{_spacing(largest, dtype):.1g} in {dtype}"
+        f"{kind} of numbers of about {largest:.3g}, which are multiples of {spacing:.1g} in {dtype}"
     )
     if kind in _DIFFERENCES and len(inputs) == 2 and largest > _CANCELS * size:
         return f"cancellation: {of_numbers}, leaves {size:.1g}, off by {off:.1%}"
@@ -531,24 +486,17 @@ def _inexact(op: Operation, exact: Operation, dtype: str) -> str:
     return f"{of_numbers}, is off by {off:.2%}"
 
 
-def _spacing(size: float, dtype: str) -> float:
-    """Returns the distance between neighbouring numbers of a dtype that are about so large."""
-    if not 0 < size < math.inf:
-        return 0.0
-    return 2.0 ** math.floor(math.log2(size)) * 2 * UNIT_ROUNDOFF[dtype]
-
-
-def _terms(operation: Operation) -> int:
-    """Returns how many terms are summed for each result."""
-    sizes = [math.prod(shape_of(v)) for v in operation.inputs if is_floating(v)]
-    result = max(math.prod(shape_of(v)) for v in operation.outputs)
+def _terms(kind: str, inputs: Sequence[_Both], outputs: Sequence[_Both]) -> int:
+    """Returns how many terms are summed for each result of an operation."""
+    sizes = [values.size for values, _ in inputs]
+    result = max(values.size for values, _ in outputs)
     if not sizes or not result:
         return 1
-    if operation.kind == "Cumsum":
-        return max(shape_of(operation.inputs[0]))
-    if operation.kind in _REDUCTIONS:
+    if kind == "Cumsum":
+        return max(inputs[0][0].shape)
+    if kind in _REDUCTIONS:
         return sum(sizes) // result
-    if operation.kind in _PRODUCTS and len(sizes) == 2:
+    if kind in _PRODUCTS and len(sizes) == 2:
         return max(1, round(math.sqrt(sizes[0] * sizes[1] / result)))
     return 1
 
@@ -562,56 +510,25 @@ def _report(run: Run, other: Run, scale: float) -> Report:
         scale: float. The loss scale that training begins with.
     """
     layers, rows = layers_by_path(run.model), {}
+    names = {id(weight): name for name, weight in named_weights(run.model).items()}
+    of_weights = {
+        names[id(weight)]: ("gradient", path, layer.compute_dtype)
+        for path, (weight, layer) in variables_by_path(run.model).items()
+    }
     # If the run had to lower the loss scale, gradients overflow at the one before.
     at = 2 * run.loss_scale if run.loss_scale < scale else math.inf
     at = at if are_finite(run.all_gradients()) else run.loss_scale
-
-    def add(kind: str, path: str, dtype: str, tensor: Any, *both: Any) -> None:
-        row = Row(kind, path, dtype, Histogram.count(tensor))
-        if both:
-            value, exact = both
-            is_same = value.values.shape == exact.values.shape
-            lost = underflow(value.values, exact.values) if is_same else 1.0
-            row = row._replace(overflowed_at=at, is_noise=exact.is_noise, lost=lost)
-        rows[row.key] = rows[row.key] + row if row.key in rows else row
-
-    names = {id(weight): name for name, weight in named_weights(run.model).items()}
-    both = {
-        key[1]: (call.quantities[key], exact)
-        for call, wide in zip(run.calls, other.calls)
-        for key, exact in wide.quantities.items()
-        if key[0] == "backward" and key in call.quantities
-    }
-    for path, (weight, layer) in variables_by_path(run.model).items():
-        if (name := names[id(weight)]) in both:
-            add("gradient", path, layer.compute_dtype, other.gradients[name], *both[name])
     for call, wide in zip(run.calls, other.calls):
-        if call.path not in layers or isinstance(call.layer, tf.keras.Model):
-            continue
-        for i, (output, tensor) in enumerate(zip(call.outputs, wide.outputs)):
-            key, dtype = ("backward", f"output {i}"), output.dtype.name
-            add("output", call.path, dtype, tensor)
-            found = call.quantities.get(key), wide.quantities.get(key)
-            if all(found):
-                add("output gradient", call.path, dtype, wide.gradients[i], *found)
-    return Report(
-        list(rows.values()), step=0, counted=1, loss_scale=scale, takers=_takers(other.calls)
-    )
-
-
-def _takers(calls: Iterable[Call]) -> dict[str, set[str]]:
-    """Returns the paths of the layers that take the outputs of each layer."""
-    # Where nothing is cast, a layer gets the very tensor that another layer returned, or that an
-    # operation of a functional model of Keras 3 has computed from it.
-    made_by: dict[int, set[str]] = {}
-    takers: dict[str, set[str]] = {}
-    for call in calls:
-        if isinstance(call.layer, tf.keras.Model):
-            continue
-        makers = set().union(*(made_by.get(id(each), ()) for each in call.inputs))
-        if isinstance(call.layer, tf.keras.layers.Layer):
-            for maker in makers:
-                takers.setdefault(maker, set()).add(call.path)
-            makers = {call.path}
-        made_by |= {id(output): makers for output in call.outputs}
-    return takers
+        is_shown = call.path in layers and not isinstance(call.layer, tf.keras.Model)
+        for (side, name), exact in wide.quantities.items():
+            value = call.quantities.get((side, name))
+            if value is None or not (is_shown or name in of_weights):
+                continue
+            of_output = "output" if side == "forward" else "output gradient"
+            what = of_weights.get(name, (of_output, call.path, value.tensor.dtype.name))
+            row = Row(*what, Histogram.count(exact.tensor))
+            if row.is_scaled:
+                lost = underflow(value.values, exact.values)
+                row = row._replace(overflowed_at=at, is_noise=exact.is_noise, lost=lost)
+            rows[row.key] = rows[row.key] + row if row.key in rows else row
+    return Report(list(rows.values()), step=0, counted=1, loss_scale=scale)

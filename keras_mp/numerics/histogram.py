@@ -87,11 +87,6 @@ class Fate(NamedTuple):
         """
         return getattr(self, name) / self.values if self.values else 0.0
 
-    @property
-    def share_lost(self) -> float:
-        """The share of what becomes zero or infinite."""
-        return self.share("zero") + self.share("infinite")
-
 
 class Window(NamedTuple):
     """The scales at which nothing is lost, as exponents of 2; there are none if `low > high`.
@@ -114,6 +109,9 @@ class Window(NamedTuple):
     def is_empty(self) -> bool:
         """Whether there is no scale at which nothing is lost."""
         return self.low > self.high
+
+    def __contains__(self, exponent: object) -> bool:
+        return isinstance(exponent, int) and self.low <= exponent <= self.high
 
     def __and__(self, other: "Window") -> "Window":
         return Window(max(self.low, other.low), min(self.high, other.high))
@@ -149,6 +147,12 @@ class Histogram:
 
     Histograms add up with `+`. They are equal if all of their bins are.
 
+    Attributes:
+        total: int. How many values there are, including zeros, infinities and NaN.
+        zeros: int. How many are zero.
+        infinities: int. How many are infinite.
+        nans: int. How many are NaN.
+
     Args:
         bins: array of integers of the shape [279, 6]: zeros, exponents from -149 to 127, and
             infinities and NaN. `Histogram.of` makes a histogram of values.
@@ -173,6 +177,8 @@ class Histogram:
         # Most are empty, and many histograms may be kept.
         self._places = np.flatnonzero(counts).astype(np.int16)
         self._counts = counts.reshape(-1)[self._places]
+        self.total, self.zeros = int(counts.sum()), int(counts[0].sum())
+        self.infinities, self.nans = counts[-1, :2].tolist()
 
     @classmethod
     def of(cls, values: np.ndarray | Sequence[float]) -> "Histogram":
@@ -200,26 +206,6 @@ class Histogram:
         bins = np.zeros(ROWS * COLUMNS, np.int64)
         bins[self._places] = self._counts
         return bins.reshape(ROWS, COLUMNS)
-
-    @property
-    def total(self) -> int:
-        """How many values there are, including zeros, infinities and NaN."""
-        return self._between(0, ROWS * COLUMNS)
-
-    @property
-    def zeros(self) -> int:
-        """How many are zero."""
-        return self._between(0, _FINITE)
-
-    @property
-    def infinities(self) -> int:
-        """How many are infinite."""
-        return self._between(_INFINITE, _INFINITE + 1)
-
-    @property
-    def nans(self) -> int:
-        """How many are NaN."""
-        return self._between(_INFINITE + 1, ROWS * COLUMNS)
 
     @property
     def exponents(self) -> dict[int, int]:

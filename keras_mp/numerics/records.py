@@ -9,10 +9,8 @@ such runs.
 import dataclasses
 import functools
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from statistics import fmean
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
@@ -52,9 +50,6 @@ SIDES = ("forward", "backward")
 
 _EXPLAINED = "Rounding explains all differences."
 
-# The distances of a layer.
-_DISTANCES = ("output", "own_output", "gradient", "own_gradient")
-
 # How far a run with noise moves each number at most, in unit roundoffs: twice as far as rounding
 # does. A few such runs then also flip the ReLUs that rounding may flip. (The mean error of rounding
 # is a third of the unit roundoff, and the mean of this noise is one unit.)
@@ -66,11 +61,10 @@ NOISY_RUNS = 4
 # To find the gradients that are rounding noise of float32, whose unit roundoff is 2**-24, numbers
 # are moved by up to this share of their size. A gradient is noise if it changes by more than this
 # share of its own size.
-_JITTER, _NOISE = 2.0**-20, 0.5
+_JITTER, MOST_NOISE = 2.0**-20, 0.5
 
 
-@dataclasses.dataclass(frozen=True)
-class Distance:
+class Distance(NamedTuple):
     """How far the numbers of one run are from those of another.
 
     Attributes:
@@ -81,41 +75,6 @@ class Distance:
 
     relative: float
     units: float
-
-    @classmethod
-    def of(
-        cls,
-        value: np.ndarray,
-        reference: np.ndarray,
-        explained: float,
-        unit: float,
-        largest: float = 0.0,
-    ) -> "Distance":
-        """Measures a distance.
-
-        A gradient may be zero but for rounding, such as that of the bias of an attention's keys, or
-        of queries while the keys are alike: larger numbers cancel, and no tensor shows how large.
-        So where a gradient is further off than its own size, the rounding error of the largest
-        gradient explains it.
-
-        Args:
-            value: array of float64.
-            reference: array of the same size; of another size nothing is explained.
-            explained: float. The root mean square of what rounding may change.
-            unit: float. The unit roundoff, which rounding explains at least.
-            largest: float. The root mean square of the largest gradient beside it, if it is one.
-        """
-        distance = apart(value, reference)
-        if distance == 0 or math.isinf(distance):
-            return cls(distance, distance)
-        size = rms(reference[np.isfinite(reference)])
-        explained = max(explained, unit * size)
-        if explained and distance > size:
-            explained = max(explained, unit * largest)
-        return cls(
-            distance / size if size else math.inf,
-            distance / explained if explained else math.inf,
-        )
 
     @staticmethod
     def worst(distances: "Sequence[Distance]") -> "Distance | None":
@@ -148,7 +107,11 @@ def apart(value: np.ndarray, reference: np.ndarray) -> float:
 
 def relative(value: np.ndarray, reference: np.ndarray) -> float:
     """Returns the root mean square of the differences, as a share of that of the reference."""
-    return Distance.of(value, reference, 0.0, 0.0).relative
+    return _ratio(apart(value, reference), rms(reference[np.isfinite(reference)]))
+
+
+def _ratio(distance: float, size: float) -> float:
+    return distance / size if size else distance and math.inf
 
 
 # What is this much smaller than the largest number may be what float32 leaves of a sum that is 0.
@@ -156,7 +119,9 @@ _OF_ROUNDING = 2.0**-20
 
 
 def underflow(value: np.ndarray, reference: np.ndarray) -> float:
-    """Returns which share of the reference's non-zero numbers is zero in `value`."""
+    """Returns which share of the reference's non-zero numbers is zero, or missing, in `value`."""
+    if value.shape != reference.shape:
+        return 1.0
     size = np.abs(reference)
     there = size > _OF_ROUNDING * np.max(size, initial=0.0)
     return float(np.mean(value[there] == 0)) if there.any() else 0.0
@@ -223,20 +188,9 @@ class Noise:
         return 1 + np.float32(self._step) * random
 
 
-def jitter(seed: int = 0) -> Noise:
+def jitter() -> Noise:
     """Returns noise that is so small that only gradients that are noise change with it."""
-    return Noise(_JITTER / NOISE, seed)
-
-
-def is_noise(values: np.ndarray, moved: np.ndarray) -> bool:
-    """Whether a gradient is nothing but rounding noise of float32.
-
-    Args:
-        values: array of float64, the gradient.
-        moved: the same, where `jitter` has moved the numbers.
-    """
-    are_finite = np.isfinite(values).all() and np.isfinite(moved).all()
-    return bool(are_finite) and relative(moved, values) > _NOISE
+    return Noise(_JITTER / NOISE, seed=0)
 
 
 @functools.lru_cache(maxsize=32)
@@ -257,37 +211,60 @@ def sample(value: tf.Tensor | tf.Variable | np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass
 class Quantity:
-    """A tensor of a run.
+    """What is known of a tensor of a run.
 
     Attributes:
-        values: array of float64, the numbers, or a sample of a large tensor's.
+        tensor: the tensor.
+        values: array of float64, its numbers, or a sample of a large tensor's.
         not_finite: int. How many numbers of the whole tensor are Inf or NaN.
         explained: float. The root mean square of what rounding may change in it.
+        beside: float. The root mean square of the largest gradient beside it, if it is one.
     """
 
+    tensor: tf.Tensor
     values: np.ndarray
     not_finite: int
     explained: float = 0.0
+    beside: float = 0.0
 
     @classmethod
     def of(cls, tensor: tf.Tensor, scale: float = 1.0) -> "Quantity":
-        """Makes the record of a tensor, which is divided by a scale."""
+        """Makes the record of a tensor, whose values are divided by a scale."""
         bad = int(tf.math.count_nonzero(tf.logical_not(kept_casts.is_finite(tensor))))
-        return cls(sample(tensor) / scale, bad)
+        return cls(tensor, sample(tensor) / scale, bad)
 
     @property
     def size(self) -> float:
         """The root mean square of its finite numbers."""
         return rms(self.values[np.isfinite(self.values)])
 
+    def distance(self, reference: "Quantity", unit: float) -> Distance:
+        """Measures how far its numbers are from those of the reference.
+
+        A gradient may be zero but for rounding, such as that of the bias of an attention's keys, or
+        of queries while the keys are alike: larger numbers cancel, and no tensor shows how large.
+        So where a gradient is further off than its own size, the rounding error of the largest
+        gradient explains it.
+
+        Args:
+            reference: the same tensor, of which it is known what rounding explains.
+            unit: float. The unit roundoff, which rounding explains at least.
+        """
+        # What is not finite may not be in the sample of a large tensor.
+        is_bad = self.not_finite and not reference.not_finite
+        distance = math.inf if is_bad else apart(self.values, reference.values)
+        explained = max(reference.explained, unit * reference.size)
+        if explained and reference.size < distance < math.inf:
+            explained = max(explained, unit * reference.beside)
+        return Distance(_ratio(distance, reference.size), _ratio(distance, explained))
+
     @property
     def is_noise(self) -> bool:
         """Whether rounding explains it all: there is nothing in it to be lost."""
-        return self.explained > _NOISE * self.size
+        return self.explained > MOST_NOISE * self.size
 
 
-@dataclasses.dataclass(frozen=True)
-class ComparedLayer:
+class ComparedLayer(NamedTuple):
     """One call of a layer.
 
     Attributes:
@@ -298,9 +275,6 @@ class ComparedLayer:
             no floating point number.
         gradient: Distance of the gradients of what it returned and of its weights, whichever is
             further, all layers after it included.
-        own_output: Distance of what it makes of the same inputs in both dtypes: its own share.
-            None where that is not known; it is looked at where what it returns is off.
-        own_gradient: the same of the gradients, given the same upstream gradient.
     """
 
     path: str
@@ -308,8 +282,11 @@ class ComparedLayer:
     dtype: str
     output: Distance | None = None
     gradient: Distance | None = None
-    own_output: Distance | None = None
-    own_gradient: Distance | None = None
+
+    @property
+    def units(self) -> float:
+        """The larger one of the distances, in units of what rounding explains."""
+        return max((each.units for each in (self.output, self.gradient) if each), default=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,8 +302,8 @@ class Comparison(Result):
             explains all.
         losses: the loss of the run and that of the reference.
         loss_scale: float. What the loss was multiplied by in the run.
-        batches: int. Of how many batches it has the worst distances and all findings; losses are
-            means then, and the loss scale is the smallest.
+        batches: int. Of how many batches it is the one that is furthest off, with the findings of
+            all.
 
     Example:
 
@@ -346,34 +323,16 @@ class Comparison(Result):
 
     @classmethod
     def of_batches(cls, found: "Sequence[Comparison]") -> "Comparison":
-        """Combines the comparisons of several batches: the worst distance of each layer.
-
-        Args:
-            found: one for each batch. A single one is returned as it is.
-        """
-        first = found[0]
-        if len(found) == 1:
-            return first
+        """Returns the comparison that is furthest off, with the worst finding of each place."""
         findings: dict[tuple[str, str], Finding] = {}
         for each in (finding for one in found for finding in one.findings):
             key = (each.path, each.hazard)
             findings[key] = max(findings.get(key, each), each, key=lambda one: one.units or 0.0)
-        by_path: dict[tuple[str, int], list[ComparedLayer]] = {}
-        for one in found:
-            counts: Counter[str] = Counter()
-            for row in one.layers:
-                by_path.setdefault((row.path, counts[row.path]), []).append(row)
-                counts[row.path] += 1
-        losses = (fmean(each.losses[i] for each in found) for i in (0, 1))
-        return cls(
-            first.name,
-            first.reference,
-            [_worst(rows) for rows in by_path.values()],
-            list(findings.values()),
-            cast(tuple[float, float], tuple(losses)),
-            min(each.loss_scale for each in found),
-            len(found),
+        worst = max(
+            found,
+            key=lambda one: (one.is_judged, max((row.units for row in one.layers), default=0)),
         )
+        return dataclasses.replace(worst, findings=list(findings.values()), batches=len(found))
 
     @property
     def is_judged(self) -> bool:
@@ -388,72 +347,54 @@ class Comparison(Result):
         """
         return bool(self.findings) or math.isfinite(self.losses[1])
 
-    def _lines(self, rows: int | None) -> Iterable[str]:
+    def _lines(self, rows: int | None) -> Iterator[str]:
         if rows is not None and self.is_judged and not self.findings:
             names = (text_tables.fitted(each, 30) for each in (self.name, self.reference))
-            return [f"{_EXPLAINED} {' and '.join(names)}"]
-        lines = self._all_lines(rows)
-        # Sentences are wrapped; lines of a table are short enough.
-        wrapped = (part for line in lines for part in text_tables.wrapped(line, "   "))
-        return lines if rows is None else wrapped
-
-    def _all_lines(self, rows: int | None) -> Iterator[str]:
+            yield f"{_EXPLAINED} {' and '.join(names)}"
+            return
         scope = f", the worst of {self.batches} batches" if self.batches > 1 else ""
-        yield f"{self.name}, compared with {self.reference}{scope}"
+        head = f"{self.name}, compared with {self.reference}{scope}"
+        yield from text_tables.wrapped(head, "   ")
         scale = f", at a loss scale of {self.loss_scale:g}" if self.loss_scale != 1 else ""
         yield f"Loss: {self.losses[0]:.6g} and {self.losses[1]:.6g}{scale}"
         yield ""
         if self.findings:
             yield "Further apart than rounding explains:"
             for i, finding in enumerate(self.findings[:rows], 1):
-                yield f"{i}. {finding.hazard}, in {finding.where}: {finding.why}"
+                line = f"{i}. {finding.hazard}, in {finding.where}: {finding.why}"
+                yield from [line] if rows is None else text_tables.wrapped(line, "   ")
             yield from text_tables.more(len(self.findings[rows:]) if rows else 0, "finding")
         elif self.is_judged:
             yield _EXPLAINED
         else:
             yield "Nothing can be said: the loss of the reference is not finite either."
         yield ""
-        yield from self._table(rows)
-        yield ""
-        yield (
-            "Relative distances, and in parentheses in units of what rounding explains. Own "
-            "share: with the same inputs in both, of layers that are off."
-        )
-
-    def _table(self, rows: int | None) -> Iterator[str]:
         named = {finding.path for finding in self.findings}
         cells = []
         for row in self.layers:
-            found = [getattr(row, name) for name in _DISTANCES]
-            units = [0.0 if each is None else each.units for each in found]
-            own, both = max(units[1::2]), max(units)
-            alike = (row.kind, row.dtype, row.path in named, own > LIMIT, both > LIMIT)
+            both, is_named = (row.output, row.gradient), row.path in named
             cells.append(
                 text_tables.RankedRow(
-                    (f"{row.path} ({row.kind})", row.dtype, *map(_cell, found)),
-                    (float(row.path in named), own, both),
-                    alike,
+                    (f"{row.path} ({row.kind})", row.dtype, *map(_cell, both)),
+                    (float(is_named), row.units),
+                    (row.kind, row.dtype, is_named, row.units > LIMIT),
                 )
             )
-        header = ("Layer", "Dtype", "Output", "Own share", "Gradient", "Own share")
-        return text_tables.shortened(header, cells, rows, left=(0, 1))
+        header = ("Layer", "Dtype", "Output", "Gradient")
+        yield from text_tables.shortened(header, cells, rows, left=(0, 1))
+        yield ""
+        yield "Relative distances, and in parentheses in units of what rounding explains."
 
 
-def _worst(rows: Sequence[ComparedLayer]) -> ComparedLayer:
-    """Returns the worst distances of the same call on several batches."""
-    known = {
-        name: [each for row in rows if (each := getattr(row, name)) is not None]
-        for name in _DISTANCES
-    }
-    return dataclasses.replace(rows[0], **{n: Distance.worst(each) for n, each in known.items()})
+def share_off(distance: float) -> str:
+    """Returns a relative distance, as tables have it."""
+    return (f"{distance:.1e}" if distance else "0") if math.isfinite(distance) else "not finite"
 
 
 def _cell(distance: Distance | None) -> str:
     if distance is None:
         return "-"
-    if math.isinf(distance.relative):
-        return "not finite"
-    if distance.relative == 0:
-        return "0"
-    units = f"{distance.units:.1f}" if distance.units < 100 else f"{distance.units:.0f}"
-    return f"{distance.relative:.1e} ({units})"
+    text = share_off(distance.relative)
+    if distance.relative in (0, math.inf):
+        return text
+    return f"{text} ({distance.units:.{1 if distance.units < 100 else 0}f})"

@@ -78,6 +78,11 @@ class Row(NamedTuple):
         """Whether the loss scale multiplies it."""
         return self.kind in SCALED
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is infinite or NaN wherever it is not zero."""
+        return not self.histogram.exponents and self.histogram.zeros < self.histogram.total
+
     def fate(self, dtype: str, loss_scale: float = 1.0) -> Fate:
         """Returns what becomes of the values in a dtype.
 
@@ -142,8 +147,6 @@ class Report(Result):
         step: int. How many steps had been made, skipped ones included; 0 for a check.
         counted: int. In how many of them, or in how many batches, values were counted.
         loss_scale: float. That of the last of these, or with which training begins; 1 for none.
-        takers: dict of paths of layers, and of these sets of paths of the layers that take what
-            they return. Empty if nobody has looked.
 
     Example:
 
@@ -164,7 +167,6 @@ class Report(Result):
     step: int
     counted: int
     loss_scale: float
-    takers: Mapping[str, set[str]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rows = sorted(self.rows, key=lambda row: KINDS.index(row.kind))
@@ -197,17 +199,16 @@ class Report(Result):
         Runs with noise tell. Where there were none, it is what is smaller than another gradient of
         its layer by a factor of 2^18.
         """
-        of_layers: dict[str, dict[RowKey, int]] = {}
-        for row in self.rows:
-            if row.kind == "gradient" and row.is_noise is None and row.histogram.exponents:
-                of_layer = of_layers.setdefault(row.path.rpartition("/")[0], {})
-                of_layer[row.key] = max(row.histogram.exponents)
-        return {row.key for row in self.rows if row.is_noise} | {
-            key
-            for of_layer in of_layers.values()
-            for key, largest in of_layer.items()
-            if largest <= max(of_layer.values()) - _NOISE
-        }
+        sizes = [
+            (row.key, row.path.rpartition("/")[0], max(row.histogram.exponents))
+            for row in self.rows
+            if row.kind == "gradient" and row.is_noise is None and row.histogram.exponents
+        ]
+        largest: dict[str, int] = {}
+        for _, layer, size in sizes:
+            largest[layer] = max(size, largest.get(layer, size))
+        small = {key for key, layer, size in sizes if size <= largest[layer] - _NOISE}
+        return small | {row.key for row in self.rows if row.is_noise}
 
     def window(self, dtype: str, tolerance: float = TOLERANCE) -> Window:
         """Returns the loss scales at which next to nothing of any gradient is lost in 16 bits.
@@ -263,10 +264,9 @@ class Report(Result):
             f"{dtype} at a loss scale of 2^{math.log2(loss_scale):.0f}; {seen}; {about}no gradient "
             f"loses more than {100 * TOLERANCE:g} % at: {window}"
         )
-        above_low, below_high = window.margins(loss_scale)
         ratios = [
-            f"2^{exponent:g} times the {name} end"
-            for name, end, exponent in zip(("low", "high"), window, (above_low, 0 - below_high))
+            f"2^{math.log2(loss_scale) - end:g} times the {name} end"
+            for name, end in zip(("low", "high"), window)
             if abs(end) < EVERYWHERE.high and not window.is_empty
         ]
         head += f" (the loss scale is {' and '.join(ratios)})" if ratios else ""
@@ -277,15 +277,6 @@ class Report(Result):
                 f"{unknown[0].dtype}, such as those of {unknown[0].path}: ask check."
             )
         return lines
-
-    @property
-    def helpless(self) -> list[Row]:
-        """Of a check, the gradients without a finite number in float32, at any loss scale."""
-        return [
-            row
-            for row in (() if self.step else self.rows_in_16_bits)
-            if row.kind == "gradient" and row.overflowed_at <= 1 and not row.histogram.exponents
-        ]
 
     @property
     def where(self) -> str:
@@ -305,8 +296,8 @@ class Report(Result):
         rows = {row.key: row for row in first.rows}
         for row in last.rows:
             rows[row.key] = rows[row.key] + row if row.key in rows else row
-        both = {"counted": first.counted + last.counted, "takers": {**self.takers, **other.takers}}
-        return dataclasses.replace(last, rows=list(rows.values()), **both)
+        counted = first.counted + last.counted
+        return dataclasses.replace(last, rows=list(rows.values()), counted=counted)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as JSON has it: of each row how many values have which exponent."""
@@ -422,63 +413,33 @@ def advise(
     """
     format_of(dtype)
     validation.number("tolerance", tolerance, at_least=0, at_most=1)
-    noise, now = report.noise, round_down(report.loss_scale)
-    rows = [row for row in report.rows_in_16_bits if row.key not in noise]
+    rows = [row for row in report.rows_in_16_bits if row.key not in report.noise]
     lost, then, loss_scale = [*_overflowing(rows, dtype, report.where), *culprits.items()], [], None
     if not culprits and not any(owner(path) for path, _ in lost):
         scaled = [row for row in rows if row.is_scaled]
-        is_too_large = any(
-            row.overflowed_at <= now or row.histogram.fate(dtype, now).infinite for row in scaled
-        )
-        unknown = [
-            row
-            for row in scaled
-            if row.dtype == dtype and row.has_unknown_zeros(report.loss_scale, tolerance)
-        ]
-        # Zeros that may be anything do not hide an overflow.
-        if not unknown or is_too_large:
-            lost, then, loss_scale = _of_windows(report, scaled, dtype, tolerance)
-        if unknown and (lost or then or not is_too_large):
-            worst = max(unknown, key=lambda row: row.histogram.zeros / row.histogram.total)
-            then.append(
-                f"{_share(worst.histogram.zeros, worst.histogram.total)} of `{worst.path}`"
-                f"{_others(unknown)} is zero in {dtype} at a loss scale of {report.loss_scale:g}. "
-                "Whether it is zero in float32, too, is unknown: `keras_mp.numerics.check` tells."
-            )
+        lost, then, loss_scale = _of_windows(report, scaled, dtype, tolerance)
     whys: dict[str, str] = {}
     for path, why in lost:
         if layer := owner(path):
             whys.setdefault(layer, why)
-    policies = dict.fromkeys(whys, "float32")
     sentences = [f"Run `{layer}` in float32: {why}." for layer, why in whys.items()] + then
-    if report.step:  # In a check, runs with noise have told.
-        tiny = [row for row in report.rows_in_16_bits if row.key in noise and row.lost is None]
-        if tiny := [row for row in tiny if row.fate(dtype, now).share("zero") > tolerance]:
-            worst = max(tiny, key=lambda row: row.fate(dtype, now).share("zero"))
-            sentences.append(
-                f"{_loss(worst, dtype, now)}{_others(tiny)}. It is so small compared with the "
-                "other gradients of its layer that it may be rounding noise: "
-                "`keras_mp.numerics.check` tells."
-            )
     fates = [row.histogram.fate("bfloat16") for row in rows]
     # Nothing is known about what was not finite.
     is_unknown = any(row.histogram.infinities + row.histogram.nans for row in rows)
     is_kept = not is_unknown and not any(fate.zero or fate.infinite for fate in fates)
-    if dtype == "float16" and not culprits and (policies or loss_scale) and is_kept:
+    if dtype == "float16" and not culprits and (whys or loss_scale) and is_kept:
         sentences.append(
             "bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of "
             f"{sum(fate.values for fate in fates):,} values none becomes zero or infinite, "
             f"{report.where}. (It keeps 8 bits of each value, float16 11.)"
         )
-    return Advice(sentences, policies, loss_scale)
+    return Advice(sentences, dict.fromkeys(whys, "float32"), loss_scale)
 
 
 def _overflowing(rows: Sequence[Row], dtype: str, where: str) -> Iterator[tuple[str, str]]:
     """Yields the layers whose outputs a dtype does not hold, and why."""
     is_first = True
-    for row in rows:
-        if row.kind != "output":
-            continue
+    for row in (each for each in rows if each.kind == "output"):
         fate, histogram = row.fate(dtype), row.histogram
         bad, total = fate.infinite, fate.values
         if not bad and row.dtype == dtype and is_first:
@@ -497,94 +458,93 @@ def _of_windows(
     Returns:
         Layers that need float32, each with the reason; sentences; and a loss scale, or None.
     """
-    now, where = round_down(report.loss_scale), report.where
-    overflowed = [r for r in rows if r.dtype == dtype and math.isfinite(r.overflowed_at)]
-    if infinite := [row for row in overflowed if not row.histogram.exponents]:
+    now, where, then = exponent_of(round_down(report.loss_scale)), report.where, []
+    narrow = [row for row in rows if row.dtype == dtype]
+    if unknown := [row for row in narrow if row.has_unknown_zeros(report.loss_scale, tolerance)]:
+        worst = max(unknown, key=lambda row: row.histogram.zeros / row.histogram.total)
+        then = [
+            f"{_share(worst.histogram.zeros, worst.histogram.total)} of `{worst.path}`"
+            f"{_others(unknown)} is zero in {dtype} at a loss scale of {report.loss_scale:g}. "
+            "Whether it is zero in float32, too, is unknown: `keras_mp.numerics.check` tells."
+        ]
+        # They do not hide an overflow.
+        if all(row.window(dtype).high >= now for row in rows):
+            return [], then, None
+    overflowed = [row for row in narrow if math.isfinite(row.overflowed_at)]
+    if infinite := [row for row in overflowed if row.is_lost]:
         at = min(row.overflowed_at for row in infinite)
-        helps = "No loss scale helps"
-        if not report.helpless:
-            helps = "Use a dynamic loss scale, which finds one"
+        helps = "Use a dynamic loss scale, which finds one"
+        if not report.step and at <= 1:
+            helps = "No loss scale helps"
         sentence = (
             f"{helps}: at {_power(at)} all of `{infinite[0].path}`{_others(infinite)} is infinite "
             f"or NaN, {where}, so its size is unknown."
         )
-        return [], [sentence], None
+        return [], [sentence, *then], None
     has_lost = overflowed or any(row.lost is None or row.lost > tolerance for row in rows)
     # If no scale is small enough, it is a layer that has to change.
     if not has_lost or (not report.step and any(row.overflowed_at <= 1 for row in rows)):
-        return [], [], None
-    allowed = Window(0, EVERYWHERE.high)  # A loss scale is at least 1.
-    windows = {row.key: row.window(dtype, tolerance) & allowed for row in rows}
-
-    def suits(row: Row, exponent: int) -> bool:
-        return windows[row.key].low <= exponent <= windows[row.key].high
-
-    for row in rows:
-        # What is lost inside of layers, histograms of what they return do not have. (A ReLU
-        # that rounding turns off makes zeros as well, but few.)
-        run_at = exponent_of(min(now, round_down(min(row.overflowed_at, 2.0**99)) / 2))
-        if (row.lost or 0.0) > max(tolerance, MANY_ZEROS) and suits(row, run_at):
-            windows[row.key] &= Window(run_at + 1, EVERYWHERE.high)
-    common = functools.reduce(Window.__and__, windows.values(), allowed)
-    needs_none = dtype == "bfloat16" and common.low == 0 <= common.high
-    if min(common.margins(now)) >= 0 or needs_none:
-        return [], [], None
+        return [], then, None
+    windows = [(row, _allowed(row, dtype, tolerance, now)) for row in rows]
+    low, high = functools.reduce(Window.__and__, (window for _, window in windows))
+    if low <= now <= high or (dtype == "bfloat16" and low == 0 <= high):
+        return [], then, None
     # If nothing suits all, it is what suits most.
-    ends = sorted({end for window in windows.values() for end in window})
-    best = max(ends, key=lambda end: sum(suits(row, end) for row in rows))
-    suited = [row for row in rows if suits(row, best)]
-    low, high = functools.reduce(Window.__and__, (windows[row.key] for row in suited), allowed)
+    best = max(
+        sorted({end for _, window in windows for end in window}),
+        key=lambda end: sum(end in window for _, window in windows),
+    )
+    suited = [window for _, window in windows if best in window]
+    low, high = functools.reduce(Window.__and__, suited, EVERYWHERE)
     lost = []
-    for row in rows:
-        if suits(row, best):
+    for row, window in windows:
+        if best in window:
             continue
         # At the nearest scale that suits the others; at its own, if nothing suits it.
-        window, others = windows[row.key], "others"
         end = high if window.low > best else low
-        if window.is_empty:
-            end, others = max(window.high, 0), "it"
-        why = _loss(row, dtype, 2.0**end)
-        if "below" in why:
-            why += f" at any scale that does not overflow {others}"
-        else:
-            why += f" at any scale at which nothing is lost of {others}"
+        end = max(window.high, 0) if window.is_empty else end
         layer = row.path.rpartition("/")[0] if row.kind == "gradient" else row.path
-        lost.append((layer, f"{why}, {where}"))
-        takers = sorted(report.takers.get(row.path, ()))
-        lost += [(each, f"it computes {_named(row)}") for each in takers]
+        lost.append((layer, f"{_loss(row, dtype, 2.0**end)} at 2^{end}, {where}"))
     if not suited:
-        return lost, [], None
+        return lost, then, None
     # In the middle of the window, and rather lower, since gradients grow at times. Other batches
     # may have larger ones, so what suits a batch is no scale to keep.
     scale = 2.0 ** ((low + high) // 2)
-    sentence = f"{'fix' if report.step else 'start'} the loss scale at {_power(scale)}: between "
     lose = "the other gradients lose no more than" if lost else "no gradient loses more than"
-    sentence += f"2^{low} and 2^{high} {lose} {100 * tolerance:g} %, {where}."
-    if lost:
-        return lost, [f"Then {sentence}"], scale
-    sentence = sentence.capitalize()
-    worst = max(rows, key=lambda row: row.fate(dtype, now).share_lost)
-    if overflowed and report.step:
+    sentence = (
+        f"{'Then ' if lost else ''}{'fix' if report.step else 'start'} the loss scale at "
+        f"{_power(scale)}: between 2^{low} and 2^{high} {lose} {100 * tolerance:g} %, {where}."
+    )
+    if not lost and overflowed and report.step:
         sentence += (
             " That only covers finite gradients. How much smaller the scale has to be for the "
             "steps that overflowed is unknown; a dynamic loss scale finds it."
         )
-    elif worst.fate(dtype, now).share_lost:
-        sentence += f" At {_power(now)}, {_loss(worst, dtype, now)}."
-    return [], [sentence], scale
+    elif not lost:
+        fates = [(row.fate(dtype, 2.0**now), row) for row in rows]
+        fate, worst = max(fates, key=lambda each: each[0].share("zero") + each[0].share("infinite"))
+        if fate.zero or fate.infinite:
+            sentence += f" At 2^{now}, {_loss(worst, dtype, 2.0**now)}."
+    return lost, [sentence[0].upper() + sentence[1:], *then], scale
+
+
+def _allowed(row: Row, dtype: str, tolerance: float, now: int) -> Window:
+    """Returns the window of a gradient, of loss scales of at least 1."""
+    window = row.window(dtype, tolerance) & Window(0, EVERYWHERE.high)
+    # What is lost inside of layers, histograms of what they return do not have. (A ReLU that
+    # rounding turns off makes zeros as well, but few.)
+    ran_at = math.floor(min(now, math.log2(row.overflowed_at) - 1))
+    if (row.lost or 0.0) > max(tolerance, MANY_ZEROS) and ran_at in window:
+        return window & Window(ran_at + 1, EVERYWHERE.high)
+    return window
 
 
 def _loss(row: Row, dtype: str, loss_scale: float) -> str:
     """Says how much of a gradient a dtype loses at a loss scale."""
     fate = row.fate(dtype, loss_scale)
     lost, how = (fate.infinite, "beyond") if fate.infinite else (fate.zero, "below")
-    share = _share(lost, fate.values)
-    return f"{share} of {_named(row)} is {how} {dtype}"
-
-
-def _named(row: Row) -> str:
-    """Returns what a sentence calls a gradient."""
-    return f"`{row.path}`" if row.kind == "gradient" else f"the gradient of `{row.path}`'s output"
+    name = f"`{row.path}`" if row.kind == "gradient" else f"the gradient of `{row.path}`'s output"
+    return f"{_share(lost, fate.values)} of {name} is {how} {dtype}"
 
 
 def _others(rows: Sequence[object]) -> str:

@@ -6,18 +6,19 @@ layers, with what went in, what came out, and the gradients, all of it on the de
 `call` of each layer is watched: its arguments have been cast by then.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api, losses
-from keras_mp.conversion import compute_dtypes, convert
+from keras_mp.conversion import convert
 from keras_mp.layer_calls import layer_observers, model_outputs
 from keras_mp.layer_calls.layer_observers import LayerCall, LayerObserver
 from keras_mp.loss_scale_optimizer import wrappers_among
@@ -25,6 +26,7 @@ from keras_mp.models.layer_paths import layers_by_path, native_variable, variabl
 from keras_mp.numerics import own_thread
 from keras_mp.numerics.batches import Batch, Structure
 from keras_mp.numerics.records import (
+    NOISY_RUNS,
     UNIT_ROUNDOFF,
     Distance,
     Noise,
@@ -34,7 +36,6 @@ from keras_mp.numerics.records import (
 )
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import marks
-from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 LOSS = "loss"
 
@@ -44,9 +45,6 @@ _Structure = TypeVar("_Structure")
 Called = tf.keras.layers.Layer | Callable[..., Any]
 
 Change = Callable[[tf.Tensor], tf.Tensor]
-
-# Called with a batch and the predictions of the model.
-Loss = Callable[[Batch, Structure], tf.Tensor]
 
 # A loss of `tf.keras`, by name or not, or a function of labels and predictions.
 GivenLoss = str | tf.keras.losses.Loss | Callable[..., tf.Tensor]
@@ -111,38 +109,46 @@ class Call:
         self.quantities = outputs | backward
         return self
 
-    def explain(self, moved: "Call") -> None:
-        """Raises what rounding explains to what noise has moved.
-
-        Args:
-            moved: the same call, with noise.
-        """
-        for key, quantity in self.quantities.items():
-            found = moved.quantities.get(key)
-            # A tensor that its layer returns and uses has no gradient once noise replaces it.
-            distance = math.inf if found is None else apart(found.values, quantity.values)
-            quantity.explained = max(quantity.explained, distance)
-
-    def distances(self, other: "Call", side: str, largest: float) -> dict[str, Distance]:
-        """Measures how far its tensors are from those of the reference, by their names.
+    def distances(self, other: "Call", side: str) -> list[Distance]:
+        """Measures how far its tensors are from those of the reference.
 
         Args:
             other: the same call in the reference, of which it is known what rounding explains.
             side: "forward" or "backward".
-            largest: the size of the largest gradient that is known.
         """
-        unit, found = max(UNIT_ROUNDOFF[self.dtype], UNIT_ROUNDOFF[other.dtype]), {}
-        beside = largest if side == "backward" else 0.0
-        for key, value in self.quantities.items():
-            reference = other.quantities.get(key)
-            if key[0] != side or reference is None:
-                continue
-            both = value.values, reference.values
-            found[key[1]] = Distance.of(*both, reference.explained, unit, beside)
-            if value.not_finite and not reference.not_finite:
-                # Those may not be in the sample of a large tensor.
-                found[key[1]] = Distance(math.inf, math.inf)
-        return found
+        unit = max(UNIT_ROUNDOFF[self.dtype], UNIT_ROUNDOFF[other.dtype])
+        return [
+            value.distance(other.quantities[key], unit)
+            for key, value in self.quantities.items()
+            if key[0] == side and key in other.quantities
+        ]
+
+
+def explain(
+    calls: Sequence[Call], again: Callable[[Noise], Sequence[Call]], unit: float
+) -> Sequence[Call]:
+    """Finds out what rounding explains: the largest effect of a few runs with noise.
+
+    Args:
+        calls: those of a run, measured.
+        again: makes and measures them with noise.
+        unit: float. The unit roundoff.
+    """
+    for seed in range(NOISY_RUNS):
+        moved = again(Noise(unit, seed))
+        is_same = [each.path for each in calls] == [each.path for each in moved]
+        for call, other in zip(calls, moved if is_same else ()):
+            for key, quantity in call.quantities.items():
+                found = other.quantities.get(key)
+                # A tensor that its layer returns and uses has no gradient once noise replaces it.
+                distance = math.inf if found is None else apart(found.values, quantity.values)
+                quantity.explained = max(quantity.explained, distance)
+    known = (each for call in calls for each in call.quantities.items())
+    gradients = [quantity for (side, _), quantity in known if side == "backward"]
+    largest = max((quantity.size for quantity in gradients), default=0.0)
+    for quantity in gradients:
+        quantity.beside = largest
+    return calls
 
 
 class Watch(LayerObserver):
@@ -245,11 +251,6 @@ def is_floating(value: object) -> TypeGuard[tf.Tensor]:
     return isinstance(value, tf.Tensor) and value.dtype.is_floating
 
 
-def shape_of(tensor: tf.Tensor) -> tuple[int, ...]:
-    """Returns the shape of an eager tensor."""
-    return cast(tuple[int, ...], tuple(tensor.shape))
-
-
 def _named(root: Any) -> Iterator[tuple[str, Any]]:
     """Yields a model or layer, and the layers inside of it, with their paths."""
     if not hasattr(root, "call"):
@@ -267,16 +268,8 @@ def _named(root: Any) -> Iterator[tuple[str, Any]]:
 
 
 def named_weights(layer: Any) -> dict[str, Any]:
-    """Returns the trainable weights of a layer or model, by names that a copy of it has as well.
-
-    Keras 3 may give a copy other paths, so equal names are told apart by their order.
-    """
-    weights = getattr(layer, "trainable_weights", ())
-    names = [weight.name.partition(":")[0].rpartition("/")[2] for weight in weights]
-    return {
-        name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})": weight
-        for i, (name, weight) in enumerate(zip(names, weights))
-    }
+    """Returns the trainable weights of a layer or model, by names that a copy of it has as well."""
+    return {f"weight {i}": each for i, each in enumerate(getattr(layer, "trainable_weights", ()))}
 
 
 def compiled(
@@ -296,43 +289,13 @@ def optimizer_of(model: tf.keras.Model) -> Any:
     return keras_api.deserialize_optimizer(keras_api.serialize_optimizer(model.optimizer))
 
 
-def loss_of(
-    model: tf.keras.Model,
-    original: tf.keras.Model,
-    batch: Batch,
-    loss: GivenLoss | None = None,
-) -> Loss:
-    """Returns the loss of a model: the one that is given, else that which it is compiled with.
-
-    Args:
-        model: what will be run: `original`, or a copy that is compiled as it is.
-        original: the model of the user, which may be compiled.
-        batch: Batch. Without labels, or without a loss, it is `signed_mean` of the outputs.
-        loss: a loss of `tf.keras`, by name or not, or a function; None for that of `original`.
-    """
-    function = None if loss is None else losses.get(loss)
-    if batch.y is None or (function is None and not getattr(original, "loss", None)):
-        return signed_mean
-    with_loss: Any = model if getattr(model, "loss", None) else original
-
-    def value(batch: Batch, prediction: Structure) -> tf.Tensor:
-        if function is not None:
-            weight = () if batch.sample_weight is None else (batch.sample_weight,)
-            mean = tf.cast(tf.reduce_mean(function(batch.y, prediction, *weight)), tf.float32)
-            return tf.add_n([mean, *(tf.cast(each, mean.dtype) for each in model.losses)])
-        keras_api.build_loss(with_loss, prediction)
-        with own_thread.without_metrics(with_loss):
-            return with_loss.compute_loss(batch.x, batch.y, prediction, batch.sample_weight)
-
-    return value
-
-
-def signed_mean(batch: Batch | None, prediction: Structure) -> tf.Tensor:
+def signed_mean(prediction: Structure) -> tf.Tensor:
     """Returns the mean of the outputs with random signs, so that they do not cancel."""
-    del batch
     random = np.random.default_rng(0)
     parts = [
-        tf.reduce_mean(tf.cast(output, tf.float32) * random.choice([-1.0, 1.0], shape_of(output)))
+        tf.reduce_mean(
+            tf.cast(output, tf.float32) * random.choice([-1.0, 1.0], output.numpy().shape)
+        )
         for output in floating(prediction)
     ]
     return tf.add_n(parts)
@@ -391,6 +354,11 @@ class Run(NamedTuple):
             call.measure(gradients, self.loss_scale)
         return self.calls
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether no gradient overflows, as far as that can be told: the loss does not either."""
+        return not math.isfinite(self.loss) or are_finite(self.all_gradients())
+
     def all_gradients(self) -> list[tf.Tensor]:
         """The gradients of outputs and of weights, multiplied by the loss scale."""
         of_outputs = (each for call in self.calls for each in call.gradients if each is not None)
@@ -403,22 +371,9 @@ class Run(NamedTuple):
         return {path: self.gradients.get(names[id(weight)]) for path, (weight, _) in paths}
 
 
-class Passed(NamedTuple):
-    """What a forward pass leaves for the backward pass.
-
-    Attributes:
-        targets: list of tensors: the loss alone, or outputs.
-        sources: dict of what gradients are computed of, by name, beside the outputs of calls.
-        upstream: the gradients of outputs; None for a loss, whose gradient is the loss scale.
-    """
-
-    targets: list[tf.Tensor]
-    sources: Mapping[str, Any]
-    upstream: list[tf.Tensor] | None = None
-
-
-# Runs something on a batch, and leaves the calls that it takes to a `Watch`.
-Forward = Callable[[Any, Batch, Watch, tf.GradientTape], Passed]
+# Runs something on a batch, and leaves the calls that it takes to a `Watch`. Returns the loss, or
+# outputs with the gradients of these; and by name what else gradients are computed of.
+Forward = Callable[[Batch, Watch, tf.GradientTape], Any]
 
 
 @dataclasses.dataclass(eq=False)
@@ -428,7 +383,7 @@ class Runner:
     Args:
         model: of `tf.keras`, or a layer, or what else has the variables.
         batch: Batch. Of a function or layer, x is its arguments.
-        forward: Forward: `of_model`, `of_step`, or that of a function or layer.
+        forward: Forward, of the model or layer.
         numbers: list of random numbers. Runners whose runs are to be compared share it.
     """
 
@@ -436,16 +391,6 @@ class Runner:
     batch: Batch
     forward: Forward
     numbers: list[tf.Tensor]
-
-    @property
-    def name(self) -> str:
-        """What is run, and in which dtype."""
-        # A model that was loaded may have another policy than its layers.
-        # The model that a Sequential of Keras 3 makes when it is first called has the global one.
-        dtypes = compute_dtypes(self.model) & {*LOW_PRECISION_NAMES}
-        has_its_own = not dtypes or self.model.compute_dtype in dtypes
-        name = self.model.dtype_policy.name if has_its_own else " and ".join(sorted(dtypes))
-        return f"{self.model.name} in {name}"
 
     def run(self, loss_scale: float = 1.0, noise: Noise | None = None) -> Run:
         """Runs it forwards and backwards.
@@ -468,17 +413,17 @@ class Runner:
             weights = named_weights(self.model).values() if is_built else ()
             tape.watch([native_variable(weight) for weight in weights])
             with watch.over(self.model):
-                targets, sources, upstream = self.forward(self.model, batch, watch, tape)
+                targets, upstream, sources = self.forward(batch, watch, tape)
             loss = math.nan if upstream is not None else float(targets[0])
             upstream = [tf.cast(loss_scale, targets[0].dtype)] if upstream is None else upstream
             outputs = [call.outputs for call in watch.calls]
             inputs = [call.inputs for call in watch.calls]
-            of = [outputs, inputs, list(sources.values())]
+            of = [outputs, inputs, {**sources, **named_weights(self.model)}]
             found: Any = tape.gradient(targets, of, upstream)
         of_outputs, of_inputs, of_sources = found
         for call, call.gradients, values, found in zip(watch.calls, of_outputs, inputs, of_inputs):
             call.trained_through = {id(v) for v, g in zip(values, found) if g is not None}
-        pairs = zip(sources, of_sources, strict=True)
+        pairs = of_sources.items()
         gradients = {name: tf.convert_to_tensor(each) for name, each in pairs if each is not None}
         return Run(self.model, watch.calls, gradients, loss, loss_scale)
 
@@ -488,58 +433,75 @@ class Runner:
         Args:
             loss_scale: the first one; None for that with which the model would begin to train.
         """
-        scale = first_scale(self.model) if loss_scale is None else loss_scale
-        while True:
-            run = self.run(scale)
-            if scale <= 1 or not math.isfinite(run.loss) or are_finite(run.all_gradients()):
-                return run
-            scale = max(1.0, scale / 2)
+        first = first_scale(self.model) if loss_scale is None else loss_scale
+        halvings = math.ceil(math.log2(max(first, 1.0)))
+        scales = [max(1.0, first / 2**times) for times in range(1, halvings + 1)]
+        run = self.run(first)
+        if run.is_sound or not scales:
+            return run
+        # What overflows at one scale does so at all that are larger.
+        sound = bisect.bisect_left(scales[:-1], True, key=lambda each: self.run(each).is_sound)
+        return self.run(scales[sound])
 
 
-def of_model(loss: Loss = signed_mean, training: bool = True) -> Forward:
-    """Returns the forward pass of a model with a loss.
-
-    Args:
-        loss: Loss.
-        training: bool. Whether layers are called with `training=True`.
-    """
-
-    def forward(model: Any, batch: Batch, watch: Watch, _: tf.GradientTape) -> Passed:
-        prediction = model(batch.x, training=training)
-        pairs = zip(watch.calls[-1].outputs, floating(prediction))
-        watch.replace([each for each in pairs if each[0].dtype != each[1].dtype])
-        value = watch.run(LOSS, functools.partial(loss, batch), prediction)
-        return _loss_of(value, LOSS, model)
-
-    return forward
-
-
-def of_step(step: Callable[..., tf.Tensor]) -> Forward:
-    """Returns the forward pass of a function that takes a model, `x` and `y`; it has the loss."""
-
-    def forward(model: Any, batch: Batch, *_: Any) -> Passed:
-        return _loss_of(step(model, batch.x, batch.y), "step", model)
-
-    return forward
-
-
-def _loss_of(value: Any, name: str, model: Any) -> Passed:
-    if not isinstance(value, tf.Tensor | tf.Variable) or value.shape.rank != 0:
-        shape = f", of the shape {value.shape}" if hasattr(value, "shape") else ""
-        raise ValueError(
-            f"Expected `{name}` to return the loss, a scalar tensor. "
-            f"Received: {type(value).__name__}{shape}"
-        )
-    return Passed([tf.convert_to_tensor(value)], named_weights(model))
-
-
-def runners(
+def runner_of(
     model: tf.keras.Model,
+    original: tf.keras.Model,
     batch: Batch,
-    reference: Any = "float32",
+    numbers: list[tf.Tensor],
     loss: GivenLoss | None = None,
     step: Callable[..., tf.Tensor] | None = None,
     training: bool = True,
+) -> Runner:
+    """Returns what runs a model with its loss.
+
+    Without labels, or without a loss, the loss is `signed_mean` of the outputs.
+
+    Args:
+        model: what is run: `original`, or a copy that is compiled as it is.
+        original: the model of the user, which may be compiled.
+        batch: Batch.
+        numbers: as `Runner` has them.
+        loss: as for `check`; None for that of `original`.
+        step: as for `check`.
+        training: as for `check`.
+    """
+    function = None if loss is None else losses.get(loss)
+    is_known = batch.y is not None and (function is not None or getattr(original, "loss", None))
+    with_loss: Any = model if getattr(model, "loss", None) else original
+
+    def loss_of(batch: Batch, prediction: Structure) -> tf.Tensor:
+        if not is_known:
+            return signed_mean(prediction)
+        if function is not None:
+            weight = () if batch.sample_weight is None else (batch.sample_weight,)
+            mean = tf.cast(tf.reduce_mean(function(batch.y, prediction, *weight)), tf.float32)
+            return tf.add_n([mean, *(tf.cast(each, mean.dtype) for each in model.losses)])
+        keras_api.build_loss(with_loss, prediction)
+        with own_thread.without_metrics(with_loss):
+            return with_loss.compute_loss(batch.x, batch.y, prediction, batch.sample_weight)
+
+    def forward(batch: Batch, watch: Watch, _: tf.GradientTape) -> Any:
+        if step is not None:
+            value: Any = step(model, batch.x, batch.y)
+        else:
+            prediction = model(batch.x, training=training)
+            pairs = zip(watch.calls[-1].outputs, floating(prediction))
+            watch.replace([each for each in pairs if each[0].dtype != each[1].dtype])
+            value = watch.run(LOSS, functools.partial(loss_of, batch), prediction)
+        if not isinstance(value, tf.Tensor | tf.Variable) or value.shape.rank != 0:
+            shape = f", of the shape {value.shape}" if hasattr(value, "shape") else ""
+            raise ValueError(
+                f"Expected `{'step' if step else LOSS}` to return the loss, a scalar tensor. "
+                f"Received: {type(value).__name__}{shape}"
+            )
+        return [tf.convert_to_tensor(value)], None, {}
+
+    return Runner(model, batch, forward, numbers)
+
+
+def runners(
+    model: tf.keras.Model, batch: Batch, reference: Any = "float32", **how: Any
 ) -> tuple[Runner, Runner]:
     """Returns what runs a model, and what runs its reference, with the same random numbers.
 
@@ -547,18 +509,13 @@ def runners(
         model: of `tf.keras`, built.
         batch: Batch.
         reference: a policy for a copy of the model, or a model with the same layers.
-        loss: as for `check`.
-        step: as for `check`.
-        training: as for `check`.
+        **how: `loss`, `step` and `training`, as for `check`.
     """
-    numbers: list[tf.Tensor] = []
     is_given = isinstance(reference, tf.keras.Model)
-
-    def runner(each: tf.keras.Model) -> Runner:
-        forward = of_step(step) if step else of_model(loss_of(each, model, batch, loss), training)
-        return Runner(each, batch, forward, numbers)
-
-    return runner(model), runner(reference if is_given else compiled(model, reference, "sgd"))
+    wide = reference if is_given else compiled(model, reference, "sgd")
+    numbers: list[tf.Tensor] = []
+    first, second = (runner_of(each, model, batch, numbers, **how) for each in (model, wide))
+    return first, second
 
 
 def replay(
@@ -586,7 +543,7 @@ def replay(
         cast = tf.cast(value, dtype) if dtype and value.dtype.size < 4 else tf.identity(value)
         return marks.copy(value, cast)
 
-    def forward(layer: Called, batch: Batch, watch: Watch, tape: tf.GradientTape) -> Passed:
+    def forward(batch: Batch, watch: Watch, tape: tf.GradientTape) -> Any:
         pairs = zip(tf.nest.flatten((call.args, call.kwargs)), tf.nest.flatten(batch.x))
         inputs = [value for was, value in pairs if id(was) in call.trained_through]
         tape.watch(inputs)
@@ -605,8 +562,8 @@ def replay(
             for output, gradient in zip(again.outputs, upstream)
             if gradient is not None and gradient.shape == output.shape
         ]
-        sources = {f"input {i}": value for i, value in enumerate(inputs)} | named_weights(layer)
-        return Passed([each for each, _ in pairs], sources, [each for _, each in pairs])
+        sources = {f"input {i}": value for i, value in enumerate(inputs)}
+        return [each for each, _ in pairs], [each for _, each in pairs], sources
 
     batch = Batch(map_floating(given, (call.args, call.kwargs)))
     return Runner(layer, batch, forward, [*call.numbers]).run(noise=noise)

@@ -22,20 +22,16 @@ from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics import own_thread, patterns
 from keras_mp.numerics.batches import Batch, Batches, Structure
 from keras_mp.numerics.census import census
-from keras_mp.numerics.histogram import format_of
-from keras_mp.numerics.records import array, is_noise, jitter, relative
+from keras_mp.numerics.histogram import format_of, round_down
+from keras_mp.numerics.records import MOST_NOISE, array, jitter, relative, share_off
 from keras_mp.numerics.results import Result
 from keras_mp.numerics.run import (
     GivenLoss,
-    Loss,
     Run,
-    Runner,
     check_same_calls,
     compiled,
-    loss_of,
-    of_model,
     replay,
-    signed_mean,
+    runner_of,
 )
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import text_tables, validation
@@ -76,7 +72,7 @@ class Errors(NamedTuple):
 
     def __str__(self) -> str:
         what = ("outputs", "loss", f"gradients of {self.layer}")[self[:3].index(self.largest)]
-        return f"{what} {_number(self.largest)}{' off' * math.isfinite(self.largest)}"
+        return f"{what} {share_off(self.largest)}{' off' * math.isfinite(self.largest)}"
 
 
 class TunedLayer(NamedTuple):
@@ -123,6 +119,8 @@ class Tuned(Result):
         layers: tuple of `TunedLayer`s, in the order of the model.
         errors: tuple of `Errors`, of each batch that the policies were looked for with.
         held_out: tuple of `Errors`, of each batch that was held out.
+        policies: dict of policies by paths of layers, for `keras_mp.convert`; that of the model is
+            at "".
         model: the model with these policies, not compiled.
         loss_scale: float or None. The scale to begin with, at which no gradient of these batches
             overflows; None where none is needed.
@@ -131,7 +129,7 @@ class Tuned(Result):
 
     >>> from keras_mp.numerics.tune import TunedLayer
     >>> layer = TunedLayer("dense", "Dense", "mixed_float16", 8, 0.0, "")
-    >>> tuned = keras_mp.numerics.Tuned("model", "float16", 0.05, (layer,), (), (), None)
+    >>> tuned = keras_mp.numerics.Tuned("model", "float16", 0.05, (layer,), (), (), {}, None)
     >>> tuned
     <Tuned 'model': 1 of 1 layers in mixed_float16>
     >>> tuned.share
@@ -144,14 +142,9 @@ class Tuned(Result):
     layers: tuple[TunedLayer, ...]
     errors: tuple[Errors, ...]
     held_out: tuple[Errors, ...]
+    policies: dict[str, str]
     model: Any = dataclasses.field(compare=False)
     loss_scale: float | None = None
-
-    @property
-    def policies(self) -> dict[str, str]:
-        """The policies by paths of layers, for `keras_mp.convert`; that of the model is at ""."""
-        of_model = f"mixed_{self.dtype}" if self._in_16_bits else "float32"
-        return {"": of_model} | {layer.path: layer.policy for layer in self.layers}
 
     @property
     def share(self) -> float:
@@ -160,26 +153,24 @@ class Tuned(Result):
         return sum(layer.multiplications for layer in self._in_16_bits) / total if total else 0.0
 
     @property
+    def _summary(self) -> str:
+        return f"{len(self._in_16_bits)} of {len(self.layers)} layers in mixed_{self.dtype}"
+
+    @property
     def _in_16_bits(self) -> list[TunedLayer]:
         return [layer for layer in self.layers if layer.is_in_16_bits]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the policies, which `convert` takes, and all that was measured."""
-        described = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del described["model"]
-        return {**described, "policies": self.policies}
+        fields = (each.name for each in dataclasses.fields(self) if each.compare)
+        return {name: getattr(self, name) for name in fields}
 
     def __repr__(self) -> str:
-        return (
-            f"<Tuned {self.name!r}: {len(self._in_16_bits)} of {len(self.layers)} layers in "
-            f"mixed_{self.dtype}>"
-        )
+        return f"<Tuned {self.name!r}: {self._summary}>"
 
     def _lines(self, rows: int | None) -> Iterator[str]:
-        yield (
-            f"{text_tables.fitted(self.name, 30)}: {len(self._in_16_bits)} of {len(self.layers)} "
-            f"layers in mixed_{self.dtype}, {self.share:.1%} of the multiplications"
-        )
+        name = text_tables.fitted(self.name, 30)
+        yield f"{name}: {self._summary}, {self.share:.1%} of the multiplications"
         yield ""
         distances: list[tuple[str, ...]] = [
             ("Off by, relative to float32", "Outputs", "Loss", "Gradients")
@@ -187,9 +178,9 @@ class Tuned(Result):
         for name, found in (("tuned on", self.errors), ("held out", self.held_out)):
             columns = list(zip(*(each[:3] for each in found)))
             of = f"{len(found)} batch{'es' * (len(found) != 1)} {name}"
-            distances.append((f"{of}, worst", *(_number(max(each)) for each in columns)))
+            distances.append((f"{of}, worst", *(share_off(max(each)) for each in columns)))
             means = (sum(each) / len(each) for each in columns)
-            distances.append((f"{of}, mean", *map(_number, means)))
+            distances.append((f"{of}, mean", *map(share_off, means)))
         yield from text_tables.aligned(distances)
         scale = f"; initial loss scale: {self.loss_scale:g}" if self.loss_scale else ""
         yield f"Tolerance: {self.tolerance:g}{scale}"
@@ -286,6 +277,11 @@ def tune(
     with own_thread.random_numbers(seed):
         reference = compiled(model, "float32", "sgd")
         units = _units(reference)
+        if made[0].y is None or (loss is None and not getattr(model, "loss", None)):
+            raise ValueError(
+                "Expected batches (x, y) with labels, and a loss: pass `loss`, or compile the "
+                f"model {model.name!r}. Received: loss={loss!r}"
+            )
         left_out = patterns.chosen("leave_out", leave_out, units)
         included = patterns.chosen("include", include, units)
         candidates = [path for path in included if path not in left_out]
@@ -304,30 +300,31 @@ def tune(
 
         with Progress("tune", parts=None) as progress:
             policy = f"mixed_{dtype}"
-            search = _Search(model, reference, units, policy, loss, tolerance, made, progress)
-            own = search.prepare(candidates)
-            chosen = search.add(sorted(candidates, key=cost), [], range(len(given)))
-            reasons = dict(search.refused)
-            search.refused.clear()
-            kept = search.add(chosen, [], range(len(made)))
+            own = dict.fromkeys(candidates, 0.0)
+            search = _Search(model, reference, units, policy, loss, tolerance, progress, own)
+            references = [search.reference_of(batch) for batch in made]
+            chosen = search.add(sorted(candidates, key=cost), [], references[: len(given)])
+            reasons, search.refused = search.refused, {}
+            kept = search.add(chosen, [], references)
             reasons |= {path: f"held out: {why}" for path, why in search.refused.items()}
-            errors = [search.errors(kept, i) for i in range(len(made))]
-
-        def row(path: str, layer: tf.keras.layers.Layer) -> TunedLayer:
+            errors = [search.errors(kept, each) for each in references]
+        layers = []
+        for path, layer in units.items():
             name, reason = "float32", reasons.get(path, "left out, or not included")
             if path in kept:
                 name, reason = policy, "within the tolerance"
-            return TunedLayer(path, type(layer).__name__, name, work[path], own.get(path), reason)
-
+            numbers = name, work[path], own.get(path), reason
+            layers.append(TunedLayer(path, type(layer).__name__, *numbers))
         return Tuned(
             model.name,
             dtype,
             tolerance,
-            tuple(row(path, layer) for path, layer in units.items()),
+            tuple(layers),
             tuple(errors[: len(given)]),
             tuple(errors[len(given) :]),
+            search.policies(kept),
             convert(model, search.policies(kept)),
-            search.loss_scale if dtype == "float16" and kept else None,
+            min(of.scale for of in references) if dtype == "float16" and kept else None,
         )
 
 
@@ -402,32 +399,32 @@ class _Reference(NamedTuple):
         numbers: random numbers that were drawn, in the dtypes of a model in 16 bits.
         results: what `_results` returns of its run.
         noise: set of the keys of gradients that are rounding noise.
-        loss_scale: float. The largest at which no gradient of float32 overflows in float16, or that
-            with which training begins if that is smaller.
+        scale: float. The largest loss scale at which no gradient of float32 overflows in float16,
+            or that with which training begins if that is smaller.
+        errors: dict of how far models are from it, by their layers in 16 bits.
     """
 
     batch: Batch
     numbers: list[tf.Tensor]
     results: _Results
     noise: set[tuple[str, str]]
-    loss_scale: float
+    scale: float
+    errors: dict[frozenset[str], Errors]
 
 
 @dataclasses.dataclass
 class _Search:
     """Models with some layers in 16 bits, and how far they are from float32.
 
-    Args:
+    Attributes:
         model: of the user.
         reference: the same in float32.
         units: layers of that by their paths.
         policy: str, of layers in 16 bits.
         loss: of the user, or None.
         tolerance: float.
-        batches: list of Batch.
         progress: Progress, which is told what is run.
-
-    Attributes:
+        own: dict of the errors by themselves of the layers that may be in 16 bits, by their paths.
         refused: dict of the paths of layers that were too far off, with how far they were.
     """
 
@@ -437,54 +434,50 @@ class _Search:
     policy: str
     loss: GivenLoss | None
     tolerance: float
-    batches: Sequence[Batch]
     progress: Progress
+    own: dict[str, float]
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.refused: dict[str, str] = {}
-        self._references: list[_Reference] = []
-        self._errors: dict[tuple[frozenset[str], int], Errors] = {}
         # One model at a time, for all batches.
-        self._model = functools.lru_cache(maxsize=1)(self._new_model)
+        self._mixed = functools.lru_cache(maxsize=1)(
+            lambda chosen: compiled(self.model, self.policies(chosen), "sgd")
+        )
 
-    def prepare(self, candidates: Sequence[str]) -> dict[str, float]:
-        """Runs each batch in float32, and returns the errors of the candidates by themselves."""
-        own = dict.fromkeys(candidates, 0.0)
-        loss = self._loss(self.reference)
-        for i, batch in enumerate(self.batches):
-            self.progress.begin(f"batch {i + 1} of {len(self.batches)} in both dtypes")
-            numbers: list[tf.Tensor] = []
-            # This run draws the random numbers, and all dtypes hold those of the narrowest one.
-            narrow = self._run(candidates, batch, numbers)
-            runner = Runner(self.reference, batch, of_model(loss), numbers)
-            wide = runner.run()
-            if not math.isfinite(wide.loss):
-                raise ValueError(
-                    f"Expected batches with a finite loss in float32. Received one whose loss is "
-                    f"{wide.loss}: keras_mp.numerics.check, with it, says why."
-                )
-            check_same_calls(narrow, wide)
-            results, moved = _results(wide), _results(runner.run(noise=jitter(i)))
-            noise = {
-                key
-                for key, value in results.items()
-                if key[0] == "gradients" and (is_noise(value, moved[key]) or not value.any())
-            }
-            scale = max(1.0, _scale_for(wide.all_gradients()))
-            reference = _Reference(batch, numbers, results, noise, scale)
-            self._references.append(reference)
-            self._errors[frozenset(candidates), i] = _apart(narrow, reference)
-            for path, error in self._own_errors(candidates, narrow, wide, scale).items():
-                own[path] = max(own[path], error)
-        return own
+    def reference_of(self, batch: Batch) -> _Reference:
+        """Runs a batch in float32, and layers by themselves in 16 bits."""
+        self.progress.begin("a batch in both dtypes")
+        numbers: list[tf.Tensor] = []
+        # This run draws the random numbers, and all dtypes hold those of the narrowest one.
+        narrow = self._run(self.own, batch, numbers)
+        runner = runner_of(self.reference, self.model, batch, numbers, self.loss)
+        wide = runner.run()
+        if not math.isfinite(wide.loss):
+            raise ValueError(
+                f"Expected batches with a finite loss in float32. Received one whose loss is "
+                f"{wide.loss}: keras_mp.numerics.check, with it, says why."
+            )
+        check_same_calls(narrow, wide)
+        results, moved = _results(wide), _results(runner.run(noise=jitter()))
+        noise = {
+            key
+            for key, value in results.items()
+            if key[0] == "gradients"
+            and (relative(moved[key], value) > MOST_NOISE or not value.any())
+        }
+        scale = _scale_for(wide.all_gradients())
+        self._run_alone(narrow, wide, scale)
+        found = _Reference(batch, numbers, results, noise, scale, {})
+        found.errors[frozenset(self.own)] = _apart(narrow, found)
+        return found
 
-    def add(self, group: list[str], chosen: list[str], where: Sequence[int]) -> list[str]:
+    def add(self, group: list[str], chosen: list[str], where: Sequence[_Reference]) -> list[str]:
         """Adds layers to those that compute in 16 bits, as many as the tolerance allows.
 
         Args:
             group: the layers, the best first.
             chosen: those that already do.
-            where: numbers of the batches to look at.
+            where: the batches to look at.
 
         Returns:
             `chosen` and those of `group` that went in.
@@ -492,11 +485,11 @@ class _Search:
         if not group:
             return chosen
         both = [*chosen, *group]
-        errors = (self.errors(both, i) for i in where)
+        errors = (self.errors(both, each) for each in where)
         failure = next((str(each) for each in errors if not each.largest <= self.tolerance), None)
         if failure is None:
             return both
-        if len(group) == 1 or self._model.cache_info().misses >= _MOST_MODELS:
+        if len(group) == 1 or self._mixed.cache_info().misses >= _MOST_MODELS:
             others = f", with {len(group) - 1} others" if len(group) > 1 else ""
             self.refused |= dict.fromkeys(group, failure + others)
             return chosen
@@ -504,19 +497,13 @@ class _Search:
         first, second = group[:middle], group[middle:]
         return self.add(second, self.add(first, chosen, where), where)
 
-    def errors(self, chosen: Sequence[str], i: int) -> Errors:
+    def errors(self, chosen: Sequence[str], reference: _Reference) -> Errors:
         """Returns how far a model is from float32 on a batch."""
-        key, reference = (frozenset(chosen), i), self._references[i]
-        if key not in self._errors:
+        batch, numbers, *_, scale, known = reference
+        if frozenset(chosen) not in known:
             self.progress.begin(f"{len(chosen)} layers in {self.policy}")
-            run = self._run(chosen, reference.batch, reference.numbers, reference.loss_scale)
-            self._errors[key] = _apart(run, reference)
-        return self._errors[key]
-
-    @property
-    def loss_scale(self) -> float:
-        """The largest loss scale at which no gradient of a batch overflows."""
-        return min(reference.loss_scale for reference in self._references)
+            known[frozenset(chosen)] = _apart(self._run(chosen, batch, numbers, scale), reference)
+        return known[frozenset(chosen)]
 
     def policies(self, chosen: Collection[str]) -> dict[str, str]:
         """Returns the policies of a model with these layers in 16 bits."""
@@ -525,14 +512,14 @@ class _Search:
 
     def _run(
         self,
-        chosen: Sequence[str],
+        chosen: Collection[str],
         batch: Batch,
         numbers: list[tf.Tensor],
         loss_scale: float | None = None,
     ) -> Run:
         try:
-            model, loss = self._model(frozenset(chosen))
-            runner = Runner(model, batch, of_model(loss), numbers)
+            model = self._mixed(frozenset(chosen))
+            runner = runner_of(model, self.model, batch, numbers, self.loss)
             return runner.run_as_trained(loss_scale)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
             raise ValueError(
@@ -541,26 +528,9 @@ class _Search:
                 f"{batches_of.reason(error)}"
             ) from error
 
-    def _new_model(self, chosen: frozenset[str]) -> tuple[tf.keras.Model, Loss]:
-        model = compiled(self.model, self.policies(chosen), "sgd")
-        return model, self._loss(model)
-
-    def _loss(self, model: tf.keras.Model) -> Loss:
-        batch = self.batches[0]
-        loss = loss_of(model, self.model, batch, self.loss)
-        if loss is signed_mean:
-            raise ValueError(
-                "Expected batches (x, y) with labels, and a loss: pass `loss`, or compile the "
-                f"model {self.model.name!r}. Received: loss={self.loss!r}"
-            )
-        return loss
-
-    def _own_errors(
-        self, candidates: Sequence[str], narrow: Run, wide: Run, scale: float
-    ) -> dict[str, float]:
+    def _run_alone(self, narrow: Run, wide: Run, scale: float) -> None:
         """Runs each layer in both dtypes, on the inputs that it had in float32."""
-        paths = {id(self.units[path]): path for path in candidates}
-        errors: dict[str, float] = {}
+        paths = {id(self.units[path]): path for path in self.own}
         for call, exact_call in zip(narrow.calls, wide.calls, strict=True):
             path = paths.get(id(exact_call.layer))
             if path is None:
@@ -569,21 +539,20 @@ class _Search:
             exact = replay(exact_call, exact_call.layer, upstream)
             scaled = [None if each is None else each * scale for each in upstream]
             one = replay(exact_call, call.layer, scaled)
-            both = [each for each in exact.gradients if each in one.gradients]
-            gradients = [one.gradients[each] for each in both]
-            forward = relative(_joined(one.outputs), _joined(exact.outputs))
-            backward = relative(_joined(gradients) / scale, _joined(exact.gradients.values()))
-            errors[path] = max(errors.get(path, 0.0), forward, backward)
-        return errors
+            gradients = [one.gradients[each] for each in exact.gradients if each in one.gradients]
+            self.own[path] = max(
+                self.own[path],
+                relative(_joined(one.outputs), _joined(exact.outputs)),
+                relative(_joined(gradients) / scale, _joined(exact.gradients.values())),
+            )
 
 
 def _scale_for(gradients: Iterable[tf.Tensor]) -> float:
     """Returns the largest usual loss scale at which gradients do not overflow in float16."""
     sizes = (float(tf.reduce_max(tf.abs(each))) for each in gradients)
     largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
-    if not largest:
-        return INITIAL_LOSS_SCALE
-    return min(INITIAL_LOSS_SCALE, 2.0 ** math.floor(math.log2(float(tf.float16.max) / largest)))
+    scale = round_down(float(tf.float16.max) / largest) if largest else INITIAL_LOSS_SCALE
+    return max(1.0, min(INITIAL_LOSS_SCALE, scale))
 
 
 def _results(run: Run) -> _Results:
@@ -614,16 +583,10 @@ def _joined(tensors: Iterable[tf.Tensor]) -> np.ndarray:
 
 
 def _row(layer: TunedLayer) -> text_tables.RankedRow:
-    error = "-" if layer.error is None else _number(layer.error)
+    error = "-" if layer.error is None else share_off(layer.error)
     name, products = f"{layer.path} ({layer.kind})", f"{layer.multiplications:,}"
     return text_tables.RankedRow(
         (name, layer.policy, products, error, layer.reason),
         (float(not layer.is_in_16_bits), float(layer.multiplications)),
         (layer.kind, layer.policy),
     )
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return "not finite"
-    return f"{value:.1e}" if value else "0"

@@ -10,7 +10,7 @@ import tensorflow as tf
 import keras_mp
 from tests import common
 from tests.numerics.tools import (
-    Distance,
+    Quantity,
     compare,
     dense,
     main,
@@ -183,8 +183,7 @@ def clean(comparison, units=1.5):
     assert line.startswith("Rounding explains all differences. ")
     assert len(line) <= 100
     for layer in comparison.layers:
-        for distance in (layer.output, layer.own_output):
-            assert distance is None or distance.units < units, layer
+        assert layer.output is None or layer.output.units < units, layer
     return comparison
 
 
@@ -224,8 +223,6 @@ def test_a_deep_net_in_float16_drifts_and_is_sound():
     assert len(comparison.layers) == 18 + 2  # the model and the loss
     drift = [layer.output.relative for layer in comparison.layers]
     assert drift[-3] > 3 * drift[0]
-    # What rounding explains is not looked at once more.
-    assert {layer.own_output for layer in comparison.layers} == {None}
 
 
 def test_both_draw_the_same_numbers():
@@ -257,29 +254,45 @@ def test_metrics_are_as_they_were():
 
 
 @common.once
+def test_the_layer_that_has_rounded_is_blamed_and_not_one_in_float32_behind_it():
+    far = Planted(lambda x: x + 1000, name="far", dtype=of_keras())
+    norm = L.LayerNormalization(name="norm", dtype="float32")
+    [finding] = compare(small_model(far, norm, policy="mixed_float16"), *batch()).findings
+    assert finding.path == "far"
+    assert "`norm` amplifies rounding by" in finding.why
+    assert '{"far": "float32"}' in finding.cure
+
+
+@common.once
 def test_units_are_those_of_rounding():
     def off(x):
         return x * (1 + 100 * 2.0**-11) if x.dtype == tf.float16 else x
 
     model = small_model(Planted(off, name="planted"))
-    honest, layer = compare(model, *batch(), policy="mixed_float16").layers[:2]
+    found = compare(model, *batch(), policy="mixed_float16")
+    honest, layer = found.layers[:2]
     assert honest.output.relative < 2**-11
-    assert layer.own_output.relative == pytest.approx(100 * 2.0**-11, rel=0.02)
+    assert layer.output.relative == pytest.approx(100 * 2.0**-11, rel=0.02)
     # Noise of up to two unit roundoffs, once before and once after.
-    assert 100 / (2 * math.sqrt(2)) < layer.own_output.units < 100
+    assert 100 / (2 * math.sqrt(2)) < found.findings[0].units < 100
 
 
 @common.once
 def test_a_gradient_that_is_zero_but_for_rounding():
     zero, rounded = np.array([1e-9, -1e-9]), np.array([2e-6, 1e-6])
-    assert Distance.of(rounded, zero, 1e-9, 2**-8).units > 1000
-    found = Distance.of(rounded, zero, 1e-9, 2**-8, largest=1e-3)
+
+    def distance(values, reference, explained, beside=0.0):
+        of = Quantity(None, reference, 0, explained, beside)
+        return Quantity(None, values, 0).distance(of, 2**-8)
+
+    assert distance(rounded, zero, 1e-9).units > 1000
+    found = distance(rounded, zero, 1e-9, 1e-3)
     assert found.units < 1
     assert found.relative > 1000
     # What is not larger than the gradient itself has to be explained by noise.
     value, wrong = np.array([1e-9, 1e-9]), np.array([1e-9, 1.5e-9])
-    assert Distance.of(wrong, value, 1e-12, 2**-8, largest=1.0).units > 80
-    assert Distance.of(zero * np.inf, zero, 0.0, 2**-8, largest=1.0).units == math.inf
+    assert distance(wrong, value, 1e-12, 1.0).units > 80
+    assert distance(zero * np.inf, zero, 0.0, 1.0).units == math.inf
 
 
 @common.once

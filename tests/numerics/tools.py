@@ -21,7 +21,7 @@ from keras_mp.numerics.counting import ExponentHistograms
 from keras_mp.numerics.first_bad import FirstBadOperation
 from keras_mp.numerics.histogram import EVERYWHERE, FORMATS, Histogram, Window, count_exponents
 from keras_mp.numerics.profile import StepTimes, class_of, step_times
-from keras_mp.numerics.records import Distance, underflow
+from keras_mp.numerics.records import Quantity, underflow
 from keras_mp.numerics.report import Row, advise
 from keras_mp.numerics.run import compiled
 from keras_mp.numerics.run import runners as made
