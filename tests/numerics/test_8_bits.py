@@ -45,4 +45,4 @@ def test_it_is_watched_and_profiled():
     with watching:
         model.fit(X, Y, verbose=0, callbacks=[watching])
     assert watching.report()["output", "quantized"].histogram.total == X.size
-    assert numerics.profile(model, (X, Y), steps=0).census.traced.work()
+    assert numerics.profile(model, (X, Y), steps=0).census.work()
