@@ -66,8 +66,8 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
     scale backs off. What the forward pass assigned to weights, such as moving statistics, is put
     back in `Model.fit`, and elsewhere in a `keras_mp.training_step`. A fixed scale skips nothing. A
     step is skipped if the sum of an unscaled gradient is not finite, which is quicker to find out
-    than whether each value is finite. Where gradients are float16, or XLA compiles the step, each
-    value is tested.
+    than whether each value is finite. Where gradients are not float32, or XLA compiles the step,
+    each value is tested.
 
     `minimize` and `Model.fit` do all of this, and `Model.compile` wraps the optimizer itself under
     a `keras_mp.Policy` with a loss scale. Loops with a `tf.GradientTape` call `get_scaled_loss` and

@@ -33,6 +33,10 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     that overflows float32 counts as non-finite, too; such gradients are useless anyway. XLA forms
     fewer sums, and may let such gradients pass.
 
+    XLA computes what is cheap again in each loop that needs it, so the verdict is computed again in
+    the update of each variable. With a flag for each gradient, the size of the code would grow with
+    the square of their number.
+
     Args:
         gradients: sequence of gradients, unscaled. In a sparse one, the sums over equal indices
             have to be finite too, since an optimizer adds these values up.
@@ -40,39 +44,41 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     Returns:
         bool scalar tensor; True if there is nothing to test.
     """
-    if host.is_compiled_by_xla():
-        return _all_finite_in_xla(gradients)
+    in_xla = host.is_compiled_by_xla()
     all_axes = functools.cache(lambda rank: tf.constant(list(range(rank)), tf.int32))
     alike: dict[Any, list[tf.Tensor]] = {}
     for values in _tested_values(gradients):
-        together = values.shape.is_fully_defined() and is_small(values)
-        kind = values.dtype, tuple(values.shape.as_list()) if together else id(values)
-        alike.setdefault(kind, []).append(values)
-    verdicts = []
-    totals: dict[tf.DType, list[tf.Tensor]] = {}
-    for (dtype, _), values in alike.items():
-        if dtype == tf.float16:  # Sums of float16 may pass 65504.
-            verdicts += [tf.reduce_all(tf.math.is_finite(v)) for v in values]
-        else:
-            total = _add(values)
-            axes = None if total.shape.rank is None else all_axes(total.shape.rank)
-            totals.setdefault(dtype, []).append(tf.reduce_sum(total, axes))
-    verdicts += [tf.math.is_finite(_add(of_dtype)) for of_dtype in totals.values()]
-    if len(verdicts) == 1:
-        return verdicts[0]
-    return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
+        for part in _in_rows(values) if in_xla else [values]:
+            is_alike = part.shape.is_fully_defined() and (in_xla or is_small(part))
+            kind = tuple(part.shape.as_list()) if is_alike else id(part)
+            alike.setdefault(kind, []).append(part)
+    totals = [_add(parts) for parts in alike.values()]
+    if not totals:
+        return tf.constant(True)
+    if in_xla:
+        # On CPUs, XLA uses vector units to reduce bools to one, but not floats.
+        return tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(each)) for each in totals]))
+    ranks = [total.shape.rank for total in totals]
+    axes = [None if rank is None else all_axes(rank) for rank in ranks]
+    return tf.math.is_finite(_add([tf.reduce_sum(*each) for each in zip(totals, axes)]))
 
 
 def _tested_values(gradients: Sequence[Gradient]) -> Iterator[tf.Tensor]:
-    """Yields real numbers that are finite where the gradients are.
+    """Yields float32 numbers that are finite where the gradients are.
 
     Whole numbers always are.
     """
     for gradient in gradients:
         if gradient is None or gradient.dtype.is_integer:
             continue
-        values = gradient if isinstance(gradient, tf.Tensor) else _magnitudes_of_sums(gradient)
-        yield _real(values)
+        values = _real(
+            gradient if isinstance(gradient, tf.Tensor) else _magnitudes_of_sums(gradient)
+        )
+        if values.dtype != tf.float32:
+            # Sums of float16 may pass 65504, and sums of float64 the range of float32. Values in 16
+            # bits that are summed in float32 would be summed before they are rounded.
+            values = tf.where(kept_casts.is_finite(values), 0.0, float("nan"))
+        yield values
 
 
 def _real(values: tf.Tensor) -> tf.Tensor:
@@ -80,33 +86,16 @@ def _real(values: tf.Tensor) -> tf.Tensor:
     return tf.math.real(values) + tf.math.imag(values) if values.dtype.is_complex else values
 
 
-def _all_finite_in_xla(gradients: Sequence[Gradient]) -> tf.Tensor:
-    """Does the same as `all_finite` for XLA, by few sums.
-
-    XLA computes what is cheap again in each loop that needs it, so the verdict is computed again in
-    the update of each variable. With a flag for each gradient, the size of the code would grow with
-    the square of their number.
-    """
-    alike: dict[Any, list[tf.Tensor]] = {}
-    for values in _tested_values(gradients):
-        if values.dtype != tf.float32:
-            # Sums of float16 may pass 65504, and sums of float64 the range of float32. Values in 16
-            # bits that are summed in float32 would be summed before they are rounded.
-            values = tf.where(kept_casts.is_finite(values), 0.0, float("nan"))
-        values = tf.cast(values, tf.float32)
-        size = values.shape.num_elements()
-        if size is None:
-            values = tf.reduce_sum(values)
-        elif size >= 2 * MANY:
-            rest = size % MANY
-            values = tf.reshape(values, [-1])
-            if rest:
-                alike.setdefault((MANY,), []).append(tf.pad(values[-rest:], [[0, MANY - rest]]))
-            values = tf.reduce_sum(tf.reshape(values[: size - rest], [-1, MANY]), 0)
-        alike.setdefault(tuple(values.shape), []).append(values)
-    # On CPUs, XLA uses vector units to reduce bools to one, but not floats.
-    verdicts = [tf.reduce_all(tf.math.is_finite(_add(values))) for values in alike.values()]
-    return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
+def _in_rows(values: tf.Tensor) -> list[tf.Tensor]:
+    """Sums large values to rows of one length, for XLA."""
+    size = values.shape.num_elements()
+    if size is None:
+        return [tf.reduce_sum(values)]
+    if size < 2 * MANY:
+        return [values]
+    rest, flat = size % MANY, tf.reshape(values, [-1])
+    rows = tf.reduce_sum(tf.reshape(flat[: size - rest], [-1, MANY]), 0)
+    return [rows, *([tf.pad(flat[-rest:], [[0, MANY - rest]])] if rest else [])]
 
 
 def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
