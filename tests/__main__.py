@@ -1,6 +1,6 @@
 """Runs the tests on both Kerases, one after the other: a process can hold only one `tf.keras`.
 
-python -m tests [--quick] [--all-cases] [--keras {2,3}] [--table] [files, folders, tests]
+python -m tests [--quick] [--all-cases] [--keras {2,3}] [files, folders, tests]
     [pytest's options]
 python -m tests --gpu [--quick] [--output FILE.json]
 
@@ -11,13 +11,10 @@ processes of their own. `--gpu` checks this machine, with the current Keras (`te
 """
 
 import argparse
-import collections
 import os
 import pathlib
 import subprocess
 import sys
-import tempfile
-from xml.etree import ElementTree
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _KERASES = {"Keras 3": "0", "Keras 2": "1"}
@@ -43,7 +40,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="unit tests of the core only")
     parser.add_argument("--all-cases", action="store_true", help="of parametrized tests")
     parser.add_argument("--keras", choices=["2", "3"], help="one of the Kerases only")
-    parser.add_argument("--table", action="store_true", help="how long files take, in Markdown")
     options, arguments = parser.parse_known_args(arguments)
     default = _QUICK if options.quick else _ALL
     selected = [each for each in arguments if (_ROOT / each.split("::")[0]).exists()]
@@ -51,7 +47,7 @@ def main(arguments: list[str]) -> int:
     processes = 0 if is_one_file else min(os.cpu_count() + 1, 8)
     # Whoever has nothing left to do takes tests from another.
     command = [sys.executable, "-m", "pytest", "-n", str(processes), "--dist", "worksteal"]
-    outcomes, seconds = {}, {}
+    outcomes = {}
     for keras, is_legacy in _KERASES.items():
         if options.keras not in (None, keras[-1]):
             continue
@@ -64,48 +60,15 @@ def main(arguments: list[str]) -> int:
         extra = arguments if selected else [*default, *arguments]
         if not (selected or options.all_cases or "--other-cases" in arguments):
             extra = [*extra, "--fewer-cases"]
-        with tempfile.TemporaryDirectory() as folder:
-            report = pathlib.Path(folder) / "report.xml"
-            outcomes[keras] = subprocess.run(
-                [*command, *extra, *([f"--junit-xml={report}"] if options.table else [])],
-                cwd=_ROOT,
-                env=os.environ | environment,
-            ).returncode
-            if report.exists():
-                seconds[keras] = _seconds(report)
-    if seconds:
-        print(_table(seconds))
+        outcomes[keras] = subprocess.run(
+            [*command, *extra], cwd=_ROOT, env=os.environ | environment
+        ).returncode
     # pytest returns 5 where a selection has no tests for one Keras.
     failed = [keras for keras, status in outcomes.items() if status not in (0, 5)]
     if 0 not in outcomes.values():
         failed = failed or ["no tests at all"]
     print(f"Failed with: {', '.join(failed)}" if failed else f"{' and '.join(outcomes)} passed.")
     return bool(failed)
-
-
-def _seconds(report: pathlib.Path) -> dict[str, list[float]]:
-    """How long each test of each file took, with its fixtures."""
-    seconds = collections.defaultdict(list)
-    for case in ElementTree.parse(report).iter("testcase"):
-        seconds[case.get("classname")].append(float(case.get("time")))
-    return seconds
-
-
-def _table(seconds: dict[str, dict[str, list[float]]]) -> str:
-    """The files that take longest: all of their tests, and the longest of them."""
-    total = {keras: sum(map(sum, files.values())) for keras, files in seconds.items()}
-    lines = [
-        "| seconds | " + " | ".join(f"{keras} | longest test" for keras in seconds) + " |",
-        "| -- |" + " -- | -- |" * len(seconds),
-        "| all | " + " | ".join(f"{each:.0f} | " for each in total.values()) + " |",
-    ]
-    files = {file for each in seconds.values() for file in each}
-    of_file = {f: [seconds[keras].get(f, [0.0]) for keras in seconds] for f in files}
-    for file, times in sorted(of_file.items(), key=lambda each: -sum(map(sum, each[1])))[:20]:
-        name = file.replace(".", "/").removeprefix("tests/").replace("test_", "")
-        columns = (f"{sum(each):.0f} | {max(each):.1f}" for each in times)
-        lines.append(f"| `{name}` | {' | '.join(columns)} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

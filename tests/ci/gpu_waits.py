@@ -115,12 +115,7 @@ class _Walk:
         return f"GPU:{index - 1}" if self._replicas > 1 and index else HOST
 
     def body(
-        self,
-        nodes: Any,
-        arguments: Mapping[str, Tensor],
-        path: str,
-        device: str,
-        is_compiled: bool,
+        self, nodes: Any, arguments: Mapping[str, Tensor], path: str, device: str, is_compiled: bool
     ) -> Callable[[str], Tensor]:
         """Counts the operations of a graph or function; returns what looks a tensor up."""
         by_name = {node.name: node for node in nodes}
@@ -147,12 +142,7 @@ class _Walk:
         return tensor
 
     def _run(
-        self,
-        node: Any,
-        tensor: Callable[[str], Tensor],
-        path: str,
-        device: str,
-        is_compiled: bool,
+        self, node: Any, tensor: Callable[[str], Tensor], path: str, device: str, is_compiled: bool
     ) -> list[Tensor]:
         inputs = [tensor(source) for source in node.input if not source.startswith("^")]
         # Without a device of its own, an operation follows the variable that it is about.

@@ -1,37 +1,16 @@
 """The benchmarks run. What they time is not asserted; what they count is."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
-from benchmarks import __main__ as command
-from benchmarks import (
-    common,
-    first,
-    memory,
-    models,
-    overhead,
-    soak,
-    step,
-    sums,
-)
+from benchmarks import common, first, memory, models, overhead, soak, step, sums
 from benchmarks.acceptance import defects, third_party, third_party_models, third_party_programs
 from keras_mp import keras_api
 from tests.common import mirrored, once, run_program
-
-
-@once
-def test_what_was_measured_is_written(monkeypatch, tmp_path):
-    output = tmp_path / "benchmarks.json"
-    monkeypatch.setattr(command, "BENCHMARKS", {"a": lambda: {"seconds": [1]}, "b": lambda: None})
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "a", "--output", str(output)])
-    assert command.main() == 0
-    written = json.loads(output.read_text())
-    assert written == {"machine": common.machine(), "a": {"seconds": [1]}}
 
 
 @once
@@ -97,12 +76,8 @@ def dense():
     return third_party_models.Example(model, inputs, np.arange(4) % 2, has_own_loss=False)
 
 
-def broken():
-    raise KeyError("vocabulary")
-
-
 def test_models_of_others_are_held_against_float32(monkeypatch):
-    monkeypatch.setattr(third_party_models, "MODELS", {KERAS: {"dense": dense, "broken": broken}})
+    monkeypatch.setattr(third_party_models, "MODELS", {KERAS: {"dense": dense}})
     monkeypatch.setattr(third_party, "STEPS", 4)
     monkeypatch.setattr(third_party, "MORE_STEPS", 1)
     monkeypatch.setattr(third_party, "LEARNING_RATE", 0.1)
@@ -118,9 +93,6 @@ def test_models_of_others_are_held_against_float32(monkeypatch):
     assert ours["skipped"] == of_keras["skipped"] > 0
     assert ours["deviation"] > 0
     assert ours["converted"] > 0
-    assert third_party.verdict(results["broken"], "float32") == "KeyError: 'vocabulary'"
-    changed = {"mixed_float16": {**ours, "converted": float("nan")}}
-    assert third_party.verdict(changed, "mixed_float16") == "too far: converted"
 
 
 @once

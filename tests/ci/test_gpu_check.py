@@ -2,10 +2,7 @@
 
 import json
 
-import pytest
-
 import keras_mp
-from tests import gpu
 from tests.common import once
 from tests.gpu import __main__ as program
 from tests.gpu import machine, page, promises, replicas, steps
@@ -34,27 +31,15 @@ def test_all_that_is_promised_is_kept_here(tmp_path, capsys):
     assert f"{intact} of {intact} promises are kept." in lines
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "check", pytest.fail)
-    with pytest.raises(SystemExit, match="2"):
-        program.main(["--output", "no_folder/check.json"])
-    assert "cannot be written: No such file" in capsys.readouterr().err
-
-
-@pytest.fixture
-def nothing_is_timed(monkeypatch):
-    monkeypatch.setattr(steps, "measure", lambda quick: {})
-    monkeypatch.setattr(keras_mp.hardware, "speeds", lambda anew: None)
-    monkeypatch.setattr(replicas, "judged_in_own_process", list)
-    monkeypatch.setattr(promises, "PROMISES", {})
-
-
-def test_what_raises_is_broken_and_the_rest_goes_on(
-    nothing_is_timed, monkeypatch, tmp_path, capsys
-):
+def test_what_raises_is_broken_and_the_rest_goes_on_and_a_gpu_is_named(monkeypatch, tmp_path):
     def raises():
         raise OSError("the first line\nthe second line")
 
+    gpu = machine.devices.Gpu("NVIDIA A100-SXM4-80GB", (8, 0))
+    monkeypatch.setattr(machine.devices, "gpus", lambda: [gpu])
+    monkeypatch.setattr(steps, "measure", lambda quick: {})
+    monkeypatch.setattr(keras_mp.hardware, "speeds", lambda anew: None)
+    monkeypatch.setattr(replicas, "judged_in_own_process", list)
     judged = {
         "is wrong": lambda: (False, "2, not 1"),
         "raises": raises,
@@ -63,16 +48,9 @@ def test_what_raises_is_broken_and_the_rest_goes_on(
     monkeypatch.setattr(promises, "PROMISES", judged)
     output = tmp_path / "check.json"
     assert program.main(["--output", str(output)]) == 1
-    found = broken(json.loads(output.read_text()))
-    assert found == {"is wrong": "2, not 1", "raises": "OSError: the first line"}
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[8:16] for line in lines if line.startswith("BROKEN")] == ["is wrong", "raises  "]
-
-
-def test_a_gpu_is_described(monkeypatch):
-    gpu = machine.devices.Gpu("NVIDIA A100-SXM4-80GB", (8, 0))
-    monkeypatch.setattr(machine.devices, "gpus", lambda: [gpu])
-    *_, line, libraries = machine.describe()
+    found = json.loads(output.read_text())
+    assert broken(found) == {"is wrong": "2, not 1", "raises": "OSError: the first line"}
+    *_, line, libraries = found["machine"]
     assert line == "GPU: NVIDIA A100-SXM4-80GB (compute capability 8.0)"
     assert libraries.startswith("driver ")
     assert libraries.endswith("; TensorFloat-32 on")

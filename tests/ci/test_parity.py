@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.acceptance import parity, parity_page, parity_tasks
+from benchmarks.acceptance import one_line, one_line_programs, parity, parity_page, parity_tasks
 from keras_mp import keras_api
 
 KERAS = "Keras 3" if keras_api.ROOT_PACKAGE == "keras" else "tf_keras"
@@ -54,11 +54,15 @@ def test_a_task_is_trained_and_judged(name, tmp_path):
     assert sum(moved) >= 2
 
 
-def test_a_policy_that_raises_is_a_result(monkeypatch, tmp_path):
-    def fails(**_):
-        raise TypeError("no such dtype\nat this line")
+# Programs of other people's kinds, with one line.
 
-    task = parity_tasks.regression()._replace(make=fails)
-    assert list(parity._train(task, "mixed_float16", {0: [], 3: []})) == [
-        (seed, {"error": "TypeError: no such dtype"}) for seed in (0, 3)
-    ]
+# Each program in one dtype here: `python -m benchmarks third_party` runs both.
+CASES = [(name, one_line.DTYPES[i % 2]) for i, name in enumerate(one_line_programs.PROGRAMS)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_a_program_trains_as_in_float32(monkeypatch, name, dtype):
+    monkeypatch.setattr(one_line_programs, "STEPS", 3)
+    monkeypatch.setattr(one_line, "DTYPES", (dtype,))
+    results = one_line.measure([name])[name]
+    assert one_line.verdict(results, dtype) == "ok"

@@ -1,4 +1,4 @@
-"""A program that uses the public names, for a type checker: tests/ci/test_types.py runs it."""
+"""A program that uses the public names, for a type checker: tests/ci/test_reference.py runs it."""
 
 import tensorflow as tf
 
