@@ -1,7 +1,7 @@
 """Finds the names in keras_mp's source that TensorFlow and the Kerases keep for themselves.
 
-A name is private if it begins with an underscore or is under `__internal__`, and so is what is
-imported from `keras.src`, `tf_keras.src` and `tensorflow.python`. The package has such names of its
+A name is private if it begins with an underscore or is under `__internal__`, and so are the paths
+of modules in `keras.src`, `tf_keras.src` and `tensorflow.python`. The package has such names of its
 own, too. One counts as not its own if no code of the package defines it, if it is a method that no
 code of the package calls, or if a base class of any class of the package has it, or sets it.
 """
@@ -14,18 +14,16 @@ import pathlib
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import keras_mp
 from tests.common import IS_KERAS_3
 
 ROOT = pathlib.Path(keras_mp.__file__).parent
 
-_PRIVATE_PACKAGES = re.compile(
-    r"(keras\.src|tf_keras\.(src|__internal__)|tensorflow\.(python|core|compiler))\b"
-)
-# What `tensorflow_api.names.Name` takes.
-_PATH = re.compile(rf"{_PRIVATE_PACKAGES.pattern}[\w.]+|tf\.(\w+\.)*(__internal__\.|_)[\w.]+")
+# Modules that nobody imports, which `test_subpackages.py` sees to, and what `names.Name` takes.
+PRIVATE = r"((tf_)?keras\.src|tf_keras\.__internal__|tensorflow\.(python|core|compiler))\b"
+_PATH = re.compile(rf"{PRIVATE}[\w.]+|tf\.(\w+\.)*(__internal__\.|_)[\w.]+")
 _LIBRARIES = ("keras", "tf_keras", "tensorflow")
 _NAME = re.compile(r"_[A-Za-z]\w*|[A-Za-z]\w*__")
 # namedtuple documents them.
@@ -51,8 +49,6 @@ def find() -> dict[str, list[str]]:
     own, of_bases = set(_OWN), set()
     for path, tree in trees.items():
         relative = path.relative_to(ROOT)
-        for name, line in _imported(tree):
-            found[name].append(f"{relative}:{line}")
         own |= _defined(tree)
         of_bases |= _names_of_bases(relative)
         for node in ast.walk(tree):
@@ -60,6 +56,8 @@ def find() -> dict[str, list[str]]:
                 uses[node.attr].append(f"{relative}:{node.lineno}")
             elif _is_text(node, _NAME.fullmatch):
                 uses[node.value].append(f"{relative}:{node.lineno}")
+            elif _is_text(node, _PATH.fullmatch):
+                found[node.value].append(f"{relative}:{node.lineno}")
             elif isinstance(node, ast.ClassDef):
                 for each in node.body:
                     if isinstance(each, ast.FunctionDef) and _NAME.fullmatch(each.name):
@@ -70,33 +68,6 @@ def find() -> dict[str, list[str]]:
     # The last part of a path has been found as a part of it.
     known = _PUBLIC | {name.rpartition(".")[2] for name in found if "." in name}
     return {name: places for name, places in found.items() if name not in known}
-
-
-def _imported(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Yields what is used of private modules and of `__internal__`, with the line."""
-    modules = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and _PRIVATE_PACKAGES.match(node.module or ""):
-            for alias in node.names:
-                modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if _PRIVATE_PACKAGES.match(alias.name):
-                    modules[alias.asname or alias.name.partition(".")[0]] = alias.name
-        elif _is_text(node, _PATH.fullmatch):
-            yield node.value, node.lineno
-    seen = set()
-    for node in ast.walk(tree):  # from the outside in
-        if isinstance(node, ast.Attribute) and node not in seen:
-            path = ast.unparse(node)
-            if "__internal__." in path:
-                seen.update(ast.walk(node))
-                yield re.sub(r"^keras\.", "tf.keras.", path), node.lineno
-            elif isinstance(node.value, ast.Name) and node.value.id in modules:
-                seen.update(ast.walk(node))
-                yield f"{modules[node.value.id]}.{node.attr}", node.lineno
-        elif isinstance(node, ast.Name) and node not in seen and node.id in modules:
-            yield modules[node.id], node.lineno
 
 
 def _defined(tree: ast.Module) -> set[str]:

@@ -262,13 +262,6 @@ def test_the_dtype_of_the_sum_by_either_name(name):
     assert optimizer.reduce_dtype == "float16"
 
 
-def test_takes_the_config_of_keras_s_own_class(name):
-    stock = Stock(make_optimizer(name, 0.25), initial_scale=64, dynamic_growth_steps=7)
-    again = keras_mp.LossScaleOptimizer.from_config(stock.get_config())
-    assert type(again.inner_optimizer) is type(stock.inner_optimizer)
-    assert (again.initial_scale, again.dynamic_growth_steps) == (64, 7)
-
-
 @keras_2_only
 def test_takes_a_config_of_tensorflow_2_3():
     config = {
@@ -501,18 +494,17 @@ def test_a_hyperparameter_cannot_hide_what_the_wrapper_has(name):
         optimizer.loss_scale = 2.0
 
 
-def test_arguments_that_old_configs_of_keras_3_carry_along(name):
+def test_takes_the_config_of_keras_s_own_class_and_what_old_ones_of_keras_3_carry_along(name):
     idle = {"clipnorm": None, "use_ema": False, "ema_momentum": 0.99, "loss_scale_factor": None}
-    config = {
-        "name": "loss_scale",
-        "inner_optimizer": tf.keras.optimizers.serialize(sgd(name)),
-        "initial_scale": 64.0,
-        "dynamic_growth_steps": 7.0,
-        **idle,
+    stock = Stock(make_optimizer(name, 0.25), initial_scale=64, dynamic_growth_steps=7)
+    older = {
+        **{"name": "loss_scale", "inner_optimizer": tf.keras.optimizers.serialize(sgd(name))},
+        **{"initial_scale": 64.0, "dynamic_growth_steps": 7.0, **idle},
     }
-    optimizer = keras_mp.LossScaleOptimizer.from_config(config)
-    assert optimizer.initial_scale == 64
-    assert optimizer.dynamic_growth_steps == 7
+    for config in (stock.get_config(), older):
+        again = keras_mp.LossScaleOptimizer.from_config(config)
+        assert type(again.inner_optimizer) is type(stock.inner_optimizer)
+        assert (again.initial_scale, again.dynamic_growth_steps) == (64, 7)
     for key, wrong in [("clipnorm", 1.0), ("use_ema", True), ("ema_momentum", 0.9), ("lr", None)]:
         with pytest.raises(ValueError, match=f"inner optimizer. Received: {key}={wrong}"):
             keras_mp.LossScaleOptimizer(sgd(name), **{**idle, key: wrong})

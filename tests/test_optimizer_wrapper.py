@@ -257,49 +257,39 @@ def test_each_part_of_a_step_is_unscaled_before_a_wrapper_sees_it(name, scaled, 
         assert optimizer.seen == [rates[:2], rates[2:]] * 2
 
 
-def by_keyword(optimizer, pairs):
-    return optimizer.apply_gradients(grads_and_vars=pairs)
+# How gradients are passed.
+WAYS = {
+    "by keyword": lambda o, pairs: o.apply_gradients(grads_and_vars=pairs),
+    "lists": lambda o, pairs: o.apply_gradients([list(pair) for pair in pairs]),
+    "a generator": lambda o, pairs: o.apply_gradients(grads_and_vars=(each for each in pairs)),
+    "a tuple": lambda o, pairs: o.apply_gradients(tuple(list(pair) for pair in pairs)),
+}
+APPLY = {
+    "apply": lambda o, pairs: o.apply(
+        grads=[g for g, _ in pairs], trainable_variables=[v for _, v in pairs]
+    )
+}
 
 
-def of_lists(optimizer, pairs):
-    return optimizer.apply_gradients([list(pair) for pair in pairs])
-
-
-def of_a_generator(optimizer, pairs):
-    return optimizer.apply_gradients(grads_and_vars=(pair for pair in pairs))
-
-
-def of_a_tuple(optimizer, pairs):
-    return optimizer.apply_gradients(tuple(list(pair) for pair in pairs))
-
-
-def by_apply(optimizer, pairs):
-    gradients, variables = zip(*pairs)
-    return optimizer.apply(grads=list(gradients), trainable_variables=list(variables))
-
-
-WAYS = [by_keyword, of_lists, of_a_generator, of_a_tuple, *([by_apply] if IS_KERAS_3 else [])]
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [*WAYS, *(["apply"] if IS_KERAS_3 else [])])
 @pytest.mark.parametrize("is_wrapped", [True, False])
 def test_gradients_are_applied_in_a_train_step_however_they_are_passed(way, is_wrapped):
     def step(model, x, y):
         optimizer = model.optimizer if is_wrapped else model.my_optimizer
-        apply = lambda pairs: way(optimizer, list(pairs))  # noqa: E731
+        apply = lambda pairs: (WAYS | APPLY)[way](optimizer, list(pairs))  # noqa: E731
         steps.taped(model.loss_of, model.trainable_variables, apply)(x, y)
 
     mode = {"optimizer": tf.keras.optimizers.SGD(1e5), "run_eagerly": True}
     expect_as_in_float32(trained(step, "mixed_float16", mode), plain)
 
 
-@pytest.mark.parametrize("way", [by_keyword, of_lists, of_a_generator, of_a_tuple])
+@pytest.mark.parametrize("way", WAYS)
 def test_wrappers_apply_gradients_however_they_are_passed(name, wrap, way):
     inner = make_optimizer(name, 1.0, momentum=0.0)
     unscaling = {"loss_scale": None, "skip_nonfinite": True}
     optimizer = wrap(inner, **unscaling if wrap is keras_mp.LossScaleOptimizer else {})
     variable = tf.Variable([1.0, 2.0])
-    way(optimizer, [(tf.constant([0.5, -1.0]), variable)])
+    WAYS[way](optimizer, [(tf.constant([0.5, -1.0]), variable)])
     np.testing.assert_array_equal(variable, [0, 4] if wrap is Doubled else [0.5, 3])
 
 

@@ -4,8 +4,10 @@ import ast
 import functools
 import importlib
 import inspect
+import json
 import pathlib
 import re
+import subprocess
 import sys
 from typing import NamedTuple
 
@@ -14,8 +16,9 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import hooks
-from tests import inside, private_names
+from tests import inside, private_names, without_names
 from tests.common import IS_KERAS_3, once
+from tests.inside import FEATURES
 
 K = tf.keras
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "private_names.md"
@@ -122,7 +125,6 @@ def test_it_is_where_it_was(row):
 
 # What keras_mp changes of others.
 
-
 REPLACED = ("replaced", "attributes.replaced")
 # What is set through a name of the doors.
 NAMED = re.compile(r"\b(keras\d_names|graphs)\.(\w+)\.(?:set_of\((?!self)|set\(|attribute\b)")
@@ -187,3 +189,80 @@ def test_what_a_maintainer_of_keras_would_refuse_is_not_there():
     source = "".join(path.read_text() for path in private_names.ROOT.rglob("*.py"))
     assert "meta_path" not in source
     assert "f_locals" not in source
+
+
+# Names that a TensorFlow or Keras may lack.
+
+# What cannot be right without a name, and ends with an error that says which one is missing.
+REFUSED = {"TFOptimizer._all_reduce_sum_gradients": {"two replicas"}}
+
+
+def batches():
+    """Names of the same features: without one of them, none of their code runs.
+
+    Six such groups share a process, but for what is refused, and for the float32 faces, without
+    which hardly another feature is asked.
+    """
+    found = {}
+    for name in sorted({name.path for feature in FEATURES for name in feature.names}):
+        of_name = [each for each in FEATURES if name in {one.path for one in each.names}]
+        found.setdefault(tuple(each.title for each in of_name), []).append(name)
+    alone, shared = [], []
+    for titles, names in found.items():
+        is_refused = any(name.endswith(tuple(REFUSED)) for name in names)
+        of_faces = any("float32 faces" in title for title in titles)
+        (alone if is_refused or of_faces else shared).append((titles, names))
+    return [[group] for group in alone] + [shared[i : i + 6] for i in range(0, len(shared), 6)]
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A process that has imported TensorFlow, and forks another one for each name."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.without_names"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        yield process
+
+
+def run_without(process, names):
+    """What the parts of the core program say without these names, and the warnings."""
+    process.stdin.write(f"{' '.join(names)}\n")
+    process.stdin.flush()
+    lines = iter(process.stdout.readline, "")
+    found = next(line for line in lines if without_names.MARK in line)
+    return json.loads(found.partition(without_names.MARK)[2])
+
+
+@pytest.mark.parametrize("batch", batches(), ids=lambda batch: batch[0][0][0])
+def test_without_names_only_their_features_are_off(batch, server):
+    names = [name for _, of_group in batch for name in of_group]
+    results, warnings = run_without(server, names)
+    failed = {part: result for part, result in results.items() if result != "passed"}
+    refused = [parts for end, parts in REFUSED.items() for name in names if name.endswith(end)]
+    assert failed.keys() <= set().union(*refused), failed
+    is_named = [f"has no `{name}`" for name in names]
+    assert all(any(each in result for each in is_named) for result in failed.values())
+    # Each feature says once that it is off, and what that means.
+    off = [warning for warning in warnings if "does without a feature" in warning]
+    assert len(off) == len(set(off)) <= sum(len(titles) for titles, _ in batch)
+    for warning in off:
+        assert any(
+            all(f"has no `{name}`" in warning for name in of_group)
+            for titles, of_group in batch
+            if any(title in warning for title in titles)
+        ), warning
+
+
+def test_with_all_names_all_features_are_on():
+    assert [line for feature in FEATURES for line in feature.missing()] == []
+
+
+def test_wrappers_set_no_attribute_of_a_base_class_of_tensorflow():
+    v1 = keras_mp.compat.v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0))
+    variable = keras_mp.autocast_variable(tf.Variable(1.0))
+    for each in (keras_mp.LossScaleOptimizer("sgd"), v1, variable):
+        assert not isinstance(each, tf.__internal__.tracking.DelegatingTrackableMixin)

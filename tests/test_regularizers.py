@@ -7,7 +7,6 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import regularizers
 from tests.common import Mixes, compiled_model, differentiated
-from tests.saving.common import COPIES
 
 K = tf.keras
 X = np.full([4, 8], 200.0, "float32")  # the sum of the squares is 1,280,000
@@ -79,17 +78,6 @@ def test_wrapped_layers(wrap):
         model.compile("sgd", "mse")
         results[policy] = model.evaluate(x, np.zeros(model(x).shape), verbose=0)
     assert results["mixed_float16"] == pytest.approx(results["float32"], rel=1e-2)
-
-
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
-@pytest.mark.parametrize("suffix", [".keras", ".h5"])
-def test_saved_and_reloaded(tmp_path, suffix):
-    keras_mp.set_global_policy("mixed_float16")
-    dense = K.layers.Dense(8, activity_regularizer=K.regularizers.L2(0.5))
-    model = compiled_model(dense, inputs=8)
-    again = COPIES[suffix](model, tmp_path)
-    assert float(again.layers[-1].activity_regularizer.l2) == 0.5
-    assert again.evaluate(X, X, verbose=0) == model.evaluate(X, X, verbose=0)
 
 
 def test_config_repr_and_bad_input():

@@ -36,8 +36,9 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
     Example:
 
     >>> from keras_mp.numerics import patterns
-    >>> [patterns.matches("block/dense_1/kernel", [each]) for each in ("block", "dense_*", "c*")]
-    [True, True, False]
+    >>> path = "block/odd[1]/kernel"
+    >>> [patterns.matches(path, [each]) for each in ("block", "odd[1]", "odd*", "kernel", "c*")]
+    [True, True, True, True, False]
     """
     names = path.split("/")
     ways = ("/".join(names[:end]) for end in range(1, len(names) + 1))

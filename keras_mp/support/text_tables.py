@@ -148,6 +148,11 @@ def merged(
     >>> from keras_mp.support import text_tables
     >>> text_tables.merged(["a_1/b", "c", "a_2/b", "a_4/b"], str)
     [('a_[1-2,4]/b', ['a_1/b', 'a_2/b', 'a_4/b']), ('c', ['c'])]
+    >>> [(name, _)] = text_tables.merged([f"a_{i}/b_{2 * i}" for i in (0, 1, 3, 5, 7)], str)
+    >>> name == "a_[0-1,3,...,7]/b_[0,2,...,14]"
+    True
+    >>> text_tables.merged(["a_1", "a_2"], str, lambda name: "2" in name)
+    [('a_1', ['a_1']), ('a_2', ['a_2'])]
     """
     groups: dict[Hashable, list[_Item]] = {}
     for item in items:

@@ -1,5 +1,4 @@
 import contextlib
-import copy
 
 import numpy as np
 import pytest
@@ -210,10 +209,7 @@ def test_ways_to_load(suffix, tmp_path):
     model = compiled_model(*layers, inputs=4, optimizer="adam", run_eagerly=True)
     step(model)
     path = str(tmp_path / f"model{suffix}")
-    # Before it is saved: as .h5, Keras 3 takes the optimizer out of what it makes a clone of.
-    clone, copied = tf.keras.models.clone_model(model), copy.deepcopy(model)
     model.save(path)
-    model.export(str(tmp_path / "exported"))
     keras_mp.set_global_policy(None)
     expected = model.predict(X, verbose=0)
     assert expected.dtype == np.float32
@@ -224,11 +220,6 @@ def test_ways_to_load(suffix, tmp_path):
     scope = {"Doubled": Doubled, "LossScaleOptimizer": keras_mp.LossScaleOptimizer}
     named = tf.keras.models.load_model(path, custom_objects=scope)
     assert type(named.optimizer) is keras_mp.LossScaleOptimizer
-    clone.set_weights(model.get_weights())
-    again = type(model).from_config(model.get_config())
-    again.set_weights(model.get_weights())
-    for one in (bare, safe, named, clone, again, copied):
+    for one in (bare, safe, named):
         assert [layer.compute_dtype for layer in one.layers[-2:]] == ["float16"] * 2
         np.testing.assert_array_equal(one.predict(X, verbose=0), expected)
-    exported = tf.saved_model.load(str(tmp_path / "exported"))
-    np.testing.assert_array_equal(exported.serve(X), expected)
