@@ -246,8 +246,7 @@ needs_onednn = pytest.mark.skipif(not has_all_of_onednn, reason="It takes all of
 
 TAKES_BFLOAT16_REWRITE = inside.takes_rewrite("bfloat16")
 needs_bfloat16_rewrite = pytest.mark.skipif(
-    not TAKES_BFLOAT16_REWRITE,
-    reason="TensorFlow rewrites no graph to bfloat16 on this CPU.",
+    not TAKES_BFLOAT16_REWRITE, reason="TensorFlow rewrites no graph to bfloat16 on this CPU."
 )
 
 needs_cuda = pytest.mark.skipif(

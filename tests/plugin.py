@@ -33,7 +33,7 @@ def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def clean_slate(doctest_namespace: dict) -> Iterator[None]:
-    """Names for doctests; policy, floatx and graph rewrite as TensorFlow starts with them."""
+    """Names for doctests; policy, floatx, rewrite and kernels as a process starts with them."""
     doctest_namespace.update(keras_mp=keras_mp, tf=tf)
     tf.keras.backend.set_floatx("float32")
     keras_mp.set_global_policy(None)
@@ -42,6 +42,8 @@ def clean_slate(doctest_namespace: dict) -> Iterator[None]:
     yield
     if inside.enabled_rewrite() is not None:
         keras_mp.disable_mixed_precision_graph_rewrite()
+    keras_mp.enable_float32_where_faster()
+    keras_mp.enable_float32_sums()
     tf.keras.backend.set_floatx("float32")
     keras_mp.set_global_policy(None)
 
@@ -53,19 +55,15 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def kernels_of_tensorflow() -> Iterator[None]:
+def kernels_of_tensorflow() -> None:
     """Nothing is computed in float32 since it is faster, which takes casts and both dtypes."""
     keras_mp.enable_float32_where_faster(False)
-    yield
-    keras_mp.enable_float32_where_faster()
 
 
 @pytest.fixture
-def sums_of_tensorflow() -> Iterator[None]:
+def sums_of_tensorflow() -> None:
     """No sum is computed in float32, which takes casts."""
     keras_mp.enable_float32_sums(False)
-    yield
-    keras_mp.enable_float32_sums()
 
 
 @pytest.fixture

@@ -353,8 +353,7 @@ def loop(make, folder, in_function=True, step=None, replicas=1):
 
 
 @pytest.mark.parametrize(
-    ("in_function", "replicas"),
-    [(False, 1), (True, 1), pytest.param(True, 2, marks=once)],
+    ("in_function", "replicas"), [(False, 1), (True, 1), pytest.param(True, 2, marks=once)]
 )
 @pytest.mark.parametrize("make", [scaled, nested])
 def test_own_loop(tmp_path, in_function, replicas, make):

@@ -443,13 +443,11 @@ def test_the_gradient_of_a_bias_does_not_stop_at_256():
     assert gradient_of_bias(x) == [10_000] * 3
     disable()
     keras_mp.enable_float32_sums(False)
-    try:
-        enable(K.optimizers.SGD(), dtype="bfloat16")
-        # What is wrong in this TensorFlow, or right: it is left as it is.
-        wrong = keras_mp.kernels.sums.TABLE.is_wrong("BiasAddGrad", "bfloat16", "NHWC")
-        assert (gradient_of_bias(x) == [10_000] * 3) == (not wrong)
-    finally:
-        keras_mp.enable_float32_sums(True)
+    enable(K.optimizers.SGD(), dtype="bfloat16")
+    # What is wrong in this TensorFlow, or right: it is left as it is.
+    wrong = keras_mp.kernels.sums.TABLE.is_wrong("BiasAddGrad", "bfloat16", "NHWC")
+    assert (gradient_of_bias(x) == [10_000] * 3) == (not wrong)
+    keras_mp.enable_float32_sums(True)
     disable()
     assert "BiasAddGrad" in graph_rewrite.op_lists("bfloat16")["infer"]
 
@@ -462,11 +460,8 @@ def test_bfloat16_on_cpus_that_do_not_take_it(monkeypatch, flags, onednn, sums_a
     monkeypatch.setattr("keras_mp.support.cpu.flags", lambda: set(flags.split()))
     monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", onednn)
     keras_mp.enable_float32_sums(sums_are_wide)
-    try:
-        with pytest.warns(keras_mp.MixedPrecisionWarning, match="will leave graphs in float32"):
-            enable(K.optimizers.SGD(), dtype="bfloat16")
-    finally:
-        keras_mp.enable_float32_sums()
+    with pytest.warns(keras_mp.MixedPrecisionWarning, match="will leave graphs in float32"):
+        enable(K.optimizers.SGD(), dtype="bfloat16")
     with pytest.raises(RuntimeError, match="shows no lists"):
         graph_rewrite.op_lists("bfloat16")
 

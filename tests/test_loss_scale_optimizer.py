@@ -329,10 +329,8 @@ def test_stateless_apply_says_what_stock_says():
 @pytest.mark.parametrize("loss_scale", [None, 64], ids=repr)
 def test_skip_nonfinite(name, loss_scale, mode):
     inner = make_optimizer(name, 0.25, momentum=0.0)
-    optimizer, v = (
-        keras_mp.LossScaleOptimizer(inner, loss_scale, skip_nonfinite=True),
-        tf.Variable(8.0),
-    )
+    optimizer = keras_mp.LossScaleOptimizer(inner, loss_scale, skip_nonfinite=True)
+    v = tf.Variable(8.0)
     optimizer.build([v])
 
     loss = lambda factor: v * factor  # noqa: E731

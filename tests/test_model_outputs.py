@@ -307,10 +307,7 @@ def test_a_policy_or_the_last_layer_can_say_otherwise(tmp_path):
     policy = keras_mp.Policy("mixed_bfloat16", model_outputs=None)
     assert repr(policy) == '<Policy "mixed_bfloat16", model_outputs=None>'
     assert policy != keras_mp.Policy("mixed_bfloat16")
-    models = {
-        "policy": in_bfloat16(model_outputs=None),
-        "plain": in_bfloat16(),
-    }
+    models = {"policy": in_bfloat16(model_outputs=None), "plain": in_bfloat16()}
     with keras_mp.policy_scope("mixed_bfloat16"):
         for name, dtype in (("layer", "mixed_float16"), ("its policy", policy)):
             layers = [tf.keras.Input([8]), L.Dense(3), L.Dense(2, dtype=dtype)]

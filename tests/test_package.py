@@ -2,10 +2,12 @@
 
 import ast
 import inspect
+import pathlib
 
 import pytest
 
 import keras_mp
+from tests.common import once
 
 
 def test_dir_shows_the_public_names_and_nothing_else():
@@ -30,3 +32,25 @@ def test_names_that_are_imported_later():
     assert inspect.ismodule(keras_mp.plots)
     with pytest.raises(AttributeError, match="module 'keras_mp' has no attribute 'GradScalar'"):
         keras_mp.GradScalar  # noqa: B018
+
+
+# Docstrings begin with one short sentence.
+
+
+ROOT = pathlib.Path(__file__).parent.parent / "keras_mp"
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@once
+def test_the_first_paragraph_is_short_outside_of_numerics():
+    paths = sorted(set(ROOT.rglob("*.py")) - set((ROOT / "numerics").rglob("*.py")))
+    assert paths
+    long = [
+        f"{path.relative_to(ROOT)}, line {node.body[0].lineno}: {summary}"
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, DOCUMENTED)
+        and len(summary := " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split()))
+        > 80
+    ]
+    assert not long

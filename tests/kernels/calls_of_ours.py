@@ -82,10 +82,7 @@ def tools() -> None:
 
 
 # After each of these groups, controls are looked at.
-CALLS = (
-    (imported, policy, own_loop),
-    (another_dtype, fit, autocast, autocast_scope, tools),
-)
+CALLS = ((imported, policy, own_loop), (another_dtype, fit, autocast, autocast_scope, tools))
 
 
 def keep_training(is_over: threading.Event) -> None:

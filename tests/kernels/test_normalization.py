@@ -84,9 +84,7 @@ def test_as_exact_as_keras(mode, dtype, shape, kwargs, calls, request):
 
 
 @pytest.mark.parametrize(
-    "kwargs",
-    [{"axis": 1}, {"synchronized": True}, {"trainable": False}, {"mask": True}],
-    ids=str,
+    "kwargs", [{"axis": 1}, {"synchronized": True}, {"trainable": False}, {"mask": True}], ids=str
 )
 def test_what_is_not_plain_is_left_to_keras(kwargs, calls):
     shape = (4, 3, 3, 3)

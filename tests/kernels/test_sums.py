@@ -9,6 +9,8 @@ from tests import inside
 from tests.common import differentiated, once, placed
 from tests.kernels.stock_layers import ROWS, SUMS
 
+pytestmark = once
+
 DTYPES = ("bfloat16", "float16")
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-10}
 KERNELS = [
@@ -29,7 +31,6 @@ def bias_gradient(dtype, x=None):
     return differentiated(lambda: tf.nn.bias_add(x, bias), bias)[1]
 
 
-@once
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_the_switch(mode, request):
     assert placed(mode, lambda: bias_gradient("bfloat16"))()[0] == 9984
@@ -56,7 +57,6 @@ def is_right(found, expected):
     return found == pytest.approx(expected, rel=0.05)
 
 
-@once
 @pytest.mark.parametrize(("op", "dtype", "case"), KERNELS)
 def test_results_are_right_whatever_the_kernel_answers(op, dtype, case, monkeypatch):
     in_xla = [] if op in NOT_IN_XLA else ["jit"]
@@ -73,7 +73,6 @@ def test_results_are_right_whatever_the_kernel_answers(op, dtype, case, monkeypa
         assert is_right(*last_value(op, dtype, case, mode))
 
 
-@once
 @pytest.mark.parametrize(("op", "dtype", "case"), KERNELS)
 def test_what_is_known_of_xla(op, dtype, case):
     if op in NOT_IN_XLA:
@@ -84,7 +83,6 @@ def test_what_is_known_of_xla(op, dtype, case):
     assert is_right(*last_value(op, dtype, case, "jit", raw=True)) == known
 
 
-@once
 def test_asking_takes_no_more_memory_for_many_axes(monkeypatch):
     asked = []
 
@@ -98,7 +96,6 @@ def test_asking_takes_no_more_memory_for_many_axes(monkeypatch):
     assert max(asked) <= 2**24
 
 
-@once
 @pytest.mark.parametrize("mode", ["eager", "function", "jit"])
 def test_softmax_over_more_classes_than_float16_counts(mode):
     def function(logits):
@@ -116,7 +113,6 @@ def test_softmax_over_more_classes_than_float16_counts(mode):
     assert "Cast" not in {op.type for op in few.graph.get_operations()}
 
 
-@once
 @pytest.mark.parametrize("mode", ["eager", "function", "jit"])
 def test_average_pooling_of_large_numbers(mode):
     x = tf.fill([1, 6, 6, 1], tf.constant(60000.0, tf.float16))
@@ -125,7 +121,6 @@ def test_average_pooling_of_large_numbers(mode):
         np.testing.assert_array_equal(pooled, tf.fill(pooled.shape, 60000.0))
 
 
-@once
 def test_nothing_changes_where_tensorflow_is_right(request):
     def operations(dtype):
         step = tf.function(
@@ -141,7 +136,6 @@ def test_nothing_changes_where_tensorflow_is_right(request):
     assert ours == [operations(dtype) for dtype in ("float32", "float64")]
 
 
-@once
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_of_random_numbers(name, dtype):
@@ -155,7 +149,6 @@ def test_sums_of_random_numbers(name, dtype):
         assert found == pytest.approx(right, rel=ROUNDING[dtype])
 
 
-@once
 def test_shapes_that_are_not_known():
     for shape in ([None, None], None):
         signature = [tf.TensorSpec(shape, "bfloat16")]
@@ -166,7 +159,6 @@ def test_shapes_that_are_not_known():
         assert step(tf.ones([ROWS, 4], "float16"))[0] == ROWS
 
 
-@once
 def test_kernels_are_asked_in_a_graph_of_tensorflow_1_too():
     cases = [("BiasAddGrad", "bfloat16", "NHWC"), ("Sum", "bfloat16", (True, False))]
     trials.is_result_wrong.cache_clear()

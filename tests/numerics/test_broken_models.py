@@ -150,11 +150,7 @@ BROKEN = {
     ),
     gan: ("float16 without loss scaling", 'set_global_policy("mixed_float16")', None),
 }
-LINES = {
-    with_a_mask: "-1e9",
-    with_a_norm: "tf.sqrt",
-    with_a_logarithm: "tf.math.log",
-}
+LINES = {with_a_mask: "-1e9", with_a_norm: "tf.sqrt", with_a_logarithm: "tf.math.log"}
 
 
 def fit(model, x, epochs):

@@ -1,5 +1,6 @@
 """What is counted is what is in the graph."""
 
+import functools
 import json
 from collections import Counter
 
@@ -238,16 +239,13 @@ class Widens(L.Layer):
         return tf.cast(tf.cast(self.dense(x), tf.float32) * 2.0, tf.bfloat16)
 
 
-@pytest.fixture(scope="module")
-def step():
+@pytest.fixture
+def step(kernels_of_tensorflow):
     """The census of a step in which each layer computes as its policy says, on each machine."""
-    keras_mp.enable_float32_where_faster(False)
-    try:
-        return small_step()
-    finally:
-        keras_mp.enable_float32_where_faster()
+    return small_step()
 
 
+@functools.cache
 def small_step():
     layers = [lambda: L.Conv2D(4, 3, padding="same", name="conv"), Widens, L.Flatten]
     loss = K.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -349,18 +347,14 @@ def _sequential():
 @pytest.mark.parametrize("make", [_sequential, Subclassed, _with_a_model_inside])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_what_makes_the_outputs_is_in_float32_since_the_model_returns_that(
-    make, policy, monkeypatch
+    make, policy, monkeypatch, kernels_of_tensorflow
 ):
     monkeypatch.setattr("keras_mp.kernels.slow.is_slow", lambda *_: False)
     with keras_mp.policy_scope(policy):
         model = make()
         model(tf.ones([4, 8]))
         model.compile("sgd", "mse")
-    keras_mp.enable_float32_where_faster(False)
-    try:
-        graph = census(model, (tf.ones([4, 8]), tf.ones([4, 8])))
-    finally:
-        keras_mp.enable_float32_where_faster()
+    graph = census(model, (tf.ones([4, 8]), tf.ones([4, 8])))
     products = [each for each in graph.operations if each.work]
     layers = [each.layer.rpartition("/")[2] for each in products]
     assert sorted(layers) == ["one"] * 2 + ["two"] * 3
@@ -368,3 +362,69 @@ def test_what_makes_the_outputs_is_in_float32_since_the_model_returns_that(
     assert [(each.layer.rpartition("/")[2], each.why) for each in wide] == [
         ("two", "the model returns float32")
     ]
+
+
+# Whether a GPU waits for what the host sends is read from the graph; no GPU is needed.
+
+
+BOUND = "It is bound by what the host sends"
+LAYERS = 6
+
+
+def small_operations(x):
+    for _ in range(200):
+        x = tf.tanh(x)
+    return x
+
+
+def large_product(x):
+    return small_operations(x[:1]), x @ x
+
+
+@needs_cuda
+@once
+@pytest.mark.parametrize(
+    ("function", "shape", "is_bound"),
+    [
+        (small_operations, [8, 8], True),
+        # As many numbers as take a GPU longer than the host takes for each of its operations.
+        (small_operations, [8192, 8192], False),
+        (large_product, [16384, 16384], False),
+        (lambda x: tf.tanh(x) @ x, [8, 8], False),
+    ],
+)
+def test_many_operations_for_little_arithmetic(function, shape, is_bound):
+    spec = tf.TensorSpec(shape, "bfloat16")
+    found = census(tf.function(function), spec, device="GPU 9.0")
+    assert found.sending.is_bound == is_bound
+    assert (BOUND in str(found)) == is_bound
+    assert ("tf.function(step, jit_compile=True)" in str(found)) == is_bound
+    assert json.loads(found.to_json())["sending"]["is_bound"] == is_bound
+    # Nothing is said of a machine whose CPU computes.
+    if not tf.config.get_visible_devices("GPU"):
+        assert census(tf.function(function), spec).sending is None
+
+
+@needs_cuda
+@once
+def test_what_xla_compiles_is_not_sent_one_by_one():
+    compiled = tf.function(small_operations, jit_compile=True)
+    spec = tf.TensorSpec([8, 8], "float16")
+    assert census(compiled, spec, device="GPU 7.0").sending is None
+    found = census(tf.function(lambda x: tf.nn.relu(compiled(x))), spec, device="GPU 7.0").sending
+    assert (found.operations, found.is_bound) == (1, False)
+
+
+@needs_cuda
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_what_would_help_a_step_of_fit(policy):
+    layers, how = [dense(8)] * LAYERS, {"optimizer": "adam", "jit_compile": False}
+    model = sequential(*layers, policy=policy, **how)
+    found = keras_mp.numerics.profile(model, (tf.ones([4, 8]), tf.ones([4, 8])), device="GPU 8.0")
+    step = ("model.compile(..., jit_compile=True)", "tf.function(step, jit_compile=True)")
+    assert found.census.sending.helps == step
+    assert (
+        found.census.sending.operations > LAYERS * 2 * 10
+    )  # Adam alone takes ten for each weight.
+    text = " ".join(str(found).split())
+    assert BOUND in text

@@ -9,15 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests import common
-from tests.numerics.tools import (
-    Quantity,
-    compare,
-    dense,
-    main,
-    of_keras,
-    sequential,
-    underflow,
-)
+from tests.numerics.tools import Quantity, compare, dense, main, of_keras, sequential, underflow
 
 # A number that is made in float16 by way of NumPy is infinite there: a Python number is not.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")

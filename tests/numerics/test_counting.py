@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests.common import IS_KERAS_3, mirrored, once
-from tests.numerics.test_histogram import distributions
+from tests.numerics.test_reports import distributions
 from tests.numerics.tools import ExponentHistograms, Histogram, count_exponents
 
 K = tf.keras

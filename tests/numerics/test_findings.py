@@ -1,17 +1,20 @@
 """What `check` says first, where, and what to paste: the cause before what follows from it."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_mp
+from tests import common
 from tests.common import once
 from tests.numerics.tools import dense, main, of_keras, saved, sequential
 
 K, L = tf.keras, tf.keras.layers
 check, watch = keras_mp.numerics.check, keras_mp.numerics.watch
+NotFiniteError = keras_mp.numerics.NotFiniteError
 X = np.random.default_rng(5).normal(size=[32, 24]).astype("float32")
 Y = np.random.default_rng(6).integers(0, 4, 32).astype("int32")
 FROM_LOGITS = K.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -297,3 +300,141 @@ def test_what_is_watched_in_bfloat16_is_told_of_bfloat16():
     model.fit(X, Y, 32, verbose=0, callbacks=[watching])
     assert "bfloat16 at a loss scale" in str(watching)
     assert watching.advice().sentences == []
+
+
+# Gradients that no dtype and no loss scale makes finite, though the loss is.
+
+
+class Root(L.Layer):
+    """Its gradient is that of a root at 0. It counts how often it runs in eager, in 16 bits."""
+
+    count = 0
+
+    def call(self, x):
+        Root.count += tf.executing_eagerly() and x.dtype.size == 2
+        return tf.sqrt(x - x) + x
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def with_a_root(policy, scale=4.0):
+    layers = dense(6, name="first"), lambda: Root(name="root"), dense(2, name="last")
+    # The loss scale falls to 1 in a few steps.
+    optimizer = keras_mp.LossScaleOptimizer("sgd", keras_mp.DynamicLossScale(scale))
+    optimizer = optimizer if policy == "mixed_float16" else "sgd"
+    return sequential(*layers, shape=[24], policy=policy, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_check_knows_that_no_loss_scale_helps(dtype):
+    Root.count = 0
+    found = check(with_a_root(f"mixed_{dtype}", 2.0**15), (X, X[:, :2]))
+    [finding] = found.findings
+    assert finding.hazard == "a result that is not finite in any dtype"
+    assert finding.where.startswith("first/")
+    assert "No loss scale helps" in finding.why
+    assert "numerics.watch" in finding.cure
+    assert "dynamic" not in str(found.advice())
+    assert Root.count <= 8
+
+
+def test_its_cure_names_the_operation():
+    with pytest.raises(NotFiniteError, match="backward pass") as raised, watch():
+        with_a_root("mixed_bfloat16").fit(X, X[:, :2], verbose=0)
+    assert re.search(r"SqrtGrad in \S*root", str(raised.value))
+
+
+# Layers that cast to 8 bits: each tool says what that does to the numbers, and none fails.
+
+
+class Quantized(L.Layer):
+    def __init__(self, to, **kwargs):
+        super().__init__(name="quantized", **kwargs)
+        self.to = getattr(tf.dtypes.experimental, to)
+
+    def get_config(self):
+        return {"to": self.to.name, "dtype": self.dtype_policy}
+
+    def call(self, x):
+        return tf.cast(tf.reshape(tf.cast(x, self.to), [-1, 24]), x.dtype)
+
+
+def quantized(to, policy):
+    return sequential(lambda: Quantized(to), dense(4), shape=[24], policy=policy)
+
+
+ONES = np.ones([32, 4], "float32")
+
+
+@once
+def test_an_overflow_of_8_bits_is_named_by_check_and_by_watch():
+    model = quantized("float8_e4m3fn", "mixed_bfloat16")
+    first = check(model, (1000 * X, ONES)).findings[0]
+    assert (first.hazard, first.where) == ("an overflow in the forward pass", "quantized")
+    assert "the largest float8_e4m3fn is 448" in first.why
+    with pytest.raises(NotFiniteError, match="Cast in quantized"), watch(model):
+        model.fit(1000 * X, ONES, verbose=0)
+
+
+@once
+def test_8_bits_are_watched_and_profiled():
+    model = quantized("float8_e5m2", "mixed_float16")
+    watching = watch(model, every=1, output_gradients=True)
+    with watching:
+        model.fit(X, ONES, verbose=0, callbacks=[watching])
+    assert watching.report()["output", "quantized"].histogram.total == X.size
+    assert keras_mp.numerics.profile(model, (X, ONES), steps=0).census.work()
+
+
+# A subclassed model whose output is what a layer of Keras returns, which is called once more.
+
+
+class Net(K.Model):
+    """Two layers, of which the second makes the output."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.hidden = L.Dense(8, "relu", name="hidden")
+        # It returns what float16 does not hold.
+        self.head = L.Dense(2, bias_initializer=tf.constant_initializer(120000.0), name="head")
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+    def get_config(self):
+        return {}
+
+
+class Two(Net):
+    def call(self, x):
+        hidden = self.hidden(x)
+        return {"y": self.head(hidden), "hidden": hidden}
+
+
+def subclassed(cls, dtype):
+    model = common.made(cls, f"mixed_{dtype}")
+    model.compile("sgd", "mse")
+    model(X)
+    return model
+
+
+@pytest.mark.parametrize(("cls", "dtype"), [(Net, "float16"), (Two, "float16"), (Two, "bfloat16")])
+def test_a_subclassed_model_is_compared_with_float32(cls, dtype):
+    y = np.full([32, 2], 120000.0, "float32")
+    labels = {"y": y, "hidden": np.ones([32, 8], "float32")} if cls is Two else y
+    found = check(subclassed(cls, dtype), (X, labels))
+    assert not found.findings, found
+    rows = {row.path: row for row in found.comparison.layers}
+    # Of what the model returns. The output of the first call has no gradient.
+    assert rows["head"].gradient is not None
+    assert rows["head"].dtype == dtype
+
+
+def test_watch_counts_each_output_once():
+    model = subclassed(Net, "float16")
+    model.head.bias.assign([0.0, 0.0])
+    watched = watch(every=1, output_gradients=True)
+    model.fit(X, X[:, :2], batch_size=32, callbacks=[watched], verbose=0)
+    for kind in ("output", "output gradient"):
+        assert watched.report()[kind, "head"].histogram.total == 32 * 2

@@ -78,11 +78,7 @@ def test_the_cause_of_what_is_not_finite(where, hazard, at, why):
 
 def test_a_product_that_was_lost_before_a_division_in_float32_is_to_blame():
     division = Result("RealDiv", "RealDiv", "float32", inputs=[0, 2])
-    chain = (
-        CHAIN[0],
-        narrow("MatMul", 0),
-        Result("Cast", "Cast", "float32", True, inputs=[1]),
-    )
+    chain = (CHAIN[0], narrow("MatMul", 0), Result("Cast", "Cast", "float32", True, inputs=[1]))
     chain = *chain, division, narrow("Cast", 3)
     said = judged(*chain, infinite=[3, 4], zeros=[1])
     assert (said.hazard, said.at) == ("an underflow in the forward pass", "MatMul")

@@ -13,7 +13,7 @@ import keras_mp
 from keras_mp.__main__ import main
 from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.numerics import audit as auditing
-from keras_mp.numerics import batches, commands, hazards, not_finite, origins, own_thread, patterns
+from keras_mp.numerics import batches, commands, hazards, not_finite, origins, own_thread
 from keras_mp.numerics import compare as comparing
 from keras_mp.numerics.census import census
 from keras_mp.numerics.check import Check

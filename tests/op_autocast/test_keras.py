@@ -91,8 +91,5 @@ def test_float16_with_loss_scaling():
 def test_float16_without_loss_scaling_is_warned_about():
     model = K.Sequential([K.Input([64]), *mlp()])
     message = "region of `keras_mp.autocast` with float16, and without loss scaling"
-    with (
-        keras_mp.autocast("float16"),
-        pytest.warns(keras_mp.MixedPrecisionWarning, match=message),
-    ):
+    with keras_mp.autocast("float16"), pytest.warns(keras_mp.MixedPrecisionWarning, match=message):
         model.compile("sgd", "sparse_categorical_crossentropy")

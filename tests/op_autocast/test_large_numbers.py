@@ -7,15 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import (
-    MODES,
-    Mixes,
-    Subclassed,
-    differentiated,
-    eager_and_graph,
-    once,
-    placed,
-)
+from tests.common import MODES, Mixes, Subclassed, differentiated, eager_and_graph, once, placed
 
 X = np.array([[1.0, 3.0, 2.5], [0.5, 4.0, 0.25]], "float32")
 NUMBERS = {"float16": [-1e9, -1e36, tf.float32.min], "bfloat16": [float(tf.float32.min)]}

@@ -170,8 +170,7 @@ def test_weights_go_on_under_another_policy(optimizer, before, after, form, tmp_
 
 @pytest.mark.skipif(IS_KERAS_3, reason="Only Keras 2 loads a SavedModel as a model.")
 @pytest.mark.parametrize(
-    ("optimizer", "before", "after", "form"),
-    with_optimizers(["saved_model"], lambda *case: True),
+    ("optimizer", "before", "after", "form"), with_optimizers(["saved_model"], lambda *case: True)
 )
 def test_a_saved_model_of_keras_2_keeps_its_weights_and_its_loss_scale(
     optimizer, before, after, form, tmp_path

@@ -47,12 +47,7 @@ class Seen(layers.Layer):
 
 def make_model(cls=tf.keras.Sequential, between=()):
     tf.keras.utils.set_random_seed(0)
-    head = [
-        tf.keras.Input([4]),
-        layers.Dense(4),
-        layers.BatchNormalization(momentum=0.5),
-        Seen(),
-    ]
+    head = [tf.keras.Input([4]), layers.Dense(4), layers.BatchNormalization(momentum=0.5), Seen()]
     return cls([*head, *(make() for make in between), layers.Dense(1)])
 
 

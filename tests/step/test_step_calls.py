@@ -135,8 +135,7 @@ def test_copies_begin_anew(name):
 
 
 @pytest.mark.parametrize(
-    ("calls", "mode", "minimizes"),
-    pairs([RFC, KERAS_3], [*MODES, "one function"], [False, True]),
+    ("calls", "mode", "minimizes"), pairs([RFC, KERAS_3], [*MODES, "one function"], [False, True])
 )
 def test_a_step_in_parts_is_divided_by_the_scale_that_it_was_multiplied_by(
     name, calls, mode, minimizes
@@ -236,8 +235,7 @@ READS = {
 
 
 @pytest.mark.parametrize(
-    ("read", "mode"),
-    [*(("loss_scale", mode) for mode in MODES), *zip([*READS][1:], MODES)],
+    ("read", "mode"), [*(("loss_scale", mode) for mode in MODES), *zip([*READS][1:], MODES)]
 )
 def test_reading_the_scale_never_changes_a_step(name, read, mode):
     optimizer, v = scaling(name, keras_mp.DynamicLossScale(SCALE))

@@ -61,7 +61,7 @@ WRITES = {
     **{
         name: lambda v, x, name=name: getattr(v, name)(tf.constant([[1], [3]]), x[1:3])
         for name in words(
-            "scatter_nd_add scatter_nd_sub scatter_nd_update scatter_nd_max scatter_nd_min",
+            "scatter_nd_add scatter_nd_sub scatter_nd_update scatter_nd_max scatter_nd_min"
         )
     },
 }
