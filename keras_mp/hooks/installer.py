@@ -151,10 +151,12 @@ class _Replaced:
 _replaced: dict[Any, _Replaced] = {}
 
 
+@do_not_convert
 def install(rows: Iterable[Replacement]) -> None:
     """Replaces functions, all or none.
 
-    A row that is installed already changes nothing.
+    A row that is installed already changes nothing. It may be called while AutoGraph converts a
+    function, and what it makes runs as it is written all the same.
 
     Args:
         rows: `Replacement`s. Those of features that are off are left out.

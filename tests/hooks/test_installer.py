@@ -72,6 +72,22 @@ def test_a_row_acts_where_it_says(first, when):
     assert inspect.unwrap(first.spell) is own
 
 
+def test_what_is_made_while_autograph_converts_a_function_is_not_converted(first):
+    files = []
+
+    def make(own):
+        call = lambda text: own(text)  # noqa: E731
+        files.append(call.__code__.co_filename)
+        return call
+
+    @tf.function
+    def traced():
+        hooks.install([Replacement(Method(first, "spell"), make, When.ALWAYS)])
+
+    traced()
+    assert files == [__file__]
+
+
 def test_rows_of_one_function_lie_around_one_another_in_one_function(first):
     place = Method(first, "spell")
     hooks.install([Replacement(place, adding("reach")), Replacement(place, adding("reach, later"))])
