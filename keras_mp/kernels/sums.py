@@ -31,6 +31,8 @@ from keras_mp.support.dtypes import LOW_PRECISION
 _TERMS = 2**17
 # Enough for kernels that add one term after the other.
 _FEW_TERMS = 2**13
+# The number of windows, each with all numbers.
+_MANY = 2**12
 # The number of channels up to which a GPU keeps float32 sums of gradients of biases: half of 48 KB.
 # With more channels it adds up in 16 bits, one after the other. (`bias_op_gpu.cu.cc`)
 _FIT_INTO_GPU = 6144
@@ -187,6 +189,36 @@ def _one_pixel(dtype: tf.DType, _: None) -> dict[str, Any]:
     return {"grads": _ones(dtype, 1, _FEW_TERMS // 64, 64, 1), "size": [1, 1]}
 
 
+def _has_many_windows(ksize: Any, strides: Any, **others: object) -> bool:
+    """Whether a number may be in so many windows that the sum of their gradients is off."""
+    del others
+    return math.prod(-(-size // stride) for size, stride in zip(ksize, strides)) >= 16
+
+
+def _windows(dtype: tf.DType, _: bool) -> dict[str, Any]:
+    """Arguments for windows with all numbers in each of them."""
+    grad = _ones(dtype, 1, _MANY, 1, 2)
+    return {"grad": grad, "ksize": [1, 2 * _MANY, 1, 1], "strides": [1, 1, 1, 1], "padding": "SAME"}
+
+
+def _average_windows(dtype: tf.DType, case: bool) -> dict[str, Any]:
+    return {"orig_input_shape": [1, _MANY, 1, 2], **_windows(dtype, case)}
+
+
+def _largest_last(dtype: tf.DType, case: bool) -> dict[str, Any]:
+    last = tf.one_hot([_MANY - 1] * 2, _MANY, axis=0, dtype=dtype)
+    of_windows = {"orig_output": _ones(dtype, 1, _MANY, 1, 2), **_windows(dtype, case)}
+    return {"orig_input": tf.reshape(last, [1, _MANY, 1, 2]), **of_windows}
+
+
+def _one_by_one_dilation(dtype: tf.DType, _: None) -> dict[str, Any]:
+    image = _ones(dtype, 1, _FEW_TERMS, 1, 1)
+    return {
+        **{"input": image, "filter": tf.zeros([1, 1, 1], dtype), "out_backprop": image},
+        **{"strides": [1, 1, 1, 1], "rates": [1, 1, 1, 1], "padding": "VALID"},
+    }
+
+
 _reduction_kernel = functools.partial(
     Kernel, _reduced, case=_reduction, cases=((True,), (True, False))
 )
@@ -218,6 +250,9 @@ KERNELS: dict[str, Kernel] = {
     "SparseTensorDenseMatMul": Kernel(_sparse_row, _FEW_TERMS),
     "DepthwiseConv2dNativeBackpropFilter": Kernel(_depthwise_filter, _FEW_TERMS),
     "ResizeNearestNeighborGrad": Kernel(_one_pixel, _FEW_TERMS),
+    "AvgPoolGrad": Kernel(_average_windows, 1, _has_many_windows, (True,)),
+    "MaxPoolGrad": Kernel(_largest_last, _MANY, _has_many_windows, (True,), LOW_PRECISION),
+    "Dilation2DBackpropFilter": Kernel(_one_by_one_dilation, _FEW_TERMS),
 }
 
 TABLE = Table(KERNELS)

@@ -90,7 +90,7 @@ _TABLE = {
         "ReverseV2 Roll SpaceToBatch SpaceToBatchND SpaceToDepth Split SplitV Tile Unpack"
     ),
     "moves by index": "DynamicPartition DynamicStitch ScatterNd",
-    "interpolations": "ResizeBilinear",
+    "interpolations": "ResizeBilinear CropAndResize",
     # Operations that only test numbers, or make new ones.
     "shapes": "Rank Shape ShapeN Size",
     "tests": "ArgMax ArgMin IsFinite IsInf IsNan Where",

@@ -114,4 +114,11 @@ SUMS: dict[str, Callable[[tf.Tensor], Any]] = {
         [1, 1, 1, 3],
         tf.reshape(x, [1, 100, 100, 3]),
     )[0, 0, 0, 0],
+    "crops": lambda x: of_zeros(
+        lambda image: tf.cast(
+            tf.image.crop_and_resize(image, tf.zeros([ROWS, 4]), IDS, [1, 1]), image.dtype
+        ),
+        [1, 1, 1, 3],
+        x[:, tf.newaxis, tf.newaxis],
+    )[0, 0, 0, 0],
 }

@@ -22,6 +22,7 @@ KERNELS = [
 # XLA does not compile them.
 NOT_IN_XLA = (
     *("SegmentSum", "SegmentMean", "SparseTensorDenseMatMul", "ResizeNearestNeighborGrad"),
+    "Dilation2DBackpropFilter",
 )
 
 
