@@ -172,6 +172,7 @@ def rounds(x, dtype="bfloat16"):
 
 ENDS = {
     "Dense, tanh": lambda: [L.Dense(4, "tanh")],
+    "Dense, SiLU": lambda: [L.Dense(4, tf.nn.silu)],
     "Dense, sigmoid": lambda: [L.Dense(4, "sigmoid", bias_initializer="normal")],
     "Activation": lambda: [L.Dense(5), L.Activation("softmax")],
     "layer of the program": lambda: [Mixes(lambda x: x * x * x)],

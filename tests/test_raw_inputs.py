@@ -76,6 +76,7 @@ CASES: dict[str, _Case] = {
     ),
     "Embedding": (_embedding, IDS.astype("float32")),
     "Masking": (lambda: layers.Masking(-999.0), SERIES),
+    "SiLU": (lambda: Mixes(lambda x: tf.nn.silu(x) / 1000.0), FAR),
     "mean of a mask": (_mean_of_what_is_kept, KEPT),
     "UnitNormalization": (layers.UnitNormalization, ROWS),
     "Dot": (lambda: layers.Dot(axes=-1, normalize=True), [ROWS, ROWS[::-1].copy()]),
