@@ -136,9 +136,11 @@ def _choose(known: Operation, values: Sequence[Any], pairs: Sequence[Any]) -> _C
         if are_weights:
             return _Choice(low, WEIGHT)
         if known.has_list and len(values) == 1:  # Of one tensor, an `einsum` is a sum or a move.
-            is_exact = kind >= EXACT or not _sums_nothing(values, pairs)
+            is_exact = kind >= EXACT or not known_operations.sums_nothing(values, pairs)
         else:
-            is_exact = _is_square(values) or (kind >= EXACT and _sums_nothing(values, pairs))
+            is_exact = _is_square(values) or (
+                kind >= EXACT and known_operations.sums_nothing(values, pairs)
+            )
         return _Choice(low, EXACT) if is_exact else None
     if known.kind == "exact" or kind >= EXACT or _thread.is_exact:
         return _Choice(low, max(kind, EXACT))
@@ -158,19 +160,6 @@ def _choose(known: Operation, values: Sequence[Any], pairs: Sequence[Any]) -> _C
 def _is_square(values: Sequence[Any]) -> bool:
     """Whether a tensor is multiplied by itself: sums of squares overflow in float16."""
     return len(values) > 1 and values[0] is values[1]
-
-
-def _sums_nothing(values: Sequence[Any], pairs: Sequence[Any]) -> bool:
-    """Whether a product of matrices is an outer one, and so multiplications."""
-    attributes = dict(zip(pairs[::2], pairs[1::2]))
-    if "equation" in attributes:
-        inputs, _, output = tf.compat.as_str(attributes["equation"]).partition("->")
-        return set(inputs) - {",", ".", " "} <= set(output)
-    is_transposed = attributes.get("transpose_a", attributes.get("adj_x"))
-    shape = values[0].shape
-    return (
-        is_transposed is not None and bool(shape.rank) and shape[-2 if is_transposed else -1] == 1
-    )
 
 
 def _note_lazily(known: Operation, args: Sequence[Any], pairs: Sequence[Any], results: Any) -> None:
@@ -243,7 +232,7 @@ def _made(
 def _has_later_face(known: Operation, pairs: Sequence[Any]) -> bool:
     """Whether the face of a result in 16 bits is made when it is taken."""
     if known.name == "Einsum":
-        return _sums_nothing((), pairs)
+        return known_operations.sums_nothing((), pairs)
     return known.name in _LAZY or (known.name in _LAZY_IN_GRAPHS and not tf.executing_eagerly())
 
 

@@ -218,3 +218,21 @@ def taking(name: str, low: tf.DType) -> Operation | None:
     has_dtype = [arg.type_attr == attribute for arg in op_def.input_arg]
     outputs = [arg.type_attr == attribute for arg in op_def.output_arg]
     return _described(op_def, attribute, has_dtype, outputs, frozenset())
+
+
+def sums_nothing(values: Sequence[Any], pairs: Sequence[Any]) -> bool:
+    """Whether a product of matrices is an outer one, and so multiplications.
+
+    Args:
+        values: its inputs that share a dtype.
+        pairs: names and values of its attributes in turn.
+    """
+    attributes = dict(zip(pairs[::2], pairs[1::2]))
+    if "equation" in attributes:
+        inputs, _, output = tf.compat.as_str(attributes["equation"]).partition("->")
+        return set(inputs) - {",", ".", " "} <= set(output)
+    is_transposed = attributes.get("transpose_a", attributes.get("adj_x"))
+    shape = values[0].shape
+    return (
+        is_transposed is not None and bool(shape.rank) and shape[-2 if is_transposed else -1] == 1
+    )

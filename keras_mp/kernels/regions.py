@@ -21,7 +21,7 @@ from keras_mp.hooks.reach import Region
 from keras_mp.kernels import cast_policy, known_operations, lower_precision
 from keras_mp.kernels.cast_policy import OpPolicy
 from keras_mp.kernels.known_operations import Operation
-from keras_mp.kernels.trials import usual_device
+from keras_mp.kernels.trials import shape_of, usual_device
 from keras_mp.support import op_table, registered_kernels
 from keras_mp.tensorflow_api import operations
 from keras_mp.variables import scope
@@ -115,7 +115,7 @@ def made(plan: Plan, given: Sequence[Any], pairs: Sequence[Any], make: Callable[
     known, region = plan.known, plan.region
     read = {i: _read(given[i]) for i in known.positions}
     values = _tensors_and_numbers(list(read.values()))
-    dtype = _dtype_for(plan, values, region.dtype)
+    dtype = _dtype_for(plan, values, pairs, region.dtype)
     if dtype is None and (known.name not in _VIEWS or not tf.executing_eagerly()):
         return make(given, pairs)
     only_gradients = region.gradients_only and dtype == region.dtype
@@ -162,7 +162,9 @@ def _is_tensor_or_number(value: object) -> bool:
     return is_number or isinstance(value, tf.Tensor)
 
 
-def _dtype_for(plan: Plan, values: Sequence[tf.Tensor | float], dtype: tf.DType) -> Any:
+def _dtype_for(
+    plan: Plan, values: Sequence[tf.Tensor | float], pairs: Sequence[Any], dtype: tf.DType
+) -> Any:
     """Returns the dtype that an operation runs in.
 
     It is the region's, float32 where 16-bit and float32 tensors meet, or None if the operation is
@@ -173,7 +175,14 @@ def _dtype_for(plan: Plan, values: Sequence[tf.Tensor | float], dtype: tf.DType)
         return None
     if plan.policy == cast_policy.ALLOW:
         is_sum = plan.known.has_list and len(values) == 1  # an `einsum` of one tensor
-        return None if is_sum else dtype
+        # Such as positions and frequencies.
+        is_outer = known_operations.sums_nothing(values, pairs) and not all(
+            lower_precision.low_precision_of(value, dtype) is not None
+            or _is_weight(value)
+            or shape_of(value).num_elements() == 1
+            for value in values
+        )
+        return None if is_sum or is_outer else dtype
     if len(found) > 1:
         return tf.float32
     if plan.policy == cast_policy.PROMOTE:

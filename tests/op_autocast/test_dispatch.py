@@ -91,6 +91,11 @@ CASES = {
         "Log": lambda z: tf.math.log(abs(z)),
         "Square": tf.square,
         "Pow": lambda z: z**3.0,
+        "outer products": lambda z: [
+            tf.einsum("a,b->ab", X[0], X[1]),
+            tf.tensordot(X[0], X[1], 0),
+            tf.matmul(X[:, :1], X[:1]),
+        ],
         "Rsqrt": lambda z: tf.math.rsqrt(abs(z)),
         "RealDiv": lambda z: z / 2.0,
         "Sum": lambda z: tf.reduce_sum(z, 0),
