@@ -50,7 +50,10 @@ _TESTS = {
     "keras_mp/step/grad_scaler_calls.py": [*_CALLS[1:], "tests/test_grad_scaler.py"],
     "keras_mp/variables/autocast_variable.py": _VARIABLES,
     "keras_mp/variables/casts.py": _VARIABLES,
-    "keras_mp/losses.py": ["tests/test_losses.py", "tests/kernels"],
+    "keras_mp/losses.py": [
+        *("tests/test_losses.py", "tests/support/test_softmax_and_cross_entropy.py"),
+        "tests/kernels",
+    ],
 }
 _SECONDS = 3600  # for what does not end any more
 
