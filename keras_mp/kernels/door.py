@@ -349,7 +349,7 @@ def _choice_of(
     known: Operation, given: list[Any], pairs: Sequence[Any], low: tf.DType
 ) -> _Choice | None:
     """Returns what an operation is to do; None leaves it in 16 bits."""
-    if known.may_be_wrong:
+    if low in known.doubtful_in:
         arguments = faces.arguments(known.name, given, pairs)
         table = TRIED.get(known.name)
         if table is not None and table.is_wrong_for(known.name, low, arguments):
@@ -377,31 +377,26 @@ def run_in_eager(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def execute(context: Any, op: str, name: Any, *args: Any) -> Any:
-        plan = None if _thread.region is None else regions.plan_for(op)
-        if plan is None:
-            return in_16_bits(context, op, name, *args)
-        make = _maker(functools.partial(in_16_bits, context, op, name), op)
-        number = len(plan.known.inputs)
-        return regions.made(plan, args[:number], args[number:], make)
+        thread = _thread
+        plan = None if thread.region is None else regions.plan_for(op)
+        if plan is not None:
+            make = _maker(functools.partial(in_16_bits, context, op, name), op)
+            number = len(plan.known.inputs)
+            return regions.made(plan, args[:number], args[number:], make)
+        known = None if thread.is_decided else known_operations.BY_NAME[op]
+        if known is None or (not known.doubtful_in and thread.in_gradient):
+            return original(context, op, name, *args, *MARKS[thread.dtype is tf.bfloat16])
+        return in_16_bits(context, op, name, *args)
 
     def in_16_bits(context: Any, op: str, name: Any, *args: Any) -> Any:
-        thread = _thread
-        mark = MARKS[thread.dtype is tf.bfloat16]
-        if thread.is_decided:
-            return original(context, op, name, *args, *mark)
-        known = known_operations.BY_NAME[op]
-        kind = "" if known is None else known.kind
-        if kind == "read":
+        mark = MARKS[_thread.dtype is tf.bfloat16]
+        known = None if _thread.is_decided else known_operations.BY_NAME[op]
+        if known is not None and known.kind == "read":
             result = original(context, op, name, *args, *mark)
             if isinstance(result, tf.Tensor) and result.dtype is tf.float32:
                 faces.note(result, None, WEIGHT)
             return result
-        if (
-            known is None
-            or (not known.may_be_wrong and _follows_others())
-            or (kind == "product" and _is_plain_product(known, args))
-            or (kind == "other" and not known.may_be_wrong and _is_plain(known, args))
-        ):
+        if known is None or _is_plain(known, args):
             return original(context, op, name, *args, *mark)
 
         def cast(face: Any, low: tf.DType) -> Any:
@@ -426,43 +421,42 @@ def _maker(run: Callable[..., Any], op: str, mark: Sequence[Any] = ()) -> Callab
     return make
 
 
-def _is_plain_product(known: Operation, args: Sequence[Any]) -> bool:
-    """Whether a product has tensors of one dtype to multiply, which it takes."""
-    if _thread.is_exact or known.has_list or known.name in TRIED:
-        return False
-    values = [args[i] for i in known.positions]
-    if not all(isinstance(each, tf.Tensor) for each in values):
-        return False
-    dtype = values[0].dtype
-    is_taken = dtype not in known.slow_in and all(each.dtype is dtype for each in values)
-    is_plain = is_taken and not _is_square(values)
-    if not is_plain or not is_low(dtype):
-        return is_plain
-    kinds = [faces.kind_of(each) for each in values]
-    return max(kinds) < EXACT and min(kinds) < WEIGHT
-
-
 def _is_plain(known: Operation, args: Sequence[Any]) -> bool:
-    """Whether an operation takes just tensors without a face, and common numbers."""
-    if (
-        type(args[known.positions[0]]) in _NUMBERS
-        or known.has_list
-        or known.name in _ARITHMETIC
-        or _thread.is_exact
-    ):
+    """Whether an operation takes what it is given, and what it returns has no face."""
+    follows = _follows_others()
+    if follows and not known.doubtful_in:
+        return True
+    if known.kind in ("cast", "draw"):
         return False
+    low, is_mixed = [], False
     for i in known.positions:
         value = args[i]
-        if isinstance(value, tf.Tensor):
-            dtype = value.dtype
-            if dtype is tf.float32:
-                if len(known.positions) > 1:
-                    return False
-            elif is_low(dtype) and (NOTE in value.__dict__ or dtype in known.refuses):
+        if not isinstance(value, tf.Tensor):
+            if type(value) not in _NUMBERS:
                 return False
-        elif type(value) not in _NUMBERS or not faces.is_held(value, tf.float16):
-            return False
-    return True
+        elif is_low(value.dtype):
+            low.append(value)
+        else:
+            is_mixed = True
+    if not low:
+        return True
+    dtype = low[0].dtype
+    if dtype in known.doubtful_in:
+        return False
+    if follows:
+        return True
+    if is_mixed or _thread.is_exact:
+        return False
+    if known.kind == "product":
+        kinds = [faces.kind_of(each) for each in low if each.dtype is dtype]
+        is_whole = len(kinds) == len(known.positions) and not _is_square(low)
+        return is_whole and max(kinds) < EXACT and min(kinds) < WEIGHT
+    if known.kind != "other" or known.name in _ARITHMETIC or dtype in known.refuses:
+        return False
+    if type(args[known.positions[0]]) in _NUMBERS or any(NOTE in each.__dict__ for each in low):
+        return False
+    numbers = [args[i] for i in known.positions if type(args[i]) in _NUMBERS]
+    return all(faces.is_held(each, tf.float16) for each in numbers)
 
 
 # In graphs.
@@ -485,7 +479,7 @@ def make_in_graph(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def in_16_bits(op_type_name: str, name: str | None = None, **keywords: Any) -> Any:
         known = None if _thread.is_decided else known_operations.BY_NAME[op_type_name]
-        if known is None or known.kind == "read" or (not known.may_be_wrong and _follows_others()):
+        if known is None or known.kind == "read" or (not known.doubtful_in and _follows_others()):
             return original(op_type_name, name, **keywords)
         made = functools.partial(_made, known, cast=cast)
         return _made_by_name(known, made, functools.partial(original, op_type_name, name), keywords)

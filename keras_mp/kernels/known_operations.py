@@ -47,9 +47,8 @@ class Operation:
         is_one: bool. Whether it has just one output.
         refuses: 16-bit DTypes in which TensorFlow does not compute it, or not its gradient.
         is_move: bool. Whether it moves numbers and changes none.
-        slow_in: the 16-bit DTypes in which its kernel is slow on a CPU, whatever its arguments.
-        may_be_wrong: bool. Whether its kernel may be wrong (`kernels/trials.py`), or be slow on a
-            CPU (`kernels/slow.py`).
+        doubtful_in: the 16-bit DTypes in which its kernel may be wrong (`kernels/trials.py`), or be
+            slow on a CPU (`kernels/slow.py`).
     """
 
     name: str
@@ -63,8 +62,7 @@ class Operation:
     is_one: bool = True
     refuses: frozenset[tf.DType] = frozenset()
     is_move: bool = False
-    slow_in: frozenset[tf.DType] = frozenset()
-    may_be_wrong: bool = False
+    doubtful_in: frozenset[tf.DType] = frozenset()
 
     def as_tensor(self, position: int, value: Any) -> Any:
         """Returns an input of another dtype as a tensor, if it is a list or may change.
@@ -88,8 +86,8 @@ class Operation:
 def _find(name: str) -> Operation | None:
     """Returns what the door needs to know about an operation; None if that is nothing."""
     op_def = operations.definition(name)
-    may_be_wrong = name in TRIED or name in slow.OPS
-    is_left = name in op_table.LOW - op_table.PRODUCTS - _OF_CUDNN and not may_be_wrong
+    is_doubtful = name in TRIED or name in slow.OPS
+    is_left = name in op_table.LOW - op_table.PRODUCTS - _OF_CUDNN and not is_doubtful
     if op_def is None or is_left:
         return None
     if any(arg.type == _RESOURCE for arg in op_def.input_arg):
@@ -137,7 +135,6 @@ def _described(
     """Returns what the definition of an operation and the tables say about it."""
     name, args = op_def.name, list(enumerate(op_def.input_arg))
     has_lists = any(arg.number_attr or arg.type_list_attr for arg in op_def.output_arg)
-    is_slow = name in slow.OPS
     return Operation(
         name=name,
         kind=_kind_of(name),
@@ -154,8 +151,9 @@ def _described(
         is_one=len(outputs) == 1 and not has_lists,
         refuses=refuses,
         is_move=name in op_table.MOVES,
-        slow_in=frozenset(d for d in LOW_PRECISION if is_slow and slow.is_slow(name, d)),
-        may_be_wrong=name in TRIED or is_slow,
+        doubtful_in=frozenset(
+            dtype for dtype in LOW_PRECISION if name in TRIED or slow.may_be_slow(name, dtype)
+        ),
     )
 
 

@@ -65,6 +65,16 @@ def is_slow(op: str, dtype: tf.DType | str, arguments: Mapping[str, Any] | None 
     return name == "float16" and op in _GRADIENTS_OF_CONVOLUTIONS
 
 
+def may_be_slow(op: str, dtype: tf.DType) -> bool:
+    """Whether an operation is slow on a CPU like this one for some arguments.
+
+    Args:
+        op: str. Any operation.
+        dtype: DType of 16 bits.
+    """
+    return op in OPS and (op == "FusedBatchNormV3" or is_slow(op, dtype))
+
+
 def _has_part_of_a_vector(x: Any = None, data_format: Any = "NHWC", **others: object) -> bool:
     """Whether the channels of images are no whole vectors."""
     del others

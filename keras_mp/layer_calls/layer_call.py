@@ -73,6 +73,7 @@ def _policy_of(layer: Any) -> tuple[Any, tf.DType | None]:
     return policy, policy.low_precision_dtype if isinstance(policy, Policy) else None
 
 
+_NOTHING = contextlib.nullcontext()
 # What stands in the place of methods of classes.
 _own_calls: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
@@ -135,7 +136,7 @@ def _call_in(
     # A model that Keras 2 builds in its first call would get a layer for each cast.
     if is_at_rim and not any(map(keras_api.is_symbolic_input, tf.nest.flatten((args, kwargs)))):
         return model_outputs.call(keras_call, layer, dtype, args, kwargs)
-    if dtype is not None and data_layers.is_one(layer):
+    if dtype is not None and policy.is_of_float32:
         return data_layers.call(keras_call, layer, args, kwargs)
     # In a region, all layers are in reach.
     if dtype is None and (reach.current() is None or reach.region() is not None):
@@ -210,5 +211,5 @@ def _explained(error: Exception, layer: tf.keras.layers.Layer) -> Exception | No
 
 def _gradients(policy: Any, dtype: tf.DType | None) -> contextlib.AbstractContextManager[Any]:
     if dtype is None or policy.output_dtype is None:
-        return contextlib.nullcontext()
+        return _NOTHING
     return context_manager.entered(Region(dtype, gradients_only=True))

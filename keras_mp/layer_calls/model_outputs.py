@@ -258,7 +258,7 @@ def with_float32(layer: Any, outputs: Any) -> Any:
         layer: the layer.
         outputs: what it returns.
     """
-    if not any(map(_makes_distributions, type(layer).__mro__)):
+    if isinstance(outputs, tf.Tensor) or not any(map(_makes_distributions, type(layer).__mro__)):
         return outputs
     return tf.nest.map_structure(lambda each: objects.widened(each, faces.widened), outputs)
 
@@ -271,12 +271,12 @@ def _makes_distributions(cls: type) -> bool:
 
 def _may_be_called_again(layer: Any) -> bool:
     """Whether a layer is one of Keras's that computes the same whenever it is called."""
+    if not (isinstance(layer, _probabilities()) or layer.trainable_weights):
+        return False
     is_kerass = type(layer).__module__.partition(".")[0] in ("keras", "tf_keras")
     if not is_kerass or keras_api.layers_inside(layer):
         return False
-    if layer.non_trainable_weights or getattr(layer, "activity_regularizer", None) is not None:
-        return False
-    return bool(layer.trainable_weights) or isinstance(layer, _probabilities())
+    return not layer.non_trainable_weights and getattr(layer, "activity_regularizer", None) is None
 
 
 @functools.cache

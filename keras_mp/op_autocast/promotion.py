@@ -48,6 +48,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 # The methods of `tf.TensorArray` that take tensors of its dtype.
 _WRITING = ("write", "unstack", "scatter", "split")
 _ASSIGNING = {"assign", "assign_add", "assign_sub"}
+_CONSTANTS = (float, int, np.ndarray, np.generic, list, tuple)
 
 
 def refused() -> contextlib.AbstractContextManager[None]:
@@ -101,12 +102,9 @@ def _keeping_numbers(
     def make(value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         # It is the fifth argument of one of the two functions; the other one has four.
         preferred = args[2] if len(args) > 2 else kwargs.get("preferred_dtype")
-        wanted = parse(preferred if dtype is None else dtype)
-        if reach.thread.is_decided or not _is_active():
-            return original(value, dtype, *args, **kwargs)
-        is_constant = isinstance(value, float | int | np.ndarray | np.generic | list | tuple)
-        is_low_constant = is_constant and is_low(wanted) and not isinstance(value, bool)
-        if wanted is None or not is_low_constant:
+        is_constant = isinstance(value, _CONSTANTS) and not isinstance(value, bool)
+        wanted = parse(preferred if dtype is None else dtype) if is_constant else None
+        if wanted is None or not is_low(wanted) or reach.thread.is_decided or not _is_active():
             return original(value, dtype, *args, **kwargs)
         return faces.constant(
             lambda value, dtype: original(value, dtype, *args, **kwargs),
