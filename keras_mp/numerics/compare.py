@@ -68,7 +68,7 @@ _OFF = 0.05
 
 _REDUCTIONS = op_table.ops("sums over axes", "sums of tensors", "gradients of biases")
 
-_PRODUCTS = op_table.ops("matrix products", "matrix products into another dtype") | {"Conv2D"}
+_PRODUCTS = op_table.ops("matrix products", "matrix products into another dtype")
 
 _POLES = op_table.ops("divisions", "reciprocals", "powers") | {"Log"}
 
@@ -496,8 +496,11 @@ def _terms(kind: str, inputs: Sequence[_Both], outputs: Sequence[_Both]) -> int:
         return max(inputs[0][0].shape)
     if kind in _REDUCTIONS:
         return sum(sizes) // result
+    if kind == "Conv2D" and len(sizes) == 2:
+        return math.prod(inputs[1][0].shape[:-1])
     if kind in _PRODUCTS and len(sizes) == 2:
-        return max(1, round(math.sqrt(sizes[0] * sizes[1] / result)))
+        left, right, made = (math.prod(each.shape[-2:]) for each, _ in (*inputs, outputs[0]))
+        return max(1, round(math.sqrt(left * right / made)))
     return 1
 
 

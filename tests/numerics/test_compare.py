@@ -36,6 +36,10 @@ def long_sum(x):
     return x + tf.reduce_sum(rows, 0, keepdims=True) * 1e-5
 
 
+def products(x):
+    return x + tf.matmul(x[:, tf.newaxis] * 1000, x[:, :, tf.newaxis] * 999)[:, 0] * 1e-6
+
+
 def square(x):
     return tf.sqrt(tf.square(x * 400) + 1) / 400
 
@@ -82,6 +86,7 @@ DEFECTS = {
     epsilon_of_zero: ("forward", "a constant of 1e-08, which is 0 in float16"),
     log_of_zero: ("forward", "a constant of 1e-09, which is 0 in float16"),
     long_sum: ("forward", "Overflow: Sum, a sum over 100,000 values"),
+    products: ("forward", "Overflow: BatchMatMulV2, a sum over 16 values"),
     square: ("forward", "Overflow: Square reaches"),
     shifted: ("forward", "Cancellation: Sub of numbers of about 3e+03"),
     variance_by_squares: ("forward", "Cancellation: Sub of numbers of about 4"),
