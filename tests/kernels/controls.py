@@ -39,8 +39,8 @@ ELEMENTWISE = (
 )
 # Looked up when they are called.
 OPERATIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
-    # TensorFlow does not differentiate the gradient of a resized image.
-    **{name: (function, [(ROWS, 3)]) for name, function in SUMS.items() if name != "upsampling"},
+    # TensorFlow does not differentiate the gradients of resized and cropped images.
+    **{name: (SUMS[name], [(ROWS, 3)]) for name in SUMS if name not in ("upsampling", "crop")},
     "resize": (lambda x: tf.image.resize(x, [60, 60], "nearest"), [(1, 1, 1, 2)]),
     **{
         name: (lambda x, name=name: operator.attrgetter(name)(tf)(x), [(64, 512)])
