@@ -190,7 +190,7 @@ def _one_pixel(dtype: tf.DType, _: None) -> dict[str, Any]:
 
 
 def _has_many_windows(ksize: Any, strides: Any, **others: object) -> bool:
-    """Whether a number may be in so many windows that the sum of their gradients is off."""
+    """Whether a number may be in too many windows for the sum of their gradients."""
     del others
     return math.prod(-(-size // stride) for size, stride in zip(ksize, strides)) >= 16
 
