@@ -37,7 +37,7 @@ def test_names_that_are_imported_later():
 # Docstrings begin with one short sentence.
 
 
-ROOT = pathlib.Path(__file__).parent.parent / "keras_mp"
+ROOT = pathlib.Path(keras_mp.__file__).parent
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
