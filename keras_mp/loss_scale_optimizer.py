@@ -203,7 +203,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         for optimizer in wrapped:
             _wrappers[optimizer] = weakref.ref(self)
             if not isinstance(optimizer, OptimizerWrapper):
-                keras_api.note_wrapper(optimizer)
+                keras_api.note_wrapper(optimizer, self)
         observers.tell(observers.Observer.scaler_was_made)
 
     def __repr__(self) -> str:

@@ -121,6 +121,11 @@ def test_what_keras_wraps_is_not_wrapped_again(name):
     keras_mp.LossScaleOptimizer(inner)
     gc.collect()
     assert keras_mp.LossScaleOptimizer(inner).inner_optimizer is inner
+    gc.collect()
+    if IS_KERAS_3:  # Keras 2 keeps its mark.
+        assert Stock(inner).inner_optimizer is inner
+        gc.collect()
+        keras_mp.LossScaleOptimizer(inner)
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="loss_scale_factor is of Keras 3.")

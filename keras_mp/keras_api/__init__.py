@@ -201,25 +201,6 @@ def trusted_scope() -> contextlib.AbstractContextManager[Any]:
     return names.SafeModeScope(False)
 
 
-def is_in_keras_wrapper(optimizer: Any) -> bool:
-    """Whether Keras's own `LossScaleOptimizer` wraps an optimizer.
-
-    Args:
-        optimizer: an optimizer of `tf.keras`.
-    """
-    return getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", None) is True
-
-
-def note_wrapper(optimizer: Any) -> None:
-    """Keeps Keras's own `LossScaleOptimizer` from wrapping what ours wraps.
-
-    Args:
-        optimizer: an optimizer of `tf.keras`.
-    """
-    # Keras 2 sets it to True, as we do on Keras 3, and refuses any true value.
-    optimizer._is_wrapped_by_loss_scale_optimizer = "by keras_mp"
-
-
 def check_model(model: Any) -> None:
     """Raises a TypeError unless an argument is a model of `tf.keras`.
 

@@ -263,3 +263,15 @@ def convert_wrappers_to_legacy(
 
     place = Everywhere(keras2_names.convert_to_legacy.get())
     hooks.install([Replacement(place, converting_ours, When.ALWAYS)])
+
+
+def is_in_keras_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
+    return getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False) is True
+
+
+def note_wrapper(
+    optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
+) -> None:
+    del wrapper
+    # Keras's own sets it to True, and refuses any true value.
+    optimizer._is_wrapped_by_loss_scale_optimizer = "by keras_mp"

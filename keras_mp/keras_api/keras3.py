@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -290,6 +291,17 @@ def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:
     return layout
 
 
+# The wrappers of optimizers that scale the loss: ours, and Keras's own. One that is gone wraps
+# nothing any more.
+_Wrappers = weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"]
+_ours, _keras_own = _Wrappers(), _Wrappers()
+
+
+def _is_in(wrappers: _Wrappers, optimizer: keras.optimizers.Optimizer) -> bool:
+    reference = wrappers.get(optimizer)
+    return reference is not None and reference() is not None
+
+
 def convert_wrappers_to_legacy(
     wrapper_class: type, convert_wrapper: Callable[[Any, Any], Any]
 ) -> None:
@@ -301,15 +313,26 @@ def convert_wrappers_to_legacy(
     del wrapper_class, convert_wrapper  # Keras 3 has no other optimizers.
 
 
+def is_in_keras_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether Keras's own `LossScaleOptimizer` wraps an optimizer, if known."""
+    return _is_in(_keras_own, optimizer)
+
+
+def note_wrapper(
+    optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
+) -> None:
+    """Keeps Keras's own `LossScaleOptimizer` from wrapping what ours wraps."""
+    _ours[optimizer] = weakref.ref(wrapper)
+
+
 def _watch_keras_wrapper() -> None:
-    """Notes the optimizers that Keras's own wrapper wraps, as Keras 2 does."""
+    """Records the optimizers that Keras's own wrapper wraps, as Keras 3 does not."""
 
     def recording(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(
             self: Any, inner_optimizer: keras.optimizers.Optimizer, *args: Any, **kwargs: Any
         ) -> None:
-            mark = getattr(inner_optimizer, "_is_wrapped_by_loss_scale_optimizer", None)
-            if mark not in (None, True):
+            if _is_in(_ours, inner_optimizer):
                 raise ValueError(
                     "The optimizer is wrapped by a keras_mp.LossScaleOptimizer already "
                     "(Model.compile may have done so: look at `model.optimizer`), so the loss "
@@ -317,7 +340,7 @@ def _watch_keras_wrapper() -> None:
                     f"Received: inner_optimizer={inner_optimizer!r}"
                 )
             original(self, inner_optimizer, *args, **kwargs)
-            self.inner_optimizer._is_wrapped_by_loss_scale_optimizer = True
+            _keras_own[inner_optimizer] = weakref.ref(self)
 
         return __init__
 
