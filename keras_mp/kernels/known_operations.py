@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.kernels import convolutions, slow, sums
-from keras_mp.kernels.trials import usual_device
+from keras_mp.kernels.trials import shape_of, usual_device
 from keras_mp.support import op_table, registered_kernels
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import operations
@@ -230,7 +230,7 @@ def sums_nothing(values: Sequence[Any], pairs: Sequence[Any]) -> bool:
         inputs, _, output = tf.compat.as_str(attributes["equation"]).partition("->")
         return set(inputs) - {",", ".", " "} <= set(output)
     is_transposed = attributes.get("transpose_a", attributes.get("adj_x"))
-    shape = values[0].shape
+    shape = shape_of(values[0])
     return (
         is_transposed is not None and bool(shape.rank) and shape[-2 if is_transposed else -1] == 1
     )

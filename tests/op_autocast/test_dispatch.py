@@ -214,6 +214,8 @@ def test_mistakes_are_reported_as_ever():
         return str(error.value)
 
     assert message("bfloat16") == message(None)
+    with pytest.raises(tf.errors.InvalidArgumentError), region("bfloat16"):
+        tf.raw_ops.MatMul(a=2.0, b=tf.ones([2, 2]))
 
 
 def test_an_operation_that_has_no_kernel_runs_in_float32():
