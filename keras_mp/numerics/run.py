@@ -439,9 +439,19 @@ class Runner:
         run = self.run(first)
         if run.is_sound or not scales:
             return run
-        # What overflows at one scale does so at all that are larger.
-        sound = bisect.bisect_left(scales[:-1], True, key=lambda each: self.run(each).is_sound)
-        return self.run(scales[sound])
+        sound: list[Run] = []
+
+        def is_sound(scale: float) -> bool:
+            run = self.run(scale)
+            if not run.is_sound:
+                return False
+            sound[:] = [run]
+            return True
+
+        # What overflows at one scale does so at all that are larger. So the last one that was sound
+        # has the largest scale of these.
+        bisect.bisect_left(scales[:-1], True, key=is_sound)
+        return sound[0] if sound else self.run(scales[-1])
 
 
 def runner_of(

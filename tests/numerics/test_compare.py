@@ -9,7 +9,16 @@ import tensorflow as tf
 
 import keras_mp
 from tests import common
-from tests.numerics.tools import Quantity, compare, dense, main, of_keras, sequential, underflow
+from tests.numerics.tools import (
+    Quantity,
+    compare,
+    dense,
+    main,
+    of_keras,
+    runners,
+    sequential,
+    underflow,
+)
 
 # A number that is made in float16 by way of NumPy is infinite there: a Python number is not.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
@@ -298,6 +307,20 @@ def test_the_loss_scale_falls_until_nothing_overflows():
     x, y = batch()
     comparison = clean(compare(model, x, y + 1000, policy="mixed_float16"))
     assert 1 <= comparison.loss_scale < 2**15
+
+
+@common.once
+@pytest.mark.parametrize("shift", [30, 300])
+def test_it_falls_no_further_than_it_has_to(shift):
+    x, y = batch()
+    model = small_model(Planted(lambda x: x * 30))
+    narrow = keras_mp.convert(model, "mixed_float16")
+    narrow.compile(keras_mp.LossScaleOptimizer("sgd"), "mse")
+    [runner, _] = runners(narrow, x, y + shift)
+    found = runner.run_as_trained(2.0**15).loss_scale
+    assert 1 < found < 2**15
+    assert runner.run(found).is_sound
+    assert not runner.run(2 * found).is_sound
 
 
 def large_kernel(*layers, trainable):
