@@ -110,7 +110,7 @@ def policy_not_followed(model: tf.keras.Model, optimizers: Any) -> str | None:
 
 
 def _lines(model: tf.keras.Model) -> Iterator[str]:
-    outputs = layer_paths.output_layers(model, subclassed=True)
+    outputs = layer_paths.output_layers(model)
     layers = layer_paths.layers_by_path(model, inputs=True)
     is_widened = any(
         id(layer) in outputs

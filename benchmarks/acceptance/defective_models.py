@@ -330,35 +330,6 @@ def _far_positions(x):
     return tf.nn.relu(x) + tf.sin(far)
 
 
-@in_a_layer(
-    *("a layer that casts to float32", "MobileNetV2", "block_1_expand_relu"),
-    audit="a layer that ignores its policy",
-)
-class IgnoresItsPolicy(Planted):
-    """A projection that casts to float32."""
-
-    def build(self, shape):
-        self.kernel = self.add_weight(name="kernel", shape=[1, 1, shape[-1], shape[-1]])
-
-    def call(self, x):
-        kernel = tf.cast(self.kernel, tf.float32)
-        return tf.nn.relu6(tf.nn.conv2d(tf.cast(x, tf.float32), kernel, 1, "SAME"))
-
-
-@in_a_layer(
-    *("a variable that nothing casts", "MobileNet", "conv_pw_1_relu"),
-    audit="a variable that is not cast",
-)
-class BareVariable(Planted):
-    """A projection with a `tf.Variable`, which nothing casts."""
-
-    def build(self, shape):
-        self.kernel = tf.Variable(tf.eye(shape[-1])[None, None], name="kernel")
-
-    def call(self, x):
-        return tf.nn.relu6(tf.nn.conv2d(tf.cast(x, tf.float32), self.kernel, 1, "SAME"))
-
-
 @tf.custom_gradient
 def _rounded(x):
     return tf.round(x * 8) / 8, lambda upstream: tf.cast(upstream, tf.float32)
@@ -475,16 +446,6 @@ def log_of_probabilities(labels, probabilities):
 
 
 # Models with a defect that no class of a layer has.
-
-
-@in_the_step(
-    *("a layer that was given float32", "MobileNet", "conv_pw_3"),
-    audit="a layer of another policy",
-)
-def _a_layer_in_float32() -> Any:
-    arguments = {"padding": "same", "use_bias": False, "dtype": "float32"}
-    replaced = {"conv_pw_3": lambda name: L.Conv2D(128, 1, **arguments, name=name)}
-    return compiled("MobileNet", replaced), batch("MobileNet")
 
 
 @in_the_step("weights that are NaN", "MobileNet", "conv_pw_2", watch="ReadVariableOp")

@@ -56,15 +56,14 @@ def layers_by_path(
     return dict(below(model, ""))
 
 
-def output_layers(model: tf.keras.layers.Layer, subclassed: bool = False) -> set[int]:
+def output_layers(model: tf.keras.layers.Layer) -> set[int]:
     """Returns the ids of the layers that make the outputs of a model.
 
-    The layers around these are among them.
+    The layers around these are among them, and all layers of a subclassed model: nothing tells
+    which of them make its outputs.
 
     Args:
         model: A model of `tf.keras`.
-        subclassed: bool. Whether all layers of a subclassed model are among them, since nothing
-            tells which of them make its outputs. Defaults to False: none of them is.
     """
     found: set[int] = set()
     waiting = [model]
@@ -73,7 +72,7 @@ def output_layers(model: tf.keras.layers.Layer, subclassed: bool = False) -> set
         outputs: Sequence[tf.keras.layers.Layer] = ()
         if isinstance(layer, tf.keras.Model):
             known = keras_api.output_layers(layer)
-            outputs = (_children(layer) if subclassed else ()) if known is None else known
+            outputs = _children(layer) if known is None else known
         elif isinstance(layer, tf.keras.layers.Wrapper):
             outputs = _children(layer)
         waiting += [each for each in outputs if id(each) not in found]

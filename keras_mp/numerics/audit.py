@@ -36,7 +36,6 @@ HAZARDS: tuple[Callable[[TracedStep], Iterator[Observed]], ...] = (
     hazards.labels,
     hazards.before_a_logarithm,
     hazards.cross_entropies,
-    hazards.layers_in_float32,
     hazards.small_gradients,
     hazards.factors,
     hazards.clipping,

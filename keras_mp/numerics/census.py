@@ -260,14 +260,14 @@ class _Reader:
 
     def _owner(self, path: str) -> str:
         """Returns the name of an operation whose layer is that of another one."""
-        if self._layers.path(path):
+        if self._layers.name(path):
             return path
         # The backward pass of a function is a function without the scope of its layer, but it takes
         # what the function in the layer has kept for it.
         call = self._made.get(path.partition("/")[0])
         takes = () if call is None or call.type not in CALLS else call.inputs
         calls = [each.op.name for each in takes if each.op.type in CALLS]
-        return next(filter(self._layers.path, calls), path)
+        return next(filter(self._layers.name, calls), path)
 
     def _why(self, node: Node, path: str) -> str:
         dtype, row = node.dtype, cast_policy.ROWS.get(node.made.type)

@@ -1,9 +1,9 @@
 """Known hazards of 16 bits: each a function that goes through a traced step.
 
 First what 16 bits cannot hold: epsilons, sums, labels, inputs, probabilities, losses; and a batch
-that no dtype holds. Then what is wrong with the step itself: the dtypes of layers, the loss,
-gradients and weights. Each yields what is `Observed`: a suspicious place, the tensors that tell
-whether it does harm, and what is said of it then.
+that no dtype holds. Then what is wrong with the step itself: the loss, gradients and weights. Each
+yields what is `Observed`: a suspicious place, the tensors that tell whether it does harm, and what
+is said of it then.
 """
 
 import math
@@ -13,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import kernels
-from keras_mp.layer_calls import data_layers
 from keras_mp.models.model_steps import has_own_train_step
 from keras_mp.numerics import origins
+from keras_mp.numerics.graph import COUNTED
 from keras_mp.numerics.records import SMALLEST, UNIT_ROUNDOFF
 from keras_mp.numerics.results import CURES, Observed
 from keras_mp.numerics.traced_step import (
@@ -61,20 +61,6 @@ _MOST_SMALL = 0.1
 
 # TensorFlow's functions that clip gradients.
 _CLIPPING = ("clip_by_value", "clip_by_norm", "clip_by_average_norm", "clip_by_global_norm")
-
-# Layers with a smaller share of the model's work are not reported.
-_LARGE_SHARE = 0.01
-
-# What cures a layer in float32.
-_OF_A_LAYER = {
-    "a layer of another policy": "Create it under the policy of the model, without a dtype of its "
-    "own, or pass dtype=self.dtype_policy from the layer that creates it. If float32 is intended, "
-    "ignore this.",
-    "a variable that is not cast": "Make the variable with `add_weight`, which casts it where it "
-    "is read, or wrap it in keras_mp.autocast_variable.",
-    "a layer that ignores its policy": "Let its `call` cast to self.compute_dtype, and not to "
-    'float32; or, if it needs float32, create it with dtype="float32".',
-}
 
 
 def batches(step: TracedStep) -> Iterator[Observed]:
@@ -171,7 +157,7 @@ def labels(step: TracedStep) -> Iterator[Observed]:
     if has_own_train_step(step.model):
         return  # Nobody knows what it compares with the labels, or passes to `call`.
     wanted = [y for y in tf.nest.flatten(step.batch.y) if y is not None and y.dtype.is_floating]
-    if not wanted or not any(o.outputs[0].dtype in LOW_PRECISION for o, _ in step.products):
+    if not wanted or next(step.in_16_bits(COUNTED), None) is None:
         return
     outputs = step.model(step.batch.x, training=False)
     for each, output in zip(tf.nest.flatten(step.batch.y), tf.nest.flatten(outputs)):
@@ -335,42 +321,6 @@ def cross_entropies(step: TracedStep) -> Iterator[Observed]:
             loss=loss,
             exact=exact,
         )
-
-
-def layers_in_float32(step: TracedStep) -> Iterator[Observed]:
-    """A layer multiplies in float32, against its policy or in the middle of a 16-bit model."""
-    found = (step.layers.layer(operation.name) for operation, _ in step.products)
-    dtypes = {id(layer): layer.compute_dtype for layer in found if layer is not None}
-    is_mostly_low = 2 * sum(each in LOW_PRECISION_NAMES for each in dtypes.values()) >= len(dtypes)
-    by_layer: dict[str, list[tuple[int, tf.Operation]]] = {}
-    for operation, work in step.products:
-        path = step.layers.name(operation.name)
-        # What keras_mp decides is in 16 bits, but for what is inside of the kernel.
-        if path and operation.outputs[0].dtype == tf.float32 and not kernels.has_decided(operation):
-            by_layer.setdefault(path, []).append((work, operation))
-    total = sum(work for _, work in step.products)
-    for products in by_layer.values():
-        _, operation = max(products, key=lambda each: each[0])
-        layer = step.layers.layer(operation.name)
-        if layer is None or id(layer) in step.output_layers or data_layers.reads_raw(type(layer)):
-            continue
-        # Of a variable that is read, and that nothing casts?
-        sources = (before(each, origins.MOVES).op.type for each in operation.inputs)
-        if is_of_another := layer.compute_dtype not in LOW_PRECISION_NAMES:
-            hazard = "a layer of another policy"
-        elif "ReadVariableOp" in sources:
-            hazard = "a variable that is not cast"
-        else:
-            hazard = "a layer that ignores its policy"
-        share = sum(work for work, _ in products) / total
-        if share >= _LARGE_SHARE and (is_mostly_low or not is_of_another):
-            yield Observed(
-                operation,
-                hazard,
-                f"{share:.0%} of the multiplications of the forward pass run in float32 here; its "
-                f"policy is {layer.dtype_policy.name}.",
-                _OF_A_LAYER[hazard],
-            )
 
 
 def small_gradients(step: TracedStep) -> Iterator[Observed]:

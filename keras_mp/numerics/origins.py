@@ -192,38 +192,27 @@ class Layers(LayerObserver):
         """Notes which call has raised an error first."""
         self.raised = self.raised or call
 
-    def path(self, name: str) -> tuple[tuple[str, tf.keras.layers.Layer], ...]:
-        """Returns the layers around an operation, the outermost first, each with its path.
+    def name(self, name: str) -> str:
+        """Returns the path of the innermost layer of an operation; "" for none.
 
         Args:
             name: str. The operation's name; one of the backward pass has its layer's name in it.
         """
         return self._found(name.rpartition("/")[0])
 
+    def layer(self, name: str) -> tf.keras.layers.Layer | None:
+        """Returns this layer, or None."""
+        return self.named.get(self.name(name))
+
     @do_not_convert
-    def _find(self, scopes: str) -> tuple[tuple[str, tf.keras.layers.Layer], ...]:
+    def _find(self, scopes: str) -> str:
         parts = [part for part in scopes.split("/") if part != _GRADIENT]
         # Replicas, and what calls a function, have names before these scopes.
-        known = [
-            tuple(
-                self._scopes[scope]
-                for end in range(start + 1, len(parts) + 1)
-                if (scope := "/".join(parts[start:end])) in self._scopes
-            )
-            for start in range(len(parts))
-        ]
-        around = dict.fromkeys(max(known, key=len, default=()))
-        return tuple((path, self.named[path]) for path in around if path in self.named)
-
-    def name(self, name: str) -> str:
-        """Returns the path of the layer of an operation, such as "encoder/dense"; "" for none."""
-        path = self.path(name)
-        return path[-1][0] if path else ""
-
-    def layer(self, name: str) -> tf.keras.layers.Layer | None:
-        """Returns the innermost layer of an operation, or None."""
-        path = self.path(name)
-        return path[-1][1] if path else None
+        for end in range(len(parts), 0, -1):
+            for start in range(end):
+                if path := self._scopes.get("/".join(parts[start:end]), ""):
+                    return path
+        return ""
 
 
 def forward_name(name: str, kind: str, known: Container[str]) -> str:

@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import keras_api
-from keras_mp.layer_calls import layer_observers, model_outputs
-from keras_mp.models import layer_paths
-from keras_mp.numerics import graph as work
+from keras_mp.layer_calls import layer_observers
 from keras_mp.numerics import origins
 from keras_mp.numerics.batches import Batch
+from keras_mp.numerics.graph import COUNTED
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.kept_casts import as_float32
@@ -109,33 +107,13 @@ class TracedStep:
                 yield operation
 
     @functools.cached_property
-    def products(self) -> list[tuple[tf.Operation, int]]:
-        """The products and convolutions of the forward pass, and how much each computes."""
-        return [(each, count) for each in self.forward if (count := work.of(each))]
-
-    @functools.cached_property
     def backward_products(self) -> list[tf.Tensor]:
         """The gradients that products and convolutions of the backward pass return."""
         return [
             operation.outputs[0]
             for operation in self.operations
-            if origins.is_of_backward_pass(operation.name) and operation.type in work.COUNTED
+            if origins.is_of_backward_pass(operation.name) and operation.type in COUNTED
         ]
-
-    @functools.cached_property
-    def output_layers(self) -> set[int]:
-        """The `id`s of layers whose outputs are the model's, and of those around them.
-
-        A program may call a model inside of another one by itself, as those of a GAN.
-        """
-        found = layer_paths.output_layers(self.model)
-        for layer in keras_api.flatten_layers(self.model):
-            if isinstance(layer, tf.keras.Model):
-                found.update(map(id, model_outputs.last_layers(layer)))
-        if not found and self.products:
-            last, _ = self.products[-1]
-            found = {id(layer) for _, layer in self.layers.path(last.name)}
-        return found
 
     @functools.cached_property
     def scaling(self) -> tf.Operation | None:
