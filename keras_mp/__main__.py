@@ -23,7 +23,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.numerics import commands
-from keras_mp.support import text_tables
+from keras_mp.support import columns
 from keras_mp.support.figures import new_figure
 
 _SEED, _BATCH_SIZE = 0, 32
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path, data = parser.parse_args(argv).output, _load_digits()
     runs = [_Run(name, data) for name in _LINES]
     rows = [run.row() for run in runs]
-    print(_NOTES, *text_tables.aligned([[*rows[0]], *([*r.values()] for r in rows)]), sep="\n")
+    print(_NOTES, *columns.aligned([[*rows[0]], *([*r.values()] for r in rows)]), sep="\n")
     _plot(runs, path)
     print(f"\nThe picture is in {os.path.realpath(path)}")
     return 0

@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from keras_mp import hooks, keras_api, losses, model_summary
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.hooks import Method, Replacement, When, observers, reach
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrapper_of, wrappers_among
-from keras_mp.models import low_precision_weights, model_steps
+from keras_mp.models import layer_paths, low_precision_weights, model_steps
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy
 from keras_mp.step.loss_scales import LossScale
@@ -125,6 +126,8 @@ def _tell_optimizers(
             optimizer.compiled_for(model)
             keras_api.patch_fit(model)
     wrappers = wrappers_among(optimizers)
+    for wrapper in wrappers:
+        wrapper._scaler.report.paths = functools.partial(_paths_of_weights, weakref.ref(model))
     if not wrappers and not is_scaled:
         return
     if wrappers:
@@ -134,6 +137,11 @@ def _tell_optimizers(
             loss_scale = copy.deepcopy(loss_scale)
     is_float16 = model.compute_dtype == "float16" or _float16_layers(model)
     model_steps.scale(model, loss_scale if is_float16 else None)
+
+
+def _paths_of_weights(reference: "weakref.ref[Any]") -> dict[int, str]:
+    model = reference()
+    return layer_paths.paths_of_weights(model) if model is not None and model.built else {}
 
 
 def _has_lost_its_policy(model: tf.keras.Model, call: inspect.BoundArguments) -> bool:

@@ -14,10 +14,9 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.hooks import observers
 from keras_mp.loss_scale import DynamicLossScale, LossScaleArgument, serialize
-from keras_mp.models.layer_paths import paths_of_weights
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step import gradients
-from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
+from keras_mp.step.optimizer_adapter import Loss, VarList
 from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.record import GradientState
 from keras_mp.step.scaler import Scaler
@@ -289,8 +288,9 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             # Nothing is noted: it may come between calls of another step, and leaves that alone.
             when_called = functools.partial(gradients.map_loss, scale)
             pairs = self._gradients(when_called, loss, var_list, tape, grad_loss)
+            pairs = gradients.checked_pairs(pairs)
             state = GradientState(calls.scales, scaled_by if calls.scales else None, losses=losses)
-            return self._step(gradients.checked_pairs(pairs), state, name=name)
+            return self._make_step(pairs, state, self._scaler, name=name)
 
     @do_not_convert
     def compute_gradients(
@@ -355,7 +355,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             if scaled:
                 calls.begin_by_hand([g for g, _ in pairs])
             with calls.applying([v for _, v in pairs]) as state:
-                return self._step(pairs, state, aggregate=aggregate, name=name)
+                return self._make_step(pairs, state, self._scaler, aggregate=aggregate, name=name)
 
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
         """Lets the inner optimizer set final values, such as averages, if it has any.
@@ -365,13 +365,6 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         """
         self._scaler.report.ask()
         super().finalize_variable_values(var_list)
-
-    def _step(self, pairs: Pairs, state: GradientState, **how: Any) -> Any:
-        return self._make_step(pairs, state, self._scaler, paths=self._paths, **how)
-
-    def _paths(self) -> dict[int, str]:
-        model = self._model()
-        return {} if model is None or not model.built else paths_of_weights(model)
 
     def _scales_on_tape(self) -> bool:
         """Whether the tape has to scale, as the inner optimizer needs the loss unscaled."""

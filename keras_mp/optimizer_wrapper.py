@@ -616,4 +616,3 @@ def check_shapes(variables: Iterable[Any], weights: Sequence[Any]) -> None:
 
 
 _delegate_rest()
-keras_api.convert_wrappers_to_legacy(OptimizerWrapper, OptimizerWrapper._with_inner)

@@ -256,32 +256,6 @@ def test_an_optimizer_with_its_own_aggregation():
     assert float(v[0]) == 0.75
 
 
-@pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 has no legacy optimizers.")
-def test_wrappers_are_converted_to_legacy():
-    convert = tf.keras.__internal__.optimizers.convert_to_legacy_optimizer
-    legacy = tf.keras.optimizers.legacy
-    with_master_weights = keras_mp.MasterWeightOptimizer(legacy.Adam())
-    for inner in (legacy.Adam(), with_master_weights):
-        wrapper = keras_mp.LossScaleOptimizer(inner)
-        assert convert(wrapper) is wrapper
-    optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.Adam(0.25, beta_1=0.5))
-    optimizer.loss_scale.loss_scale.assign(64.0)
-    optimizer.loss_scale.num_good_steps.assign(7)
-    converted = convert(optimizer)
-    assert type(converted) is keras_mp.LossScaleOptimizer
-    assert isinstance(converted.inner_optimizer, legacy.Adam)
-    assert (float(converted.learning_rate), float(converted.beta_1)) == (0.25, 0.5)
-    assert (float(converted.loss_scale()), int(converted.loss_scale.num_good_steps)) == (64, 7)
-    variable = tf.Variable(1.0)
-    converted.minimize(lambda: variable**2, [variable])
-    assert float(variable) == pytest.approx(0.75)
-    nested = keras_mp.LossScaleOptimizer(keras_mp.OptimizerWrapper(tf.keras.optimizers.SGD()))
-    assert isinstance(convert(nested).inner_optimizer.inner_optimizer, legacy.SGD)
-    assert isinstance(convert(tf.keras.optimizers.SGD()), legacy.SGD)
-    keras = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD())
-    assert isinstance(convert(keras).inner_optimizer, legacy.SGD)
-
-
 def clips_each_example(base, method, norm=1.0):
     """An optimizer as those of differential privacy are: it clips the gradient of each example."""
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp.grappler import op_lists, optimize, passes
-from keras_mp.support import op_table, registered_kernels, text_tables
+from keras_mp.support import columns, op_table, registered_kernels
 from keras_mp.support.dtypes import FLOATING
 
 # The end of the names of casts that the passes put in.
@@ -96,7 +96,7 @@ class RewriteReport(NamedTuple):
             whys = Counter(each.why for each in others)
             why = "; ".join(f"{why} ({n})" if len(whys) > 1 else why for why, n in whys.items())
             rows.append((op, str(rewritten.get(op, 0)), str(len(others)), why))
-        return "\n".join([head, "", *text_tables.aligned(rows, left=(0, 3))])
+        return "\n".join([head, "", *columns.aligned(rows, left=(0, 3))])
 
 
 def report(

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_mp import hardware, keras_api
 from keras_mp.hardware import devices, stopwatch
 from keras_mp.kernels import slow
-from keras_mp.support import cpu, text_tables
+from keras_mp.support import columns, cpu
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.tensorflow_api import features
 
@@ -85,7 +85,7 @@ def _table(speeds: stopwatch.Speeds) -> Iterator[str]:
         (operation, *(_cell(by_dtype, dtype) for dtype in stopwatch.DTYPES))
         for operation, by_dtype in speeds.items()
     ]
-    return text_tables.aligned(rows)
+    return columns.aligned(rows)
 
 
 def _slow_operations() -> Iterator[str]:

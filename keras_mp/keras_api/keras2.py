@@ -239,32 +239,6 @@ def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer
 
 
-def convert_wrappers_to_legacy(
-    wrapper_class: type, convert_wrapper: Callable[[Any, Any], Any]
-) -> None:
-    if not features.is_on(keras2_names.CONVERSION):
-        return
-
-    def converting_ours(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def convert_to_legacy_optimizer(
-            optimizer: keras.optimizers.Optimizer,
-        ) -> keras.optimizers.Optimizer:
-            if isinstance(optimizer, wrapper_class):
-                innermost: Any = optimizer
-                while isinstance(innermost, wrapper_class):
-                    innermost = innermost.inner_optimizer
-                if isinstance(innermost, keras.optimizers.legacy.Optimizer):
-                    return optimizer
-                inner = convert_to_legacy_optimizer(optimizer.inner_optimizer)
-                return convert_wrapper(optimizer, inner)
-            return original(optimizer)
-
-        return convert_to_legacy_optimizer
-
-    place = Everywhere(keras2_names.convert_to_legacy.get())
-    hooks.install([Replacement(place, converting_ours, When.ALWAYS)])
-
-
 def is_in_keras_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
     return getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False) is True
 

@@ -10,7 +10,6 @@ call_context = Name("tf_keras.src.engine.base_layer_utils.call_context")
 policy_of_layer = Name("tf_keras.src.mixed_precision.policy.get_policy")
 SafeModeScope = Name("tf_keras.src.saving.serialization_lib.SafeModeScope")
 saving_options = Name("tf_keras.src.saving.legacy.saved_model.utils.keras_option_scope")
-convert_to_legacy = Name("tf_keras.__internal__.optimizers.convert_to_legacy_optimizer")
 track_variable = Name("tf_keras.src.backend.track_variable")
 save_spec = Name("tf_keras.src.engine.base_layer.Layer._get_save_spec")
 functions_of_layer = Name("tf_keras.src.saving.legacy.saved_model.save_impl.wrap_layer_functions")
@@ -122,11 +121,6 @@ WEIGHTS = Feature(
     "`AutoCastVariable`s in layers of `keras_mp.layers.Layer`",
     "Their weights are those of Keras, which cast themselves as well.",
     (make_variable,),
-)
-CONVERSION = Feature(
-    "conversion of wrapped optimizers to legacy ones",
-    "Keras refuses them.",
-    (convert_to_legacy,),
 )
 SEEDS = Feature(
     "random numbers of the tools",

@@ -302,17 +302,6 @@ def _is_in(wrappers: _Wrappers, optimizer: keras.optimizers.Optimizer) -> bool:
     return reference is not None and reference() is not None
 
 
-def convert_wrappers_to_legacy(
-    wrapper_class: type, convert_wrapper: Callable[[Any, Any], Any]
-) -> None:
-    """Lets Keras 2 convert wrappers of a class, too.
-
-    It does so where it converts optimizers to legacy ones. `convert_wrapper` takes a wrapper
-    and the legacy optimizer made of its inner optimizer.
-    """
-    del wrapper_class, convert_wrapper  # Keras 3 has no other optimizers.
-
-
 def is_in_keras_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether Keras's own `LossScaleOptimizer` wraps an optimizer, if known."""
     return _is_in(_keras_own, optimizer)

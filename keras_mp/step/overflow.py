@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.step.finiteness import NO_EXAMPLES, UNCOUNTED, UNKNOWN
-from keras_mp.support import text_tables
+from keras_mp.support import columns
 
 # How many variables a text names.
 _MAX_NAMES = 5
@@ -163,7 +163,7 @@ class Overflow:
             return f"{text}\nEach gradient was finite, but their sum was not."
         head = ("gradient of", "replica", "Inf", "NaN", "values")
         rows = [head, *map(_cells, self.gradients)]
-        return "\n".join([text, "", *text_tables.aligned(rows, left=(0, 1))])
+        return "\n".join([text, "", *columns.aligned(rows, left=(0, 1))])
 
     def _which(self) -> str:
         which = "A step" if self.step is None else f"Step {self.step}"

@@ -18,7 +18,7 @@ from keras_mp.step.record import GradientState
 from keras_mp.step.scaled_losses import thread
 from keras_mp.step.scaler import Scaler
 from keras_mp.step.skip_report import SkippedStep
-from keras_mp.step.state_rollback import KeptValues, name_of, read
+from keras_mp.step.state_rollback import KeptValues, read
 from keras_mp.support import attributes, features, host, variable_ops
 from keras_mp.tensorflow_api import graphs
 from keras_mp.tensorflow_api.features import WITHOUT_BRANCHES
@@ -56,7 +56,6 @@ def make_step(
     reduce_dtype: tf.DType = tf.float32,
     aggregate: bool = True,
     name: str | None = None,
-    paths: Callable[[], dict[int, str]] = dict,
 ) -> tuple[Operation, tf.Tensor | None]:
     """Makes a step of a replica, once, in a replica context.
 
@@ -70,8 +69,6 @@ def make_step(
             Defaults to float32.
         aggregate: bool. Whether the gradients are to be summed over replicas.
         name: str. Name of the operation.
-        paths: function that returns the names of variables that are known, by their ids. Defaults
-            to none.
 
     Returns:
         tuple of the operation that makes the step in a TensorFlow 1 graph, else None; and of the
@@ -150,7 +147,7 @@ def make_step(
             return _operation([applied, *(outcome(True) if may_skip else ())])
 
         def skip() -> Operation:
-            skipped = _skipped(adapter, steps, tested, totals, paths)
+            skipped = _skipped(adapter, steps, tested, totals)
             if completes is not None:
                 adapter.drop_accumulated()
             put_back()
@@ -175,7 +172,7 @@ def make_step(
         if not is_compiled or tf.distribute.in_cross_replica_context():
             return complete()
         # Without a branch. The optimizer writes, and the old values are put back.
-        skipped = _skipped(adapter, steps, tested, totals, paths)
+        skipped = _skipped(adapter, steps, tested, totals)
         _write_if(finite, apply_on_each)
         put_back(finite)
         return _operation(outcome(finite, skipped))
@@ -283,7 +280,6 @@ def _skipped(
     steps: Sequence[_Replica],
     tested: Sequence[Any],
     totals: Callable[[], Sequence[Gradient]] | None,
-    paths: Callable[[], dict[int, str]],
 ) -> SkippedStep:
     """Looks for Inf and NaN in a step that is skipped, or, without branches, may be.
 
@@ -293,14 +289,13 @@ def _skipped(
         tested: the variables of the gradients that were tested.
         totals: function that returns the gradients that were tested, if these are not those that
             replicas have computed.
-        paths: as in `make_step`.
     """
     count = tf.distribute.get_strategy().num_replicas_in_sync
     if host.in_v1_graph():
         losses = [loss for each in steps for loss in each.losses]
         is_known = len(steps) == count and all(each.losses for each in steps)
         loss_is_finite = finiteness.all_finite(losses) if is_known else tf.constant(False)
-        return SkippedStep((), list, None, None, loss_is_finite, True)
+        return SkippedStep((), None, None, loss_is_finite, True)
     of_replicas = [(each.losses, each.own(), each.has_examples) for each in steps]
     counts = finiteness.count_of_replicas(of_replicas, totals and totals(), len(tested))
     loss_is_finite = tf.reduce_all(tf.equal(counts[:count, 0], 0))
@@ -310,13 +305,8 @@ def _skipped(
         is_bad = tf.reduce_any(tf.not_equal(counts[:count, 1:], 0), [1, 2])
         has_cause = tf.reduce_any(is_bad & has_examples)
         has_overflowed = has_cause | tf.reduce_all(has_examples)
-
-    def names() -> list[str]:
-        known = paths()
-        return [known.get(id(variable)) or name_of(variable) for variable in tested]
-
     made = adapter.steps_made()
-    return SkippedStep(tested, names, counts, made, loss_is_finite, has_overflowed)
+    return SkippedStep(tested, counts, made, loss_is_finite, has_overflowed)
 
 
 def _write_if(finite: tf.Tensor, update: Callable[[], Any]) -> None:

@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras_mp.step import overflow, replicas
 from keras_mp.step.finiteness import COUNTS
 from keras_mp.step.loss_scales import DynamicLossScale, state_variable
+from keras_mp.step.state_rollback import name_of
 from keras_mp.support import host, messages, new_variables
 from keras_mp.support.host import chosen
 from keras_mp.support.references import reference
@@ -41,7 +42,6 @@ class SkippedStep(NamedTuple):
 
     Attributes:
         variables: list of the variables whose gradients were computed.
-        names: function that returns the list of their names, which a note asks for once.
         counts: tensor of `count_of_replicas`; None in a graph of TensorFlow 1, in which nothing is
             noted, since a `Saver` would save all variables.
         steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
@@ -52,7 +52,6 @@ class SkippedStep(NamedTuple):
     """
 
     variables: Sequence[Any]
-    names: Callable[[], Sequence[str]]
     counts: tf.Tensor | None
     steps_made: tf.Tensor | None
     loss_is_finite: tf.Tensor
@@ -66,6 +65,8 @@ class SkipReport:
         warn_after: int or None. After so many skips in a row there is a warning. None never warns.
         raise_after: int or None. After so many skips in a row an error is raised; None never
             raises.
+        paths: function that returns the names of variables that are known, by their ids. At first
+            it knows none.
 
     Args:
         scaler: the `Scaler` of the loss scale.
@@ -75,6 +76,7 @@ class SkipReport:
 
     def __init__(self, scaler: Any, warn_after: int | None, raise_after: int | None) -> None:
         self._scaler, self.warn_after, self.raise_after = scaler, warn_after, raise_after
+        self.paths: Callable[[], dict[int, str]] = dict
         self._told: set[str] = set()
         # How many steps were skipped when the note was read last.
         self._looked_at = 0.0
@@ -152,7 +154,7 @@ class SkipReport:
         for note in self._notes:
             if note.is_of(skipped):
                 return note
-        note = _Note(skipped)
+        note = _Note(skipped, self.paths())
         self._notes = [*(each for each in self._notes if each.is_alive()), note]
         return note
 
@@ -232,13 +234,14 @@ class _Note:
 
     Args:
         skipped: the first of these steps.
+        paths: the names of variables that are known, by their ids.
     """
 
-    def __init__(self, skipped: SkippedStep) -> None:
+    def __init__(self, skipped: SkippedStep, paths: dict[int, str]) -> None:
         assert skipped.counts is not None
         self._shape: Any = skipped.counts.shape.as_list()
         self._variables = [reference(variable) for variable in skipped.variables]
-        names = _unique(skipped.names())
+        names = _unique([paths.get(id(each)) or name_of(each) for each in skipped.variables])
         sizes = [tf.TensorShape(v.shape).num_elements() for v in skipped.variables]
         self._sizes = dict(zip(names, sizes, strict=True))
         zeros = np.zeros(_TIMES + math.prod(self._shape))

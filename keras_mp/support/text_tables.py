@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
+from keras_mp.support.columns import aligned
+
 # The default number of rows, and the largest number of characters in a line.
 MOST, WIDTH = 10, 100
 
@@ -31,31 +33,6 @@ class RankedRow(NamedTuple):
     cells: tuple[str, ...]
     rank: tuple[float, ...] = ()
     alike: Hashable = ()
-
-
-def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> Iterator[str]:
-    """Yields the lines of a table.
-
-    Args:
-        rows: the cells of each line, the header's first.
-        left: ints. The columns that are aligned to the left; the others are aligned to the right.
-            Defaults to the first.
-
-    Example:
-
-    >>> from keras_mp.support import text_tables
-    >>> for line in text_tables.aligned([("dtype", "casts"), ("float16", "2")]):
-    ...     print(line)
-    dtype    casts
-    float16      2
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
 
 
 def shortened(
