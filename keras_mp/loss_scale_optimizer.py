@@ -40,8 +40,7 @@ def wrapper_of(optimizer: tf.keras.optimizers.Optimizer) -> "LossScaleOptimizer 
     Args:
         optimizer: An optimizer of `tf.keras`.
     """
-    reference = _wrappers.get(optimizer)
-    return None if reference is None else reference()
+    return _wrappers.get(optimizer, lambda: None)()
 
 
 def wrappers_among(optimizers: Any) -> "list[LossScaleOptimizer]":
@@ -196,7 +195,9 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             ),
             policy_in_file=None,
         )
-        keras_api.track_variables([*self._state().values(), *self._hidden_variables().values()])
+        keras_api.track_variables(
+            [*self._own_variables().values(), *self._hidden_variables().values()]
+        )
         for child_name, child in self._own_children().items():
             self._track_trackable(child, child_name, overwrite=True)
         for optimizer in wrapped:
@@ -404,8 +405,6 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         """
         self._scaler.report.ask()
         super().save_own_variables(store)
-        for name, variable in self._state().items():
-            store[name] = variable.numpy()
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Loads the variables of this optimizer, or of one that is not wrapped.
@@ -418,9 +417,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             ValueError: the variables are those of another optimizer.
         """
         super().load_own_variables(store)
-        saved, state = set(store.keys()), self._state()
-        for name in saved & set(state):
-            state[name].assign(store[name][()])
+        saved, state = set(store.keys()), self._own_variables()
         missing = sorted(set(state) - saved)
         if missing:
             messages.warn(
@@ -444,7 +441,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         }
         with tf.init_scope():
             if tf.executing_eagerly():
-                state = {name: tf.convert_to_tensor(v) for name, v in self._state().items()}
+                state = {name: tf.convert_to_tensor(v) for name, v in self._own_variables().items()}
                 config["state"] = {name: value.numpy().item() for name, value in state.items()}
                 config["state"]["policy"] = self._policy_of_model()
         return config
@@ -470,7 +467,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         saved = config.pop("state", {})
         optimizer = super().from_config(config, custom_objects)
         optimizer.policy_in_file = saved.get("policy")
-        for name, variable in optimizer._state().items():
+        for name, variable in optimizer._own_variables().items():
             if name in saved:
                 variable.assign(saved[name])
         return optimizer
@@ -515,14 +512,10 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             return self.inner_optimizer
         return super()._lookup_dependency(name, *args, **kwargs)  # pyright: ignore
 
-    def _state(self) -> dict[str, tf.Variable]:
-        state = {"steps_skipped": self._scaler.steps_skipped}
-        if self.dynamic:
-            scale: Any = self._scaler.loss_scale
-            state["loss_scale"] = scale.loss_scale
-            state["num_good_steps"] = scale.num_good_steps
-            state["num_bad_steps"] = scale.num_bad_steps
-        return state
+    def _own_variables(self) -> dict[str, tf.Variable]:
+        names = ("loss_scale", "num_good_steps", "num_bad_steps") if self.dynamic else ()
+        of_scale = {name: getattr(self._scaler.loss_scale, name) for name in names}
+        return {"steps_skipped": self._scaler.steps_skipped, **of_scale}
 
     def _policy_of_model(self) -> str | None:
         """Returns the policy of the model's 16-bit layers.

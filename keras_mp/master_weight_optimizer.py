@@ -154,15 +154,8 @@ class MasterWeightOptimizer(OptimizerWrapper):
         for variable, weight in zip(self._adapter.beside.values(), weights[len(inner) :]):
             variable.assign(weight)
 
-    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Saves the variables beside the weights, and others that Keras does not save.
-
-        Args:
-            store: dict-like, of names and arrays.
-        """
-        super().save_own_variables(store)
-        for name, variable in self._adapter.beside.items():
-            store[name] = tf.convert_to_tensor(variable).numpy()
+    def _own_variables(self) -> dict[str, tf.Variable]:
+        return self._adapter.beside.copy()
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Loads variables that `save_own_variables` saved.
@@ -177,12 +170,9 @@ class MasterWeightOptimizer(OptimizerWrapper):
             ValueError: the variables are those of another optimizer, or of one that kept the digits
                 of its weights by another method.
         """
-        super().load_own_variables(store)
-        names = set(store.keys())
-        for name in names:
+        for name in set(store.keys()):
             self._refuse_other_method(name)
-        for name in names & set(self._adapter.beside):
-            self._adapter.beside[name].assign(store[name][()])
+        super().load_own_variables(store)
 
     def _refuse_other_method(self, name: str) -> None:
         match = _KEPT.fullmatch(name)

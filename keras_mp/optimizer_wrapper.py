@@ -258,8 +258,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
                 _models[optimizer] = weakref.ref(model)
 
     def _model(self) -> tf.keras.Model | None:
-        reference = _models.get(self)
-        return None if reference is None else reference()
+        return _models.get(self, lambda: None)()
 
     def _variables_of_model(self) -> Sequence[Any]:
         model = self._model()
@@ -487,15 +486,21 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         # it is there.
         return self._with_inner(copy.deepcopy(self.inner_optimizer, memo))
 
+    def _own_variables(self) -> dict[str, tf.Variable]:
+        """Returns the variables that the inner optimizer does not have, by their names in files."""
+        return {}
+
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Saves the inner optimizer's variables, if Keras does not save them itself.
+        """Saves the wrapper's own variables, and those that Keras does not save itself.
 
         Args:
             store: dict-like, of names and arrays.
         """
+        saved = self._own_variables()
         if not self._adapter.is_saved_by_keras:
-            for i, variable in enumerate(self._inner_variables()):
-                store[str(i)] = tf.convert_to_tensor(variable).numpy()
+            saved |= {str(i): each for i, each in enumerate(self._inner_variables())}
+        for name, variable in saved.items():
+            store[name] = tf.convert_to_tensor(variable).numpy()
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Loads the variables of this optimizer, or of one that is not wrapped.
@@ -507,8 +512,8 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         Raises:
             ValueError: the variables are those of another optimizer.
         """
-        saved = {name for name in set(store.keys()) if name.isdigit()}
-        variables = self._inner_variables()
+        names, own, variables = set(store.keys()), self._own_variables(), self._inner_variables()
+        saved = {name for name in names if name.isdigit()}
         if len(saved) == len(variables):
             weights = [store[str(i)][()] for i in range(len(variables))]
             check_shapes(variables, weights)
@@ -521,6 +526,8 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
                 f"`model.optimizer.build(model.trainable_variables)`. Expected {len(variables)} "
                 f"variables. Received: {len(saved)}"
             )
+        for name in names & own.keys():
+            own[name].assign(store[name][()])
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         has_model = self._model() is not None

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_mp.step.gradients import Gradient, map_values
 from keras_mp.support import features, validation
 from keras_mp.support.autograph import do_not_convert
-from keras_mp.support.dtypes import LOW_PRECISION_NAMES
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES, parse
 from keras_mp.tensorflow_api import replicas
 from keras_mp.tensorflow_api.features import WITHOUT_MEETING
 
@@ -111,10 +111,7 @@ def to_reduce_dtype(
         TypeError: it is not a dtype.
         ValueError: it is another dtype.
     """
-    try:
-        dtype = tf.as_dtype(reduce_dtype)
-    except TypeError:
-        dtype = None
+    dtype = parse(reduce_dtype)
     if dtype is None or isinstance(reduce_dtype, int):  # TensorFlow numbers its dtypes
         raise TypeError(
             f"`reduce_dtype` must be one of {choices}. Received: reduce_dtype={reduce_dtype!r} "

@@ -22,7 +22,7 @@ from keras_mp.step import replicas
 from keras_mp.step.scaled_losses import thread
 from keras_mp.support import attributes, function_graphs, host, messages, variable_ops
 from keras_mp.support.autograph import do_not_convert
-from keras_mp.variables import scope
+from keras_mp.variables import shared_scope
 
 
 class Weight(NamedTuple):
@@ -338,7 +338,7 @@ def _weights_of(variables: Iterable[tuple[Any, bool]]) -> dict[int, Weight]:
         variables: iterable of variables, and whether each is trained.
     """
     weights = {}
-    with scope.autocast_scope(None):  # Here variables show the dtype of their values.
+    with shared_scope.scope.enter(None):  # Here variables show the dtype of their values.
         for variable, is_trained in variables:
             handle = getattr(variable, "handle", None)
             if handle is not None:  # A variable of Keras 3 that is not built yet has none.

@@ -9,38 +9,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.hooks import observers, reach
 from keras_mp.support.dtypes import LOW_PRECISION
-
-
-class _Scope(NamedTuple):
-    """The functions of `share_scope`."""
-
-    dtype: Callable[[], tf.DType | None]
-    enter: Callable[[tf.DType | None], AbstractContextManager[None]]
-
-
-_scope: _Scope
-
-
-def share_scope(
-    dtype: Callable[[], tf.DType | None],
-    enter: Callable[[tf.DType | None], AbstractContextManager[None]],
-) -> None:
-    """Keeps the dtype in force where Keras keeps it.
-
-    So the scopes of each of the two cast the other's variables as well. `keras_mp.layers` calls it.
-
-    Args:
-        dtype: returns the DType in force in this thread, or None.
-        enter: takes a DType or None and returns the context manager that puts it in force.
-    """
-    global _scope
-    _scope = _Scope(dtype, enter)
+from keras_mp.variables import shared_scope
 
 
 def autocast_scope(dtype: str | tf.DType | None) -> AbstractContextManager[None]:
@@ -85,13 +60,13 @@ def autocast_scope(dtype: str | tf.DType | None) -> AbstractContextManager[None]
             )
         if dtype in LOW_PRECISION:
             return _in_reach(dtype)
-    return _scope.enter(dtype)
+    return shared_scope.scope.enter(dtype)
 
 
 @contextlib.contextmanager
 def _in_reach(dtype: tf.DType) -> Iterator[None]:
     observers.reach_begins()
-    with reach.entered(dtype, reach.thread.is_exact), _scope.enter(dtype):
+    with reach.entered(dtype, reach.thread.is_exact), shared_scope.scope.enter(dtype):
         yield
 
 
@@ -104,7 +79,7 @@ def autocast_dtype() -> tf.DType | None:
     ...     keras_mp.autocast_dtype()
     tf.float16
     """
-    return _scope.dtype()
+    return shared_scope.scope.dtype()
 
 
 def in_current_scope(function: Callable[..., Any]) -> Callable[..., Any]:
