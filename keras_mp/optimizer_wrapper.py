@@ -487,7 +487,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         return self._with_inner(copy.deepcopy(self.inner_optimizer, memo))
 
     def _own_variables(self) -> dict[str, tf.Variable]:
-        """Returns the variables that the inner optimizer does not have, by their names in files."""
+        """Returns the variables of the wrapper alone, by their names in files."""
         return {}
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:

@@ -46,10 +46,9 @@ class _Step(scaled_losses.ScaledLosses):
         method: str. The method of the model.
         graph: the graph in which the step began; None in eager.
         tapes: set of the tapes that were made in it.
-        by_tape: set of variables, by the ids of their handles. A tape has scaled and unscaled their
-            last gradients, and the program has not multiplied these by a loss scale.
         unscaled: dict from the ids of handles to reasons, for variables whose last gradients nobody
-            has scaled.
+            has scaled. The reason is empty if a tape has scaled and unscaled them, and the program
+            has not multiplied them by a loss scale.
         knows_scale: whether the program has asked for a loss scale, by which it may multiply.
         has_counted: whether a tape has counted this step. A loop of the program has many steps.
     """
@@ -59,7 +58,6 @@ class _Step(scaled_losses.ScaledLosses):
         self.moved_scale = loss_scale if isinstance(loss_scale, DynamicLossScale) else None
         self.graph = host.current_graph()
         self.tapes: weakref.WeakSet[_StepTape] = weakref.WeakSet()
-        self.by_tape: set[int] = set()
         self.unscaled: dict[int, str] = {}
         self.knows_scale = self.has_counted = False
 
@@ -79,22 +77,19 @@ class _Step(scaled_losses.ScaledLosses):
 
     def are_by_tape(self, variables: Iterable[Any]) -> bool:
         """Whether a tape of this step has scaled and unscaled all gradients."""
-        return all(key_of(each) in self.by_tape for each in variables)
+        return all(self.unscaled.get(key_of(each)) == "" for each in variables)
 
-    def note_gradients(self, sources: Iterable[Any], by_tape: bool, why_not: str | None) -> None:
+    def note_gradients(self, sources: Iterable[Any], why_not: str | None) -> None:
         """Notes how the gradients of variables were computed.
 
         Args:
             sources: iterable of variables and tensors.
-            by_tape: bool. Whether a tape has scaled and unscaled them.
-            why_not: str, the reason why nobody has scaled the gradients, or None.
+            why_not: str, the reason why nobody has scaled the gradients; empty if a tape has scaled
+                and unscaled them, None if the program has.
         """
         for key in map(key_of, sources):
-            self.by_tape.discard(key)
             self.unscaled.pop(key, None)
-            if by_tape and not self.knows_scale:
-                self.by_tape.add(key)
-            if why_not is not None:
+            if why_not or (why_not == "" and not self.knows_scale):
                 self.unscaled[key] = why_not
 
 
@@ -208,7 +203,7 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
         step = _step_of_thread()
         if step is not None and not step.has_scaled:
             sources = tf.nest.flatten(xs)
-            step.note_gradients(sources, False, "tf.gradients() scales nothing")
+            step.note_gradients(sources, "tf.gradients() scales nothing")
         return original(ys, xs, *args, **kwargs)
 
     return gradients
@@ -248,13 +243,11 @@ class _StepTape(LossScaleGradientTape):
             return _Tape.gradient(self, target, sources, output_gradients, unconnected_gradients)
         self._refuse_second_use("tf.GradientTape")
         flat = tf.nest.flatten(sources)
-        is_scaled = self._is_scaled(target)
-        why_not = None if is_scaled else self._why_not(flat)
-        by_tape = not is_scaled and why_not is None
-        self._step.note_gradients(flat, by_tape, why_not)
+        why_not = None if self._is_scaled(target) else self._why_not(flat)
+        self._step.note_gradients(flat, why_not)
         args = (target, sources, output_gradients, unconnected_gradients)
         with replaced(scaled_losses.thread, "is_differentiating", True):
-            if not by_tape:
+            if why_not != "":
                 with self._paused():
                     result = _Tape.gradient(self, *args)
                 self._is_over()
@@ -312,7 +305,7 @@ class _StepTape(LossScaleGradientTape):
         self, original: Callable[..., Any], target: Any, sources: Any, *args: Any, **kwargs: Any
     ) -> Any:
         reason = f"{original.__name__}() scales nothing"
-        self._step.note_gradients(tf.nest.flatten(sources), False, reason)
+        self._step.note_gradients(tf.nest.flatten(sources), reason)
         with replaced(scaled_losses.thread, "is_differentiating", True):
             result = original(self, target, sources, *args, **kwargs)
         self._is_over()
@@ -352,8 +345,8 @@ class _StepTape(LossScaleGradientTape):
             and (tape is not self or tape._is_kept)
         ]
 
-    def _why_not(self, sources: list[Any]) -> str | None:
-        """Returns why scaling the target would not be exact, or None if it is exact."""
+    def _why_not(self, sources: list[Any]) -> str:
+        """Returns why scaling the target would not be exact; empty if it is exact."""
         if any(parse(getattr(each, "dtype", None)) != tf.float32 for each in sources):
             return "the gradients are in another dtype than float32"
         if tf.distribute.in_cross_replica_context():
@@ -361,7 +354,7 @@ class _StepTape(LossScaleGradientTape):
         is_one = tf.distribute.get_strategy().num_replicas_in_sync == 1
         if not is_one and host.current_graph() is not self._step.graph:
             return "gradient() is called in a branch or a loop, on several replicas"
-        return None
+        return ""
 
 
 def _with_derivatives(value: tf.Tensor | None, other: tf.Tensor | None) -> tf.Tensor | None:
@@ -443,7 +436,7 @@ def _warn_if_unscaled(optimizer: Any, variables: list[Any]) -> None:
         _seen.add(optimizer)
         where, name, why, layers = "The optimizer", "optimizer", "", list(_scaled_layers)
     else:
-        variables = [each for each in variables if key_of(each) in step.unscaled]
+        variables = [each for each in variables if step.unscaled.get(key_of(each))]
         if not variables:
             return
         name = _name(step.model, optimizer)

@@ -291,11 +291,8 @@ def _skipped(
             replicas have computed.
     """
     count = tf.distribute.get_strategy().num_replicas_in_sync
-    if host.in_v1_graph():
-        losses = [loss for each in steps for loss in each.losses]
-        is_known = len(steps) == count and all(each.losses for each in steps)
-        loss_is_finite = finiteness.all_finite(losses) if is_known else tf.constant(False)
-        return SkippedStep((), None, None, loss_is_finite, True)
+    if host.in_v1_graph():  # Nothing is noted of gradients there, which a branch need not be given.
+        tested, totals, steps = (), None, [each._replace(own=tuple) for each in steps]
     of_replicas = [(each.losses, each.own(), each.has_examples) for each in steps]
     counts = finiteness.count_of_replicas(of_replicas, totals and totals(), len(tested))
     loss_is_finite = tf.reduce_all(tf.equal(counts[:count, 0], 0))

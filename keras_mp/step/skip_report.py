@@ -42,8 +42,7 @@ class SkippedStep(NamedTuple):
 
     Attributes:
         variables: list of the variables whose gradients were computed.
-        counts: tensor of `count_of_replicas`; None in a graph of TensorFlow 1, in which nothing is
-            noted, since a `Saver` would save all variables.
+        counts: tensor of `count_of_replicas`.
         steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
         loss_is_finite: bool scalar tensor. Whether the losses of all replicas are known to be
             finite.
@@ -52,7 +51,7 @@ class SkippedStep(NamedTuple):
     """
 
     variables: Sequence[Any]
-    counts: tf.Tensor | None
+    counts: tf.Tensor
     steps_made: tf.Tensor | None
     loss_is_finite: tf.Tensor
     has_overflowed: bool | tf.Tensor
@@ -102,7 +101,7 @@ class SkipReport:
         Returns:
             list of the operations that note.
         """
-        if skipped.counts is None:
+        if host.in_v1_graph():  # A `Saver` would save all variables.
             return []
         note, is_shared = self._note_of(skipped), self._scaler.is_shared
         vector = tf.convert_to_tensor(note.vector)
@@ -238,7 +237,6 @@ class _Note:
     """
 
     def __init__(self, skipped: SkippedStep, paths: dict[int, str]) -> None:
-        assert skipped.counts is not None
         self._shape: Any = skipped.counts.shape.as_list()
         self._variables = [reference(variable) for variable in skipped.variables]
         names = _unique([paths.get(id(each)) or name_of(each) for each in skipped.variables])
@@ -256,7 +254,6 @@ class _Note:
 
     def is_of(self, skipped: SkippedStep) -> bool:
         """Whether a step is noted here."""
-        assert skipped.counts is not None
         return self._shape == skipped.counts.shape.as_list() and all(
             refer() is v for refer, v in zip(self._variables, skipped.variables)
         )
