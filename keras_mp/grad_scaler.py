@@ -13,11 +13,12 @@ import tensorflow as tf
 
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.hooks import observers
-from keras_mp.step import gradients, replicas, state_rollback
+from keras_mp.step import gradients, replicas
 from keras_mp.step.grad_scaler_calls import GradScalerCalls
 from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.other_adapters import other_adapter
+from keras_mp.step.scaled_losses import thread
 from keras_mp.step.scaled_step import make_step
 from keras_mp.step.scaler import SharedScaler
 from keras_mp.support import host, validation
@@ -248,7 +249,8 @@ class GradScaler(ScalerProperties, tf.Module):
         if self._scaler.can_skip:
             update = functools.partial(self._scaler.update, has_stepped, new_scale)
             replicas.once_for_all_replicas(update)
-        state_rollback.begin()
+        if thread.under_way is not None:
+            thread.under_way.begin()
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal scaler.

@@ -112,7 +112,7 @@ ATTACHED = {
     *("master_weights", "plots", "extensions"),
 }
 # Lines of code.
-LARGEST_CORE = {"loss_scale_optimizer": 3769, "grad_scaler": 3196, "policy": 1021}
+LARGEST_CORE = {"loss_scale_optimizer": 3323, "grad_scaler": 2846, "policy": 1021}
 
 
 def modules():

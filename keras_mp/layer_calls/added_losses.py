@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_mp import hooks
 from keras_mp.hooks import Method, Replacement, When, faces, reach
 from keras_mp.hooks.once import once
-from keras_mp.step import state_rollback
+from keras_mp.step.scaled_losses import thread
 from keras_mp.support import host, messages
 from keras_mp.support.dtypes import is_low
 
@@ -46,7 +46,7 @@ def _widened(layer: tf.keras.layers.Layer, loss: Any) -> Any:
     if not is_ours or not isinstance(loss, tf.Tensor) or not is_low(loss.dtype):
         return loss
     result = faces.widened(loss)
-    if reach.current() == tf.float16 and state_rollback.under_way() and result is not loss:
+    if reach.current() == tf.float16 and thread.under_way and result is not loss:
         _tell_if_infinite(layer, result)
     return result
 

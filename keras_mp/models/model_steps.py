@@ -20,6 +20,7 @@ from keras_mp.models import step_tapes
 from keras_mp.policy import Policy
 from keras_mp.step import state_rollback
 from keras_mp.step.loss_scales import LossScale
+from keras_mp.step.scaled_losses import thread
 from keras_mp.variables import type_errors
 
 
@@ -144,9 +145,8 @@ def _step(model: tf.keras.Model, how: _How, *args: Any, **kwargs: Any) -> Any:
         if how.is_scaled:
             states = keras_api.states(model)
             around.enter_context(state_rollback.training_step(model, states))
-            under_way = state_rollback.under_way()
-            if under_way is not None:  # A graph of TensorFlow 1 has none.
-                under_way.watch((args, kwargs))
+            if thread.under_way is not None:  # A graph of TensorFlow 1 has none.
+                thread.under_way.watch((args, kwargs))
         if how.dtype is None:
             return step(*args, **kwargs)
         observers.reach_begins()

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -191,6 +192,19 @@ def _cells(row: OverflowedGradient) -> tuple[str, ...]:
     infs, nans = (f"{n:,}" if row.infs or row.nans else "-" for n in (row.infs, row.nans))
     size = "-" if row.size is None else f"{row.size:,}"
     return row.variable, where, infs, nans, size
+
+
+def name_of(variable: Any) -> str:
+    """Returns the name that the user knows.
+
+    Keras 3 has paths, which tell layers apart.
+
+    Args:
+        variable: a variable of any kind. If a distributed one were asked for an attribute that it
+            lacks, outside of replicas, it would be read in the graph.
+    """
+    first, *_ = tf.distribute.get_strategy().experimental_local_results(variable)
+    return getattr(first, "path", None) or first.name.partition(":")[0]
 
 
 def places_of(variable: tf.Variable) -> list[ReplicaPlace]:

@@ -46,14 +46,14 @@ class _Thread(threading.local):
         is_applying: whether an optimizer applies gradients.
         is_differentiating: whether it computes gradients. What computes them may use tapes of its
             own, as `tf.recompute_grad` does.
-        to_put_back: what a skipped step puts back (`step/state_rollback.py`), or None.
+        under_way: the `training_step` that it is in (`step/state_rollback.py`), or None.
             MirroredStrategy runs each replica in a thread of its own.
     """
 
     noted = ScaledLosses()
     is_applying = False
     is_differentiating = False
-    to_put_back: Any = None
+    under_way: Any = None
 
 
 thread = _Thread()

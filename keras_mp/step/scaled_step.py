@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp.hooks import observers
-from keras_mp.step import finiteness, gradients, replicas, state_rollback
+from keras_mp.step import finiteness, gradients, replicas
 from keras_mp.step.gradients import Gradient
+from keras_mp.step.kept_values import KeptValues, read
 from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
 from keras_mp.step.record import GradientState
 from keras_mp.step.scaled_losses import thread
 from keras_mp.step.scaler import Scaler
 from keras_mp.step.skip_report import SkippedStep
-from keras_mp.step.state_rollback import KeptValues, read
 from keras_mp.support import attributes, features, host, variable_ops
 from keras_mp.tensorflow_api import graphs
 from keras_mp.tensorflow_api.features import WITHOUT_BRANCHES
@@ -88,7 +88,7 @@ def make_step(
         observers.tell(observers.Observer.workers_meet, owner, grads, facts)
     divisor = state.scaled_by if state.scaled else None
     observers.tell(observers.Observer.gradients, pairs, divisor, state.scaled_by)
-    kept, has_examples, under_way = KeptValues(), None, state_rollback.under_way()
+    kept, has_examples, under_way = KeptValues(), None, thread.under_way
     if under_way is not None:
         kept = under_way.keep(variables, adapter.optimizer, may_skip)
         has_examples = under_way.has_examples()
@@ -178,8 +178,8 @@ def make_step(
         return _operation(outcome(finite, skipped))
 
     operation = replicas.decide_for_all_replicas(decide, replica, apply)
-    if scaler is not None and not scaler.is_shared:
-        state_rollback.begin()
+    if under_way is not None and scaler is not None and not scaler.is_shared:
+        under_way.begin()
     return operation, finite
 
 

@@ -18,7 +18,6 @@ import tensorflow as tf
 from keras_mp.step import overflow, replicas
 from keras_mp.step.finiteness import COUNTS
 from keras_mp.step.loss_scales import DynamicLossScale, state_variable
-from keras_mp.step.state_rollback import name_of
 from keras_mp.support import host, messages, new_variables
 from keras_mp.support.host import chosen
 from keras_mp.support.references import reference
@@ -239,9 +238,9 @@ class _Note:
     def __init__(self, skipped: SkippedStep, paths: dict[int, str]) -> None:
         self._shape: Any = skipped.counts.shape.as_list()
         self._variables = [reference(variable) for variable in skipped.variables]
-        names = _unique([paths.get(id(each)) or name_of(each) for each in skipped.variables])
+        names = [paths.get(id(v)) or overflow.name_of(v) for v in skipped.variables]
         sizes = [tf.TensorShape(v.shape).num_elements() for v in skipped.variables]
-        self._sizes = dict(zip(names, sizes, strict=True))
+        self._sizes = dict(zip(_unique(names), sizes, strict=True))
         zeros = np.zeros(_TIMES + math.prod(self._shape))
         self.vector = new_variables.outside_of_functions(
             lambda: state_variable(zeros, COUNTS, "overflow")

@@ -1,11 +1,9 @@
 """Rolls back what the forward pass assigned to weights, if the step is skipped.
 
 Batch normalization moves its statistics while the loss is computed, before anybody knows that the
-step will be skipped. Reading a weight before it is assigned costs no copy: the assignment
-makes a new buffer, and the value keeps the old one. In a graph, each weight is read
-where the step begins. When gradients are applied, the graph shows which weights were written since
-then, and the reads of all others are pruned. In eager this is unknown, so all values are kept until
-the verdict.
+step will be skipped. In a graph, each weight is read where the step begins. When gradients are
+applied, the graph shows which weights were written since then, and the reads of all others are
+pruned. In eager this is unknown, so all values are kept until the verdict.
 
 This module needs TensorFlow only; it asks a model for its `weights`.
 """
@@ -19,6 +17,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp.step import replicas
+from keras_mp.step.kept_values import KeptValues, read
+from keras_mp.step.overflow import name_of
 from keras_mp.step.scaled_losses import thread
 from keras_mp.support import attributes, function_graphs, host, messages, variable_ops
 from keras_mp.support.autograph import do_not_convert
@@ -41,65 +41,6 @@ class Weight(NamedTuple):
     is_trained: bool
 
 
-def name_of(variable: Any) -> str:
-    """Returns the name that the user knows.
-
-    Keras 3 has paths, which tell layers apart.
-
-    Args:
-        variable: a variable of any kind. If a distributed one were asked for an attribute that it
-            lacks, outside of replicas, it would be read in the graph.
-    """
-    first, *_ = tf.distribute.get_strategy().experimental_local_results(variable)
-    return getattr(first, "path", None) or first.name.partition(":")[0]
-
-
-def read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Returns the value of a variable in this replica, not cast, in any context."""
-    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
-
-
-class KeptValues:
-    """The values that a replica restores if the step is skipped.
-
-    Args:
-        old: iterable of handles, each with the value that the variable had. Defaults to none.
-    """
-
-    def __init__(self, old: Iterable[tuple[tf.Tensor, tf.Tensor]] = ()) -> None:
-        self._old = list(old)
-
-    def __bool__(self) -> bool:
-        return bool(self._old)
-
-    def may_have_changed(self) -> bool:
-        """Whether the step has written to a weight.
-
-        In eager, the value of the weight tells.
-        """
-        if not tf.executing_eagerly():
-            return bool(self)
-        return any(
-            tf.reduce_any(tf.not_equal(read(handle, old.dtype), old)) for handle, old in self._old
-        )
-
-    def put_back(self, unless: tf.Tensor | None = None) -> None:
-        """Restores the values, in any context and also for all replicas.
-
-        Args:
-            unless: bool scalar tensor. If it is True, the variables keep the values that they have.
-                Defaults to None, for False.
-        """
-        for handle, old in self._old:
-            value = old if unless is None else tf.where(unless, read(handle, old.dtype), old)
-            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-
-    def release(self) -> None:
-        """Releases the values in eager, where an update copies each value that is held."""
-        if tf.executing_eagerly():
-            self._old.clear()
-
-
 @do_not_convert
 @contextlib.contextmanager
 def training_step(*models: Any) -> Iterator[None]:
@@ -117,7 +58,8 @@ def training_step(*models: Any) -> Iterator[None]:
     a `GradScaler`, a step ends with `update`: what was assigned since the last one is put back if
     any optimizer is skipped.
 
-    An exception in eager code puts the same values back, unless functions have made steps since.
+    An exception in eager code puts the same values back, unless functions have made steps since, or
+    an optimizer that raised it has changed weights.
 
     In the graph mode of TensorFlow 1 it does nothing. A model that is built by its first batch has
     no weights before that, so nothing is known that could be put back after that batch.
@@ -155,29 +97,18 @@ def training_step(*models: Any) -> Iterator[None]:
             "Enter keras_mp.training_step in a replica context: inside the function that is "
             f"passed to `strategy.run`. Received: models={models!r}"
         )
-    outer, variables = thread.to_put_back, _variables(models)
+    outer, variables = thread.under_way, _variables(models)
     if outer is not None and outer.graph is host.current_graph():
         outer.add(variables)
         yield
         return
     step = StepUnderWay(variables)
-    with attributes.replaced(thread, "to_put_back", step):
+    with attributes.replaced(thread, "under_way", step):
         try:
             yield
         except BaseException:
             step.put_back()
             raise
-
-
-def under_way() -> "StepUnderWay | None":
-    """Returns the `training_step` that this thread is in; None without one."""
-    return thread.to_put_back
-
-
-def begin() -> None:
-    """Lets a `training_step` go on with the next step."""
-    if thread.to_put_back is not None:
-        thread.to_put_back.begin()
 
 
 class StepUnderWay:
