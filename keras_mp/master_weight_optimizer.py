@@ -97,7 +97,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
             seed = random.randint(1, 10**9)
         super().__init__(inner_optimizer)
         self._set_own(
-            _adapter=Float32Adapter(self._adapter, method, slots, seed, self._track_beside),
+            _adapter=Float32Adapter(self._adapter, method, slots, seed, self._track_trackable),
             _method=method,
             _slot_dtype=slots,
             _seed=seed,
@@ -125,9 +125,6 @@ class MasterWeightOptimizer(OptimizerWrapper):
         variables = super().variables
         variables.extend(self._adapter.beside.values())
         return variables
-
-    def _track_beside(self, name: str, variable: tf.Variable) -> None:
-        self._track_trackable(variable, name, overwrite=True)
 
     def get_weights(self) -> list[Any]:
         """Returns the values of `variables`, as arrays."""

@@ -477,14 +477,11 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
             inner = keras_api.deserialize_optimizer(inner, custom_objects=custom_objects)
         return cls(inner, **config)
 
-    def _with_inner(self, inner_optimizer: tf.keras.optimizers.Optimizer) -> "Self":
-        """Returns a wrapper like this one, with its state, around another optimizer."""
-        return type(self).from_config({**self.get_config(), "inner_optimizer": inner_optimizer})
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "Self":
         # If attributes were copied one by one, delegation would look for the inner optimizer before
         # it is there.
-        return self._with_inner(copy.deepcopy(self.inner_optimizer, memo))
+        inner_optimizer = copy.deepcopy(self.inner_optimizer, memo)
+        return type(self).from_config({**self.get_config(), "inner_optimizer": inner_optimizer})
 
     def _own_variables(self) -> dict[str, tf.Variable]:
         """Returns the variables of the wrapper alone, by their names in files."""

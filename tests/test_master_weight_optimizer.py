@@ -389,7 +389,7 @@ def test_slots_in_bfloat16(name, mode):
 
 def dtype_in_memory(variable):
     variable = variable if isinstance(variable, tf.Variable) else variable.value
-    return getattr(variable, "stored_dtype", variable.dtype)
+    return getattr(variable, "stored", variable).dtype
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -31,7 +31,7 @@ class Float32Adapter(DelegatingAdapter):
         method: one of `methods.NAMES`.
         slot_dtype: DType of the slots of weights in 16 bits.
         seed: int. The seed of stochastic rounding.
-        track: is called with the name of each variable that is made for `beside`, and with it.
+        track: the method `_track_trackable` of what has the variables in checkpoints.
     """
 
     takes_float32_gradients = True
@@ -42,7 +42,7 @@ class Float32Adapter(DelegatingAdapter):
         method: str,
         slot_dtype: tf.DType,
         seed: int,
-        track: Callable[[str, tf.Variable], None],
+        track: Callable[..., Any],
     ) -> None:
         super().__init__(inner.optimizer, inner)
         self._track = track
@@ -102,7 +102,7 @@ class Float32Adapter(DelegatingAdapter):
         )
         slot.path = name  # by which Keras 3 knows variables
         self.beside[name] = slot
-        self._track(name, slot)
+        self._track(slot, name, overwrite=True)
         return slot
 
     def _add_view(self, variable: Any) -> None:
@@ -200,13 +200,9 @@ def size_in_bytes(variable: Any) -> int:
     A view takes the bytes of the variable in 16 bits.
     """
     variable = native(variable)
-    return variable.shape.num_elements() * _dtype_in_memory(variable).size
-
-
-def _dtype_in_memory(variable: Any) -> tf.DType:
     if isinstance(variable, tf.distribute.DistributedValues):
         variable, *_ = _on_replicas(variable)
-    return variable.stored_dtype if isinstance(variable, Float32View) else variable.dtype
+    return variable.shape.num_elements() * getattr(variable, "stored", variable).dtype.size
 
 
 def _on_replicas(variable: Any) -> Sequence[tf.Variable]:

@@ -135,11 +135,6 @@ class Float32View(VariableWrapper):
         """The variable in 16 bits."""
         return self._variable
 
-    @property
-    def stored_dtype(self) -> tf.DType:
-        """The dtype of the variable in 16 bits."""
-        return self._variable.dtype
-
     def value(self) -> tf.Tensor:
         """Returns the value."""
         handle = self._updates.scratch.find(self, self.device)

@@ -1,7 +1,6 @@
 """The methods by which digits are kept that weights in 16 bits leave out."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -29,7 +28,7 @@ class Method(NamedTuple):
 
     beside: Callable[[tf.Variable], dict[str, tf.Tensor]]
     join: Callable[..., tf.Tensor]
-    split: Callable[[tf.Tensor, _Noise], list[tf.Tensor]]
+    split: Callable[[tf.Tensor, _Noise], Sequence[tf.Tensor]]
 
 
 def _remainder(weight: tf.Variable) -> dict[str, tf.Tensor]:
@@ -38,27 +37,7 @@ def _remainder(weight: tf.Variable) -> dict[str, tf.Tensor]:
 
 def _remainder_and_carry(weight: tf.Variable) -> dict[str, tf.Tensor]:
     """Together they are all of float32, in one bit more than the 16 of a remainder."""
-    remainder = tf.zeros(weight.shape, tf.int16)
-    return {"remainder": remainder, "carry": rounding.pack_bits(remainder < 0)}
-
-
-def _join_bfloat16(nearest: tf.Tensor, remainder: tf.Tensor, carry: tf.Tensor) -> tf.Tensor:
-    return rounding.join_bfloat16(nearest, remainder, rounding.unpack_bits(carry, nearest.shape))
-
-
-def _split_bfloat16(value: tf.Tensor, noise: _Noise) -> list[tf.Tensor]:
-    del noise
-    nearest, remainder, carry = rounding.split_bfloat16(value)
-    return [nearest, remainder, rounding.pack_bits(carry)]
-
-
-def _split_float16(value: tf.Tensor, noise: _Noise) -> list[tf.Tensor]:
-    del noise
-    return list(rounding.split_float16(value))
-
-
-def _copy(weight: tf.Variable) -> dict[str, tf.Tensor]:
-    return {"copy": tf.cast(weight, tf.float32)}
+    return {**_remainder(weight), "carry": rounding.pack_bits(tf.zeros(weight.shape, tf.bool))}
 
 
 def _join_copy(low_precision: tf.Tensor, copy: tf.Tensor) -> tf.Tensor:
@@ -68,15 +47,12 @@ def _join_copy(low_precision: tf.Tensor, copy: tf.Tensor) -> tf.Tensor:
     return tf.where(is_current, copy, tf.cast(low_precision, tf.float32))
 
 
-def _split_copy(dtype: tf.DType, value: tf.Tensor, noise: _Noise) -> list[tf.Tensor]:
-    del noise
-    return [kept_casts.to_16_bits(value, dtype), value]
-
-
-def _round_at_random(
-    to_neighbour: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], value: tf.Tensor, noise: _Noise
-) -> list[tf.Tensor]:
-    return [to_neighbour(value, noise())]
+def _copy(dtype: tf.DType) -> Method:
+    return Method(
+        lambda weight: {"copy": tf.cast(weight, tf.float32)},
+        _join_copy,
+        lambda value, noise: [kept_casts.to_16_bits(value, dtype), value],
+    )
 
 
 def _at_random(to_neighbour: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Method:
@@ -84,19 +60,22 @@ def _at_random(to_neighbour: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Met
     return Method(
         lambda weight: {},
         lambda low_precision: tf.cast(low_precision, tf.float32),
-        functools.partial(_round_at_random, to_neighbour),
+        lambda value, noise: [to_neighbour(value, noise())],
     )
 
 
 _METHODS: dict[str, dict[tf.DType, Method]] = {
     "split": {
-        tf.bfloat16: Method(_remainder_and_carry, _join_bfloat16, _split_bfloat16),
-        tf.float16: Method(_remainder, rounding.join_float16, _split_float16),
+        tf.bfloat16: Method(
+            _remainder_and_carry,
+            rounding.join_bfloat16,
+            lambda value, noise: rounding.split_bfloat16(value),
+        ),
+        tf.float16: Method(
+            _remainder, rounding.join_float16, lambda value, noise: rounding.split_float16(value)
+        ),
     },
-    "copy": {
-        dtype: Method(_copy, _join_copy, functools.partial(_split_copy, dtype))
-        for dtype in LOW_PRECISION
-    },
+    "copy": {dtype: _copy(dtype) for dtype in LOW_PRECISION},
     "stochastic_rounding": {
         tf.bfloat16: _at_random(rounding.stochastic_bfloat16),
         tf.float16: _at_random(rounding.stochastic_float16),

@@ -33,13 +33,14 @@ def split_bfloat16(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         value: float32 tensor.
 
     Returns:
-        tuple of the nearest bfloat16 values (ties to even), of an int16 and of a bool tensor.
+        tuple of the nearest bfloat16 values (ties to even), of an int16 tensor, and of the carries
+        as `pack_bits` packs them.
     """
     bits = tf.bitcast(value, tf.uint32)
     nearest = kept_casts.to_16_bits(value, tf.bfloat16)
     # A tie rounds down where the last bit of the upper half, 0x10000, is even.
     remainder = tf.bitcast(tf.cast(bits & 0xFFFF, tf.uint16), tf.int16)
-    return nearest, remainder, tf.equal(bits & 0x1FFFF, 0x8000)
+    return nearest, remainder, pack_bits(tf.equal(bits & 0x1FFFF, 0x8000))
 
 
 def join_bfloat16(nearest: tf.Tensor, remainder: tf.Tensor, carry: tf.Tensor) -> tf.Tensor:
@@ -50,11 +51,12 @@ def join_bfloat16(nearest: tf.Tensor, remainder: tf.Tensor, carry: tf.Tensor) ->
     Args:
         nearest: bfloat16 tensor.
         remainder: int16 tensor.
-        carry: bool tensor.
+        carry: bool tensor, packed.
     """
     as_float32 = tf.cast(nearest, tf.float32)
     signed = tf.bitcast(tf.cast(remainder, tf.int32), tf.uint32)
-    rest = tf.where(carry, tf.constant(0x8000, tf.uint32), signed)
+    is_carried = unpack_bits(carry, nearest.shape)
+    rest = tf.where(is_carried, tf.constant(0x8000, tf.uint32), signed)
     joined = tf.bitcast(tf.bitcast(as_float32, tf.uint32) + rest, tf.float32)
     # If a program has set the weight since, what is left of the old one is less than half a digit.
     # But a zero has no bits that it could be taken from.
