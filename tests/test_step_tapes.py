@@ -564,17 +564,6 @@ def test_other_tapes_are_those_of_tensorflow():
     assert found["step"] is tf.GradientTape
 
 
-def test_a_tape_is_used_once_unless_it_is_persistent():
-    def step(model, x, y):
-        with tf.GradientTape() as tape:
-            loss = model.loss_of(x, y)
-        tape.gradient(loss, model.trainable_variables)
-        with pytest.raises(RuntimeError, match="persistent=True"):
-            tape.gradient(loss, model.trainable_variables)
-
-    trained(step, "mixed_float16", {})
-
-
 @once
 def test_a_penalty_with_large_gradients_leaves_the_scale_alone():
     def step(model, x, y):

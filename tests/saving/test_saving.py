@@ -74,19 +74,6 @@ def test_a_loaded_bfloat16_model_keeps_float32_losses_when_it_is_compiled_again(
     assert not isinstance(again.optimizer, keras_mp.LossScaleOptimizer)
 
 
-def test_the_config_has_the_state_of_the_loss_scale(trained):
-    model = trained
-    optimizer = model.optimizer
-    again = keras_mp.LossScaleOptimizer.from_config(optimizer.get_config())
-    assert float(again.loss_scale()) == float(optimizer.loss_scale())
-    assert int(again.steps_skipped) == int(optimizer.steps_skipped)
-    assert again.get_config() == optimizer.get_config()
-    config = optimizer.get_config()
-    del config["state"]  # as older ones are, and those of Keras's own class
-    fresh = keras_mp.LossScaleOptimizer.from_config(config)
-    assert float(fresh.loss_scale()) == 2.0**24
-
-
 def step(model, times=1):
     for i in range(times):
         model.train_on_batch(X[4 * i : 4 * i + 4], Y[4 * i : 4 * i + 4])

@@ -226,35 +226,6 @@ def test_a_wrapper_keeps_gradients_for_later(name):
     assert float(v) == 5.5
 
 
-READS = {
-    "loss_scale": lambda optimizer: optimizer.loss_scale(),
-    "converted": lambda optimizer: tf.convert_to_tensor(optimizer.loss_scale) * 1.0,
-    "dynamic_scale": lambda optimizer: tf.convert_to_tensor(optimizer.dynamic_scale),
-    "initial_scale": lambda optimizer: optimizer.initial_scale,
-}
-
-
-@pytest.mark.parametrize(
-    ("read", "mode"), [*(("loss_scale", mode) for mode in MODES), *zip([*READS][1:], MODES)]
-)
-def test_reading_the_scale_never_changes_a_step(name, read, mode):
-    optimizer, v = scaling(name, keras_mp.DynamicLossScale(SCALE))
-
-    def step(reads):
-        if reads:
-            READS[read](optimizer)
-        optimizer.apply_gradients([(tf.constant(0.5), v)])
-
-    step = placed(mode, step)
-    for i, reads in enumerate([False, True, True, False]):
-        with our_warnings() as caught:
-            READS[read](optimizer)
-            step(reads)
-        assert all("scaled=True" in str(w.message) for w in caught)
-        assert caught or mode != "eager"
-        assert float(v) == 8 - 0.5 * (i + 1)
-
-
 @pytest.mark.parametrize(("read_in", "apply_in"), PLACES_OF_TWO)
 def test_a_loss_that_was_multiplied_by_hand(name, read_in, apply_in):
     optimizer, v = scaling(name, doubling())
