@@ -525,24 +525,9 @@ def follow(inputs: Sequence[Any], outputs: Any) -> None:
             note(each, None, LEFT)
 
 
-class Made(NamedTuple):
-    """A note on an operation in a graph: how it was made.
-
-    Attributes:
-        dtype: the 16-bit DType that was in reach, or None.
-        is_decided: bool. Whether keras_mp had decided its dtype, not the program.
-    """
-
-    dtype: tf.DType | None = None
-    is_decided: bool = False
-
-
-_OUT_OF_REACH = Made()
-
-
-def made(op: Any) -> Made:
-    """Returns the note of an operation; out of reach there is none."""
-    return getattr(op, "_keras_mp_made", _OUT_OF_REACH)
+def reach_of(op: Any) -> tf.DType | None:
+    """Returns the 16-bit dtype that was in reach when an operation was made, or None."""
+    return getattr(op, "_keras_mp_made", None)
 
 
 def was_made_in_reach(tensor: tf.Tensor) -> bool:
@@ -560,7 +545,7 @@ def was_made_in_reach(tensor: tf.Tensor) -> bool:
         if not tf.is_symbolic_tensor(each) or id(each) in seen:
             continue
         seen.add(id(each))
-        if made(each.op).dtype is not None:
+        if reach_of(each.op) is not None:
             return True
         captured = getattr(each.graph, "captures", ()) if each.op.type == "Placeholder" else ()
         before = [*each.op.inputs, *(outer for outer, inner in captured if inner is each)]

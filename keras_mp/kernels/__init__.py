@@ -3,10 +3,8 @@
 This subpackage needs TensorFlow only.
 """
 
-import tensorflow as tf
-
 from keras_mp import hooks
-from keras_mp.hooks import faces, replica_threads
+from keras_mp.hooks import replica_threads
 from keras_mp.hooks.once import once
 from keras_mp.kernels import backward, functions, gelu, sums
 from keras_mp.support import features
@@ -16,18 +14,6 @@ from keras_mp.tensorflow_api.features import FACES
 def have_faces() -> bool:
     """Whether TensorFlow has all private names that the faces of tensors need."""
     return features.is_on(FACES)
-
-
-def has_decided(op: tf.Operation) -> bool:
-    """Whether keras_mp, not the program, has decided the dtype of an operation.
-
-    These are the operations of a graph that stand in the place of a kernel that is wrong or slow in
-    16 bits: they are in float32 inside, with casts around them.
-
-    Args:
-        op: an operation of a graph that was traced in this process.
-    """
-    return faces.made(op).is_decided
 
 
 @once

@@ -61,7 +61,7 @@ def _differentiate(
     """Calls a gradient function, in the reach in which the operation was made."""
     attributes = getattr(op, "attrs", None)
     if attributes is None:  # not on a tape
-        dtype = faces.made(op).dtype
+        dtype = faces.reach_of(op)
     else:
         names = attributes[::2]
         dtype = _DTYPES[attributes[2 * names.index(_MARK) + 1]] if _MARK in names else None
@@ -79,7 +79,7 @@ def _make_in_graph(original: Callable[..., tf.Operation]) -> Callable[..., tf.Op
 
     def make(*args: Any, **kwargs: Any) -> tf.Operation:
         op: Any = original(*args, **kwargs)
-        op._keras_mp_made = faces.Made(_thread.dtype, _thread.is_decided)
+        op._keras_mp_made = _thread.dtype
         return op
 
     return make

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from keras_mp.hooks import faces, reach
+from keras_mp.hooks import reach
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import gradients, graphs
 
@@ -74,7 +74,7 @@ class _InLowPrecision:
     def __init__(self, op: tf.Operation, dtype: tf.DType) -> None:
         self._op, self._dtype = op, dtype
         # As `backward.py` marks what was made in reach; a tape has no mark of this one.
-        self.attrs, self._keras_mp_made = None, faces.Made(dtype)
+        self.attrs, self._keras_mp_made = None, dtype
         self.inputs = [_cast(each, dtype) for each in op.inputs]
 
     def get_attr(self, name: str) -> object:

@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from keras_mp import kernels
 from keras_mp.models.model_steps import has_own_train_step
 from keras_mp.numerics import origins
-from keras_mp.numerics.graph import COUNTED
 from keras_mp.numerics.records import SMALLEST, UNIT_ROUNDOFF
 from keras_mp.numerics.results import CURES, Observed
 from keras_mp.numerics.traced_step import (
@@ -23,7 +21,6 @@ from keras_mp.numerics.traced_step import (
     before,
     in_float32,
     not_finite_of,
-    static_number,
     static_value,
 )
 from keras_mp.support import op_table
@@ -157,7 +154,7 @@ def labels(step: TracedStep) -> Iterator[Observed]:
     if has_own_train_step(step.model):
         return  # Nobody knows what it compares with the labels, or passes to `call`.
     wanted = [y for y in tf.nest.flatten(step.batch.y) if y is not None and y.dtype.is_floating]
-    if not wanted or next(step.in_16_bits(COUNTED), None) is None:
+    if not wanted:
         return
     outputs = step.model(step.batch.x, training=False)
     for each, output in zip(tf.nest.flatten(step.batch.y), tf.nest.flatten(outputs)):
@@ -242,7 +239,8 @@ def _share_of_variance(
 
 def before_a_logarithm(step: TracedStep) -> Iterator[Observed]:
     """A loss takes the logarithm of probabilities that 16 bits have rounded."""
-    for operation, probabilities in _probabilities(step):
+    for operation in step.in_16_bits(("Softmax", "Sigmoid")):
+        probabilities = operation.outputs[0]
         if step.leads_to(probabilities, ("Log", "Log1p"), _TO_A_LOGARITHM, steps=12) is None:
             continue
         wide, logits = as_float32(probabilities), as_float32(operation.inputs[0])
@@ -268,24 +266,6 @@ def before_a_logarithm(step: TracedStep) -> Iterator[Observed]:
             matters=worst >= _TOO_FAR,
             worst=worst,
         )
-
-
-def _probabilities(step: TracedStep) -> Iterator[tuple[tf.Operation, tf.Tensor]]:
-    """Yields each softmax and sigmoid in 16 bits, and what it returns.
-
-    Where a kernel of keras_mp computes it in float32 inside, that is the cast of the result.
-    """
-    for operation in step.forward:
-        if operation.type not in ("Softmax", "Sigmoid"):
-            continue
-        output = operation.outputs[0]
-        if output.dtype in LOW_PRECISION:
-            yield operation, output
-        elif kernels.has_decided(operation):
-            casts = (each.outputs[0] for each in output.consumers() if each.type == "Cast")
-            rounded = next((each for each in casts if each.dtype in LOW_PRECISION), None)
-            if rounded is not None:
-                yield operation, rounded
 
 
 def _true_labels(step: TracedStep, probabilities: tf.Tensor) -> tf.Tensor | None:
@@ -373,9 +353,10 @@ def factors(step: TracedStep) -> Iterator[Observed]:
             waiting.append(operation.inputs[0])
         elif operation.type == "Mul":
             for constant, other in (operation.inputs, tuple(operation.inputs)[::-1]):
-                factor = static_number(constant)
-                if factor is None:
+                value = static_value(constant)
+                if value is None or value.size != 1:
                     continue
+                factor = value.item()
                 waiting.append(other)
                 if factor < _LIKE_A_LOSS_SCALE or not np.log2(factor).is_integer():
                     continue

@@ -250,12 +250,6 @@ def static_value(tensor: tf.Tensor) -> np.ndarray | None:
         return tf.get_static_value(tensor)
 
 
-def static_number(tensor: tf.Tensor) -> float | None:
-    """Returns the same of a constant that is a single number; None for others."""
-    value = static_value(tensor)
-    return None if value is None or np.size(value) != 1 else float(np.ravel(value)[0])
-
-
 def is_narrow(dtype: tf.DType) -> bool:
     """Whether numbers of a dtype have 16 bits, or fewer."""
     return dtype.is_floating and dtype.size < 4

@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp import kernels
 from keras_mp.kernels import sums
 from tests import inside
 from tests.common import Mixes, differentiated, mirrored, once
@@ -219,27 +218,6 @@ def test_scopes_and_regions_are_ours():
     assert gradient(keras_mp.autocast_scope("float32")) == own
     with keras_mp.autocast("bfloat16"):
         assert gradient(keras_mp.autocast(enabled=False)) == own
-
-
-@once
-def test_what_keras_mp_has_decided_says_so():
-    """Tools must not blame the program for it."""
-
-    @tf.function
-    def step(x, b):
-        with tf.GradientTape() as tape:
-            tape.watch(b)
-            with inside.in_reach("bfloat16"):
-                y = tf.nn.bias_add(x, b)
-            wide = tf.cast(y, tf.float32)
-        return tape.gradient(wide, b)
-
-    operations = step.get_concrete_function(X, tf.zeros([1], tf.bfloat16)).graph.get_operations()
-    decided = {op.type for op in operations if kernels.has_decided(op)}
-    assert {"Sum", "Cast"} <= decided
-    assert "BiasAdd" not in decided
-    # The program's own cast.
-    assert any(op.type == "Cast" and not kernels.has_decided(op) for op in operations)
 
 
 @once
