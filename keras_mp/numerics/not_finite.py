@@ -1,7 +1,8 @@
 """The first operation of the forward pass whose result is not finite, and its cause."""
 
+import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +15,9 @@ from keras_mp.numerics.records import LARGEST, SMALLEST
 from keras_mp.numerics.results import Observed, Said
 from keras_mp.numerics.traced_step import (
     BAD,
-    COUNTS,
     ZEROS,
     TracedStep,
+    before,
     health,
     in_float32,
     is_narrow,
@@ -50,69 +51,52 @@ _HANDING_ON = op_table.ops("casts", "identities", "reshapes", "moves", "views", 
 _ON_THE_WAY = op_table.ops("casts", "identities", "reshapes")
 
 
-class Result(NamedTuple):
-    """What an operation of the forward pass returns first, without its graph.
-
-    Attributes:
-        at: the operation.
-        type: str. Its type.
-        dtype: str. Of the result.
-        is_narrow: whether the result, or what it is made of, has 16 bits or fewer.
-        where: str. Its layer.
-        inputs: of the results that it takes, their places in the list of all.
-        constant: its first number, if it is a constant; else None.
-        is_before: whether it was made before the backward pass.
-    """
-
-    at: Any
-    type: str
-    dtype: str
-    is_narrow: bool = False
-    where: str = ""
-    inputs: Sequence[int] = ()
-    constant: Any = None
-    is_before: bool = True
-
-
 class _Cause(NamedTuple):
     """Where numbers stop being finite.
 
     Attributes:
-        results: all of the forward pass.
-        origin: the place of the one where it began.
-        ended: that of the one whose numbers are counted: the first with NaN, if there is one.
+        origin: the operation where it began.
+        ended: that whose numbers are counted: the first with NaN, if there is one.
         number: float. How many of them are not finite.
         begun: float. How many of the first one are not.
         are: str. What they are, and what follows from it.
-        zeros: array. How many numbers of each result are 0 in 16 bits only.
-        bad: array. How many numbers of each are not finite in float32 either.
+        spoilt: the operations whose results are not finite, in their order.
+        zeros: dict of operations, and how many numbers of each are 0 in 16 bits only.
+        bad: dict of operations, and how many numbers of each are not finite in float32 either.
     """
 
-    results: Sequence[Result]
-    origin: int
-    ended: int
+    origin: tf.Operation
+    ended: tf.Operation
     number: float
     begun: float
     are: str
-    zeros: np.ndarray
-    bad: np.ndarray
+    spoilt: Sequence[tf.Operation]
+    zeros: Mapping[tf.Operation, int]
+    bad: Mapping[tf.Operation, int]
 
     def counted(self, where: str = "") -> str:
         """Returns words for how many numbers are not finite."""
-        return f"{self.number:,.0f} results of {self.results[self.ended].type}{where} {self.are}."
+        return f"{self.number:,.0f} results of {self.ended.type}{where} {self.are}."
 
 
+@dataclasses.dataclass
 class NotFinite(Observed):
     """The results of a forward pass, of which some may not be finite.
 
-    Args:
-        results: all of them.
+    Attributes:
+        where: function that returns the layer of an operation.
+        operations: those of the forward pass with floating-point results, and whether each was made
+            before the backward pass.
+        again: those of them that are computed again in float32.
         inputs: words for the inputs of the batch.
-        **numbers: tensors, as `said` takes them.
+        numbers: dict of tensors, as `said` takes them.
     """
 
-    def __init__(self, results: Sequence[Result], inputs: Sequence[str], **numbers: Any) -> None:
-        self.results, self.inputs, self.numbers = results, inputs, numbers
+    where: Callable[[tf.Operation], str]
+    operations: Mapping[tf.Operation, bool]
+    again: Sequence[tf.Operation]
+    inputs: Sequence[str]
+    numbers: dict[str, Any]
 
     def said(
         self,
@@ -121,39 +105,44 @@ class NotFinite(Observed):
         counts: np.ndarray,
         exact: np.ndarray,
         sizes: np.ndarray,
-        largest_weight: float,
+        weights: np.ndarray,
     ) -> Said | None:
         """Names the first operation of the forward pass that is not finite, and its cause.
 
         Args:
             loss: how many of the numbers that the step returns are not finite.
             gradients: how many numbers of gradients are not.
-            counts: array of how many numbers of each result are -inf, inf and NaN.
-            exact: array of how many are 0 in 16 bits only, and not finite in float32 either.
-            sizes: array with a 0, and the largest magnitude of each input.
-            largest_weight: the largest magnitude of a weight.
+            counts: array with the `health` of each result.
+            exact: the same of those that were computed again.
+            sizes: the largest magnitude of each input.
+            weights: the largest magnitude of each weight.
         """
-        results, takes = self.results, [each.inputs for each in self.results]
-        nan, is_bad = counts[:, 2] > 0, counts.sum(axis=1) > 0
-        is_spoilt = gradients and any(nan[i] and each.is_before for i, each in enumerate(results))
-        if not loss and not is_spoilt:
+        operations, infinities = list(self.operations), counts[:, BAD]
+        nan, is_bad = infinities[:, 2] > 0, infinities.sum(axis=1) > 0
+        if not loss and not (gradients and (nan & list(self.operations.values())).any()):
             return None
-        computed = [i for i, each in enumerate(results) if each.constant is None and is_bad[i]]
+        places = {operation: i for i, operation in enumerate(operations)}
+        takes = [[places[o] for o in _made_of(each) if o in places] for each in operations]
+        spoilt = [operations[i] for i in np.flatnonzero(is_bad)]
+        computed = [places[each] for each in spoilt if _constant_of(each) is None]
         ended = next(iter(causes.begun(takes, nan, nan) or computed), None)
         if ended is None:
             return None
-        origin = causes.begun(takes, is_bad, np.arange(len(results)) == ended)[0]
-        number = counts[ended, 2] if nan[ended] else counts[ended].sum()
-        what, begun = "NaN" if nan[ended] else "infinite", counts[origin].sum()
-        are = f"are {what}; so is the loss"
+        origin = causes.begun(takes, is_bad, np.arange(len(operations)) == ended)[0]
+        number = infinities[ended, 2] if nan[ended] else infinities[ended].sum()
+        are = f"are {'NaN' if nan[ended] else 'infinite'}; so is the loss"
         if not loss:
-            are = f"are {what}; so are gradients, though the loss is not"
-        found = _Cause(results, origin, ended, number, begun, are, *exact.T)
+            are = are.replace("so is the loss", "so are gradients, though the loss is not")
+        wide = dict(zip(self.again, exact, strict=True))
+        zeros = {o: int(counts[places[o], ZEROS] - of[ZEROS]) for o, of in wide.items()}
+        bad = {each: int(of[BAD].sum()) for each, of in wide.items()}
+        at, begun = (operations[origin], operations[ended]), infinities[origin].sum()
+        found = _Cause(*at, number, begun, are, spoilt, zeros, bad)
         return (
-            _constant(found, is_bad)
-            or _large_input(found, dict(zip(self.inputs, map(float, sizes[1:]))))
+            _constant(found, self.where)
+            or _large_input(found, dict(zip(self.inputs, map(float, sizes))))
             or _underflow(found)
-            or _too_large(found, float(sizes.max()), largest_weight)
+            or _too_large(found, sizes.max(initial=0.0), weights.max(initial=0.0))
         )
 
 
@@ -169,89 +158,71 @@ def results(step: TracedStep) -> Iterator[Observed]:
     ends = [tensor for tensor in ends if tensor.dtype.is_floating]
     if not ends or not any(is_narrow(each.outputs[0].dtype) for each in operations):
         return
-    inputs = dict(_named_inputs(step.batch.x))
-    weights = [native_variable(weight) for weight in step.model.trainable_weights]
-    counts = tf.stack([health(operation.outputs[0]) for operation in operations])
-    unknown = tf.one_hot(ZEROS, COUNTS, tf.constant(np.inf, tf.float64))
-    exact = tf.stack([_exactly(step, operation, unknown) for operation in operations])
-    zeros = tf.maximum(counts[:, ZEROS] - exact[:, ZEROS], 0.0)  # in 16 bits only
-    yield NotFinite(
-        list(_results(step, operations)),
-        list(inputs),
-        loss=not_finite_of(ends),
-        gradients=not_finite_of(step.backward_products),
-        counts=counts[:, BAD],
-        exact=tf.cast(tf.stack([zeros, tf.reduce_sum(exact[:, BAD], 1)], 1), tf.int64),
-        sizes=_largest(inputs.values()),
-        largest_weight=tf.reduce_max(_largest(weights)),
-    )
-
-
-def _results(step: TracedStep, operations: Sequence[tf.Operation]) -> Iterator[Result]:
-    places = {operation: i for i, operation in enumerate(operations)}
     # Operations after the backward pass use gradients, which overflow as is planned.
-    before = {
+    before_gradients = {
         *itertools.takewhile(lambda o: not origins.is_of_backward_pass(o.name), step.operations)
     }
-    for operation in operations:
-        output, constant = operation.outputs[0], static_value(operation.outputs[0])
-        yield Result(
-            operation,
-            operation.type,
-            output.dtype.name,
-            any(is_narrow(each.dtype) for each in (*operation.inputs, output)),
-            step.where(operation),
-            [places[each.op] for each in operation.inputs if each.op in places],
-            None if constant is None else next(iter(np.ravel(constant)), 0.0),
-            operation in before,
-        )
+    inputs = dict(_named_inputs(step.batch.x))
+    again = {each: in_float32(each) for each in operations if _is_tried(step, each)}
+    again = {each: exact for each, exact in again.items() if exact is not None}
+    numbers = {
+        "loss": not_finite_of(ends),
+        "gradients": not_finite_of(step.backward_products),
+        "counts": tf.stack([health(operation.outputs[0]) for operation in operations]),
+        "exact": [*map(health, again.values())],
+        "sizes": [*map(_largest, inputs.values())],
+        "weights": [_largest(native_variable(each)) for each in step.model.trainable_weights],
+    }
+    made = {each: each in before_gradients for each in operations}
+    yield NotFinite(step.where, made, list(again), list(inputs), numbers)
 
 
-def _largest(values: Iterable[Any]) -> tf.Tensor:
-    """Returns the largest magnitude of each tensor, with a 0 before them."""
-    return tf.stack([0.0, *(tf.reduce_max(tf.abs(as_float32(each))) for each in values)])
+def _largest(values: Any) -> tf.Tensor:
+    return tf.reduce_max(tf.abs(as_float32(values)))
 
 
-def _exactly(step: TracedStep, operation: tf.Operation, unknown: tf.Tensor) -> tf.Tensor:
-    """Returns the `health` of what an operation in 16 bits, or of such numbers, is in float32.
+def _made_of(operation: tf.Operation) -> list[tf.Operation]:
+    return [each.op for each in operation.inputs]
 
-    Products are computed again where something divides by them.
 
-    Args:
-        step: TracedStep.
-        operation: of the forward pass.
-        unknown: what is returned of one that is not computed again.
-    """
+def _constant_of(operation: tf.Operation) -> np.ndarray | None:
+    return static_value(operation.outputs[0])
+
+
+def _has_16_bits(operation: tf.Operation) -> bool:
+    """Whether its result, or what it is made of, has 16 bits or fewer."""
+    return any(is_narrow(each.dtype) for each in (*operation.inputs, operation.outputs[0]))
+
+
+def _is_tried(step: TracedStep, operation: tf.Operation) -> bool:
+    """Whether it is computed again in float32. Products are where something divides by them."""
     output = operation.outputs[0]
-    is_low = any(is_narrow(each.dtype) for each in (*operation.inputs, output))
     is_tried = operation.type in _AGAIN and output.shape.num_elements() != 1
     if operation.type in _PRODUCTS:
         is_tried = step.leads_to(output, _DIVIDING, _HANDING_ON, steps=4) is not None
-    exact = in_float32(operation) if is_low and is_tried else None
-    return unknown if exact is None else health(exact)
+    return is_tried and _has_16_bits(operation)
 
 
-def _constant(cause: _Cause, is_bad: np.ndarray) -> Said | None:
+def _constant(cause: _Cause, where: Callable[[tf.Operation], str]) -> Said | None:
     """A constant that 16 bits do not hold."""
-    results, origin = cause.results, cause.results[cause.origin]
-    dtype = tf.as_dtype(origin.dtype)
-    if origin.constant is None or not is_narrow(dtype):
+    value, dtype = _constant_of(cause.origin), cause.origin.outputs[0].dtype
+    if value is None or not is_narrow(dtype):
         return None
     # What computes with it first; a cast of it is a constant, too.
-    known, user = {cause.origin}, results[cause.ended]
-    for i in range(cause.origin + 1, cause.ended + 1):
-        if is_bad[i] and known.intersection(results[i].inputs):
-            if results[i].constant is None:
-                user = results[i]
+    known, user = {cause.origin}, cause.ended
+    for each in cause.spoilt:
+        if not known.isdisjoint(_made_of(each)):
+            if _constant_of(each) is None:
+                user = each
                 break
-            known.add(i)
-    where = results[cause.ended].where
-    counted = cause.counted(f" in {where}" if where != user.where else "")
+            known.add(each)
+    layer = where(cause.ended)
+    counted = cause.counted(f" in {layer}" if layer != where(user) else "")
     return Said(
-        user.at,
+        user,
         "a constant that is infinite in 16 bits",
-        f"A constant, such as the -1e9 of a mask, is {origin.constant} in {dtype.name}, and with "
-        f"it {counted}",
+        f"A constant, such as the -1e9 of a mask, is {next(iter(np.ravel(value)), 0.0)} in "
+        f"{dtype.name}, and with it {counted}",
         causes.CURES["a constant"].format(largest=dtype.max, lowest=dtype.min),
     )
 
@@ -268,14 +239,11 @@ def _named_inputs(x: Any) -> Iterator[tuple[str, tf.Tensor]]:
 
 def _large_input(cause: _Cause, largest: Mapping[str, float]) -> Said | None:
     """An input is cast to 16 bits, which do not hold it."""
-    cast = source = cause.results[cause.origin]
-    if cast.type != "Cast" or cast.dtype not in LOW_PRECISION_NAMES:
+    dtype = cause.origin.outputs[0].dtype
+    if cause.origin.type != "Cast" or dtype.name not in LOW_PRECISION_NAMES:
         return None
-    while source.type in _ON_THE_WAY and source.inputs:
-        source = cause.results[source.inputs[0]]
-    dtype = tf.as_dtype(cast.dtype)
     beyond = {name: size for name, size in largest.items() if size > float(dtype.max)}
-    if source.type != "Placeholder" or not beyond:
+    if before(cause.origin.outputs[0], _ON_THE_WAY).op.type != "Placeholder" or not beyond:
         return None
     name, size = max(beyond.items(), key=lambda each: each[1])
     return Said(
@@ -289,43 +257,46 @@ def _large_input(cause: _Cause, largest: Mapping[str, float]) -> Said | None:
 
 def _underflow(cause: _Cause) -> Said | None:
     """Numbers became 0 in 16 bits, and something divides by them or takes their logarithm."""
-    results, origin = cause.results, cause.results[cause.origin]
-    if origin.is_narrow and not cause.bad[cause.origin]:
+    origin, is_narrow_there = cause.origin, _has_16_bits(cause.origin)
+    if is_narrow_there and not cause.bad.get(origin):
         return None
     # A quotient is not finite because of its divisor. The nearest come first.
-    behind = dict.fromkeys(origin.inputs[-1:] if origin.type in _DIVISIONS else origin.inputs)
-    for i in (waiting := list(behind)):
-        zeros, maker = cause.zeros[i], results[i]
-        if zeros:
+    makers = _made_of(origin)
+    behind = dict.fromkeys(makers[-1:] if origin.type in _DIVISIONS else makers)
+    for maker in (waiting := list(behind)):
+        if (zeros := cause.zeros.get(maker, 0)) > 0:
+            dtype = maker.outputs[0].dtype.name
             return Said(
-                maker.at,
+                maker,
                 UNDERFLOW,
-                f"{zeros:,} results of {maker.type} are 0 in {maker.dtype}, whose smallest number "
-                f"is {SMALLEST[maker.dtype]:.1g}, but not in float32. {origin.type} of them is the "
+                f"{zeros:,} results of {maker.type} are 0 in {dtype}, whose smallest number "
+                f"is {SMALLEST[dtype]:.1g}, but not in float32. {origin.type} of them is the "
                 f"first result that is not finite: {cause.counted().replace('results of', 'of')}",
-                causes.CURES["too small"].format(dtype=maker.dtype),
+                causes.CURES["too small"].format(dtype=dtype),
             )
         # What is computed in float32 can only have been lost where it was made.
-        if origin.is_narrow or maker.type in _HANDING_ON:
-            waiting += [j for j in dict.fromkeys(maker.inputs) if j not in behind]
-            behind.update(dict.fromkeys(maker.inputs))
+        if is_narrow_there or maker.type in _HANDING_ON:
+            waiting += [each for each in _made_of(maker) if each not in behind]
+            behind.update(dict.fromkeys(_made_of(maker)))
     return None
 
 
 def _too_large(cause: _Cause, largest_input: float, largest_weight: float) -> Said | None:
     """The result is beyond the dtype; or for the most part it is not finite in float32 either."""
-    origin, in_float32 = cause.results[cause.origin], int(cause.bad[cause.origin])
-    in_every_dtype = not origin.is_narrow or 2 * in_float32 >= cause.begun
-    if in_every_dtype and (origin.constant is not None or origin.type == "Placeholder"):
+    origin, in_float32 = cause.origin, cause.bad.get(cause.origin, 0)
+    in_every_dtype = not _has_16_bits(origin) or 2 * in_float32 >= cause.begun
+    is_given = origin.type == "Placeholder" or _constant_of(origin) is not None
+    if in_every_dtype and is_given:
         return None
     first = "is the first operation with finite inputs whose results are not finite"
     if in_every_dtype:
         why = f"{origin.type} {first}, in float32, too: {cause.counted()}"
-        return Said(origin.at, IN_ANY_DTYPE, why, causes.CURES["not finite"])
-    largest = LARGEST.get(origin.dtype)
-    beyond = f" (the largest {origin.dtype} is {largest:,.0f})" if largest else ""
+        return Said(origin, IN_ANY_DTYPE, why, causes.CURES["not finite"])
+    dtype = origin.outputs[0].dtype.name
+    largest = LARGEST.get(dtype)
+    beyond = f" (the largest {dtype} is {largest:,.0f})" if largest else ""
     more, cure = "", causes.CURES["too large"]
-    if origin.dtype == "float16":
+    if dtype == "float16":
         cure = causes.CURES["too large for float16"]
     if in_float32:
         more = f" {in_float32:,} of its results are not finite in float32, either."
@@ -337,5 +308,5 @@ def _too_large(cause: _Cause, largest_input: float, largest_weight: float) -> Sa
     elif largest_input >= causes.LARGE_INPUTS:
         more += f" The inputs of the batch reach {largest_input:.3g}."
         cure = causes.CURES["inputs"] + later
-    why = f"{origin.type} in {origin.dtype} {first}{beyond}: {cause.counted()}{more}"
-    return Said(origin.at, OVERFLOW, why, cure)
+    why = f"{origin.type} in {dtype} {first}{beyond}: {cause.counted()}{more}"
+    return Said(origin, OVERFLOW, why, cure)

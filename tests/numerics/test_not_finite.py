@@ -2,40 +2,43 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.numerics.tools import not_finite
 
-Result = not_finite.Result
+
+def chain(compute, dtype=tf.float16):
+    """The operations of a graph that compute floating-point numbers. It is not run."""
+    with tf.Graph().as_default() as graph:
+        compute(tf.raw_ops.Placeholder(dtype=dtype, shape=[2, 2]))
+    return [each for each in graph.get_operations() if each.outputs[0].dtype.is_floating]
 
 
-def judged(*results, nan=(), infinite=(), loss=1.0, gradients=0.0, zeros=(), wide=()):
-    """Judges a chain of operations, in which some are not finite."""
-    places = range(len(results))
-    counts = [[0.0, 4.0 * (i in infinite), 2.0 * (i in nan)] for i in places]
-    numbers = {
-        "loss": loss,
-        "gradients": gradients,
-        "counts": np.array(counts),
-        "exact": np.array([[3 * (i in zeros), dict(wide).get(i, 0)] for i in places]),
-        "sizes": np.array([0.0, 1.0]),
-        "largest_weight": 1.0,
-    }
-    return not_finite.NotFinite(results, ["the model's input"]).said(**numbers)
+def judged(operations, nan=(), infinite=(), loss=1.0, gradients=0.0, zeros=(), wide=()):
+    """Judges operations of which some, by their places, are not finite."""
+    counts, exact = np.zeros([2, len(operations), 11])
+    bad = counts[:, not_finite.BAD]
+    bad[list(infinite), 1], bad[list(nan), 2] = 4, 2
+    counts[list(zeros), not_finite.ZEROS] = 3
+    for place, number in dict(wide).items():
+        exact[place, not_finite.BAD] = 0, 0, number
+    numbers = {"counts": counts, "exact": exact, "sizes": np.array([1.0]), "weights": np.ones([1])}
+    before = dict.fromkeys(operations, True)
+    where = lambda operation: operation.name.partition("/")[0]  # noqa: E731
+    said = not_finite.NotFinite(where, before, operations, ["the model's input"], {}).said
+    found = said(loss=loss, gradients=gradients, **numbers)
+    return found and found._replace(at=found.at.type)
 
 
-def narrow(kind, *inputs, **how):
-    return Result(kind, kind, "float16", True, inputs=inputs, **how)
-
-
-CHAIN = narrow("Placeholder"), narrow("Square", 0), narrow("Log", 1), narrow("Mean", 2)
+CHAIN = chain(lambda x: tf.reduce_mean(tf.math.log(tf.square(x))))
 
 
 def test_nothing_is_said_of_finite_numbers_or_of_what_has_no_effect():
-    assert judged(*CHAIN) is None
+    assert judged(CHAIN) is None
     # Infinities that reach nothing, and NaN that no gradient has.
-    assert judged(*CHAIN, infinite=[1], loss=0.0) is None
-    assert judged(*CHAIN, nan=[1], loss=0.0) is None
-    assert judged(*CHAIN, nan=[1], loss=0.0, gradients=1.0) is not None
+    assert judged(CHAIN, infinite=[1], loss=0.0) is None
+    assert judged(CHAIN, nan=[1], loss=0.0) is None
+    assert judged(CHAIN, nan=[1], loss=0.0, gradients=1.0) is not None
 
 
 @pytest.mark.parametrize(
@@ -71,37 +74,42 @@ def test_nothing_is_said_of_finite_numbers_or_of_what_has_no_effect():
     ids=["overflow", "overflow_in_float32", "underflow", "any_dtype"],
 )
 def test_the_cause_of_what_is_not_finite(where, hazard, at, why):
-    said = judged(*CHAIN, **where)
+    said = judged(CHAIN, **where)
     assert (said.hazard, said.at, said.why) == (hazard, at, why)
     assert said.cure
 
 
 def test_a_product_that_was_lost_before_a_division_in_float32_is_to_blame():
-    division = Result("RealDiv", "RealDiv", "float32", inputs=[0, 2])
-    chain = (CHAIN[0], narrow("MatMul", 0), Result("Cast", "Cast", "float32", True, inputs=[1]))
-    chain = *chain, division, narrow("Cast", 3)
-    said = judged(*chain, infinite=[3, 4], zeros=[1])
+    def divide(wide, between=tf.identity):
+        x = tf.cast(wide, tf.float16)
+        return tf.cast(wide / between(tf.cast(x @ x, tf.float32)), tf.float16)
+
+    operations = chain(divide, tf.float32)
+    division, last = len(operations) - 2, len(operations) - 1
+    product = [each.type for each in operations].index("MatMul")
+    said = judged(operations, infinite=[division, last], zeros=[product])
     assert (said.hazard, said.at) == ("an underflow in the forward pass", "MatMul")
-    said = judged(*chain, infinite=[3, 4])
+    said = judged(operations, infinite=[division, last])
     assert (said.hazard, said.at) == ("a result that is not finite in any dtype", "RealDiv")
     # The zeros of what a mean was made of are not those of the mean.
-    mean = Result("Mean", "Mean", "float32", inputs=[1])
-    said = judged(*chain[:2], mean, *chain[3:], infinite=[3, 4], zeros=[1])
+    operations = chain(lambda x: divide(x, tf.reduce_mean), tf.float32)
+    said = judged(operations, infinite=[division, last], zeros=[product])
     assert (said.hazard, said.at) == ("a result that is not finite in any dtype", "RealDiv")
 
 
 def test_a_constant_is_said_where_it_is_used_first():
-    mask = narrow("Const", constant=np.float16(-np.inf))
-    chain = (
-        mask,
-        narrow("Placeholder"),
-        narrow("Mul", 1, 0, where="mask"),
-        narrow("Sum", 2, where="out"),
-    )
-    said = judged(*chain, infinite=[0, 2], nan=[3])
+    def masked(x):
+        with tf.name_scope("mask"):
+            mask = x * tf.constant(-np.inf, tf.float16)
+        with tf.name_scope("out"):
+            tf.reduce_sum(mask)
+        return mask
+
+    said = judged(chain(masked), infinite=[1, 2], nan=[3])
     assert (said.hazard, said.at) == ("a constant that is infinite in 16 bits", "Mul")
     assert "is -inf in float16, and with it 2 results of Sum in out are NaN" in said.why
     # A mask of which a softmax makes zeros is not to blame for another NaN.
-    other = narrow("Softmax", 2), narrow("Log"), narrow("Sum", 4)
-    said = judged(*chain[:3], *other, infinite=[0, 2], nan=[4, 5])
+    other = chain(lambda x: tf.nn.softmax(masked(x)) * tf.math.log(x))
+    assert [each.type for each in other[4:]] == ["Softmax", "Log", "Mul"]
+    said = judged(other, infinite=[1, 2], nan=[5, 6])
     assert (said.hazard, said.at) == ("an overflow in the forward pass", "Log")
