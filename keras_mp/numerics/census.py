@@ -213,7 +213,7 @@ def census(
                 name = getattr(function, "__name__", None) or concrete.name.decode()
         progress.begin("reading the graph")
         nodes = [*nodes_of(concrete.graph)]
-        operations = tuple(_Reader(concrete.graph, model, layers).read(nodes))
+        operations = tuple(_read(nodes, concrete.graph, layers, model is not None))
         more, sent = list[str](), None
         is_compiled = rewrites.is_compiled(concrete) or getattr(model, "jit_compile", False) is True
         if capability is not None:
@@ -230,66 +230,59 @@ def census(
         return Census(name, operations, device, sent, tuple(more))
 
 
-class _Reader:
-    """Reads nodes, with what is known of the function that they come from.
+def _read(
+    nodes: Sequence[Node], graph: tf.Graph, layers: origins.Layers, is_model: bool
+) -> Iterator[Operation]:
+    """Yields the operations that compute, with what is known of the function that they come from.
 
     Args:
+        nodes: those of the function, and of what it calls.
         graph: that of the function.
-        model: the model whose step it is, or None.
-        layers: its `Layers`, which have seen their calls.
+        layers: `Layers` of the model whose step it is, which have seen their calls.
+        is_model: whether it is one of a model.
     """
-
-    def __init__(
-        self, graph: tf.Graph, model: tf.keras.Model | None, layers: origins.Layers
-    ) -> None:
-        self._made = {op.name: op for op in graph.get_operations()}
-        self._layers, self._is_model = layers, model is not None
-        self._is_autocast = any(map(_is_autocast, self._made))
-
-    def read(self, nodes: Sequence[Node]) -> Iterator[Operation]:
-        for node in nodes:
-            made, path, work = node.made, self._owner(node.path), (node.work or 0) * node.turns
-            if node.dtype and made.type not in _NO_COMPUTATIONS:
-                layer = self._layers.name(path) or "outside of layers"
-                why = self._why(node, path) + " (a loop, counted once)" * node.is_least
-                about = node.dtype, layer, origins.line_of(made), why
-                is_known = node.work is not None
-                yield Operation(
-                    made.name, made.type, *about, node.turns, work, is_known, node.is_least
-                )
-
-    def _owner(self, path: str) -> str:
-        """Returns the name of an operation whose layer is that of another one."""
-        if self._layers.name(path):
-            return path
-        # The backward pass of a function is a function without the scope of its layer, but it takes
-        # what the function in the layer has kept for it.
-        call = self._made.get(path.partition("/")[0])
-        takes = () if call is None or call.type not in CALLS else call.inputs
-        calls = [each.op.name for each in takes if each.op.type in CALLS]
-        return next(filter(self._layers.name, calls), path)
-
-    def _why(self, node: Node, path: str) -> str:
-        dtype, row = node.dtype, cast_policy.ROWS.get(node.made.type)
-        if self._is_autocast and row is not None:
-            is_decided = row.policy in (cast_policy.DENY, cast_policy.PROMOTE)
-            if is_decided or dtype in LOW_PRECISION_NAMES:
-                return f"autocast: {row.why}"
-        layer, is_own = self._layers.layer(path), origins.is_users(node.made)
-        if layer is None:
-            return "loss, metrics or optimizer" if self._is_model and not is_own else "the program"
-        policy = layer.dtype_policy.name
-        if dtype == "float32" and id(layer) in self._layers.last:
-            return "the model returns float32"
-        if dtype == layer.compute_dtype:
-            return f"policy {policy}"
-        if is_own:
-            return f"the layer's code, against its policy {policy}"
-        return f"{type(layer).__name__} computes so under {policy}"
+    known = {op.name: op for op in graph.get_operations()}
+    is_autocast = any(name.rpartition("/")[2].startswith(lower_precision.NAME) for name in known)
+    for node in nodes:
+        made, path = node.made, node.path
+        if not node.dtype or made.type in _NO_COMPUTATIONS:
+            continue
+        if not layers.name(path):
+            # The backward pass of a function is a function without the scope of its layer, but it
+            # takes what the function in the layer has kept for it.
+            call = known.get(path.partition("/")[0])
+            takes = () if call is None or call.type not in CALLS else call.inputs
+            calls = [each.op.name for each in takes if each.op.type in CALLS]
+            path = next(filter(layers.name, calls), path)
+        why = (is_autocast and _of_autocast(node)) or _of_layer(node, path, layers, is_model)
+        why += " (a loop, counted once)" * node.is_least
+        layer, work = layers.name(path) or "outside of layers", (node.work or 0) * node.turns
+        about = node.dtype, layer, origins.line_of(made), why
+        is_known = node.work is not None
+        yield Operation(made.name, made.type, *about, node.turns, work, is_known, node.is_least)
 
 
-def _is_autocast(name: str) -> bool:
-    return name.rpartition("/")[2].startswith(lower_precision.NAME)
+def _of_autocast(node: Node) -> str:
+    """Returns why an operation computes so in a region; "" if that does not decide."""
+    row = cast_policy.ROWS.get(node.made.type)
+    if row is None:
+        return ""
+    is_decided = row.policy in (cast_policy.DENY, cast_policy.PROMOTE)
+    return f"autocast: {row.why}" if is_decided or node.dtype in LOW_PRECISION_NAMES else ""
+
+
+def _of_layer(node: Node, path: str, layers: origins.Layers, is_model: bool) -> str:
+    layer, is_own = layers.layer(path), origins.is_users(node.made)
+    if layer is None:
+        return "loss, metrics or optimizer" if is_model and not is_own else "the program"
+    policy = layer.dtype_policy.name
+    if node.dtype == "float32" and id(layer) in layers.last:
+        return "the model returns float32"
+    if node.dtype == layer.compute_dtype:
+        return f"policy {policy}"
+    if is_own:
+        return f"the layer's code, against its policy {policy}"
+    return f"{type(layer).__name__} computes so under {policy}"
 
 
 def _added_up(

@@ -197,7 +197,8 @@ class FirstBadOperation:
         self._scales = [(scale, float(scale())) for scale in _dynamic_scales(self._scaled)]
         self._forget_traces()
         self._block.callback(self._forget_traces)
-        self._block.enter_context(origins.naming(self._models))
+        for model in self._models:
+            self._block.enter_context(origins.naming(model))
         self._block.enter_context(op_callbacks.observed(self._observe))
         self._block.enter_context(attributes.replaced(_thread, "is_in_block", True))
         return self
@@ -340,7 +341,7 @@ class FirstBadOperation:
         graph: tf.Graph | None = None,
     ) -> None:
         """The callback for TensorFlow."""
-        del attrs
+        del attrs, op_name
         # Whether callbacks are off, TensorFlow asks in graphs only.
         is_off = features.is_on(UNOBSERVED) and operations.context().invoking_op_callbacks
         if graph is None and is_off:
@@ -364,7 +365,7 @@ class FirstBadOperation:
                     self._eager.record(kind, inputs, outputs)
             elif function_graphs.is_of_function(graph):
                 self._has_seen_any = True
-                self._graphs.record(graph, kind, inputs, outputs, op_name)
+                self._graphs.record(graph, kind, inputs, outputs)
 
 
 def _dynamic_scales(scaled: Iterable[Any]) -> Iterator[DynamicLossScale]:

@@ -36,30 +36,22 @@ class Node(NamedTuple):
         made: `tf.Operation`.
         path: str. The names of what calls it, and its own.
         dtype: str. That in which it computes; "" if it has no floating-point one.
+        work: int. The work of one run; None if a shape of a product is not known.
         turns: int. How often it runs in one call.
         is_least: bool. Whether it is in a loop of unknown length. It is counted once then.
         is_compiled: bool. Whether it is in a function that XLA compiles.
-        work: int. The work of one run; None if a shape of a product is not known.
     """
 
     made: tf.Operation
     path: str
     dtype: str
+    work: int | None
     turns: int
     is_least: bool
     is_compiled: bool
-    work: int | None
 
 
-def nodes_of(
-    graph: Any,
-    outputs: Sequence[tf.Tensor] | None = None,
-    around: Sequence[Any] = (),
-    prefix: str = "",
-    turns: int = 1,
-    is_least: bool = False,
-    is_compiled: bool = False,
-) -> Iterator[Node]:
+def nodes_of(graph: Any, around: Sequence[Any] = (), caller: Node | None = None) -> Iterator[Node]:
     """Yields the operations of a function's graph, and those of what they call.
 
     What nothing needs is left out. Of a branch, it is the one with the most work that counts, and
@@ -68,16 +60,14 @@ def nodes_of(
 
     Args:
         graph: that of a `ConcreteFunction`.
-        outputs: tensors that it is run for. Defaults to all of its outputs.
         around: the graphs that call it, the innermost first.
-        prefix: str. What the paths of its nodes begin with.
-        turns: int. As in Node.
-        is_least: bool. As in Node.
-        is_compiled: bool. As in Node.
+        caller: the node that calls it, with the turns of what it calls.
     """
     needed, known_by = set(), (graph, *around)
-    ends: Sequence[tf.Tensor] = graph.outputs if outputs is None else outputs
-    waiting = [*(tensor.op for tensor in ends), *graph.control_outputs]
+    context = (1, False, False) if caller is None else caller[4:]
+    # The graph of a function with a gradient may have more outputs.
+    outputs = graph.outputs if caller is None else graph.outputs[: len(caller.made.outputs)]
+    waiting = [*(tensor.op for tensor in outputs), *graph.control_outputs]
     while waiting:
         made = waiting.pop()
         if made not in needed:
@@ -87,31 +77,22 @@ def nodes_of(
         if made not in needed:
             continue
         dtypes = rewrites.floating_dtypes(made.node_def)
-        yield Node(
-            made,
-            prefix + made.name,
-            next((each[0].name for each in (dtypes.get("T"), *dtypes.values()) if each), ""),
-            turns,
-            is_least,
-            is_compiled,
-            of(made),
-        )
+        dtype = next((each[0].name for each in (dtypes.get("T"), *dtypes.values()) if each), "")
+        path = made.name if caller is None else f"{caller.path}/{made.name}"
+        node = Node(made, path, dtype, of(made), *context)
+        yield node
         named = [cast(Any, made.get_attr(each)) for each in _FUNCTIONS.get(made.type, ())]
-        bodies, rows = [], _rows(made) if made.type in _LOOPS else 1
-        for i, function in enumerate(tf.nest.flatten(named)):
+        bodies = []
+        for function in tf.nest.flatten(named):
             found = (graphs.function_of_name(each, function.name) for each in known_by)
             body = next(each for each in found if each is not None).graph
-            nodes = nodes_of(
-                body,
-                # The graph of a function with a gradient may have more of them.
-                body.outputs[: len(made.outputs)],
-                known_by,
-                f"{prefix}{made.name}/{f'{i}/' if i else ''}",
-                turns * (rows or 1),
-                is_least or not rows,
-                is_compiled or made.node_def.attr["_XlaMustCompile"].b,
+            rows = _rows(made) if made.type in _LOOPS else 1
+            inside = node._replace(
+                turns=node.turns * (rows or 1),
+                is_least=node.is_least or not rows,
+                is_compiled=node.is_compiled or made.node_def.attr["_XlaMustCompile"].b,
             )
-            bodies.append([*nodes])
+            bodies.append([*nodes_of(body, known_by, inside)])
         yield from max(bodies, key=_amount, default=())
 
 
@@ -154,7 +135,7 @@ def multiplied_sizes(made: tf.Operation) -> tuple[int, ...]:
     inputs, outputs = _shapes(made)
     try:
         if made.type == "MatMul":
-            return (*outputs[0], _summed_over(made, inputs))
+            return (*outputs[0], math.prod(inputs[0]) // outputs[0][0])
         return inputs[1][-2:] if made.type == "Conv2D" else ()
     except (TypeError, IndexError):
         return ()
@@ -172,16 +153,12 @@ def _multiplications(made: tf.Operation, inputs: _Known, outputs: _Known) -> int
     if made.type == "Einsum":
         return _einsum(cast(Any, made.get_attr("equation")).decode(), inputs)
     if made.type in _PRODUCTS:
-        return math.prod(outputs[0]) * _summed_over(made, inputs)
+        # A batch may be that of the second input alone.
+        return math.prod((*outputs[0][:-2], *inputs[0][-2:], outputs[0][-1]))
     shapes = (*inputs, outputs[0])
     image, kernel = (shapes[place] for place in _CONVOLUTIONS[made.type])
     # A depthwise convolution has one kernel for each channel.
     return math.prod(image) * math.prod(kernel[: -2 if made.type.startswith("Depthwise") else -1])
-
-
-def _summed_over(made: tf.Operation, inputs: _Known) -> int:
-    transposed = "transpose_a" if made.type == "MatMul" else "adj_x"
-    return inputs[0][-2 if made.get_attr(transposed) else -1]
 
 
 def _einsum(equation: str, inputs: _Known) -> int:

@@ -243,12 +243,7 @@ class GraphRecorder(OperationTable):
             yield device, self.rows, state[: len(self.rows)]
 
     def record(
-        self,
-        graph: tf.Graph,
-        kind: str,
-        inputs: Sequence[tf.Tensor],
-        outputs: Sequence[tf.Tensor],
-        name: str | None,
+        self, graph: tf.Graph, kind: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]
     ) -> None:
         """Records an operation that becomes a part of a graph.
 
@@ -257,7 +252,6 @@ class GraphRecorder(OperationTable):
             kind: the type of the operation.
             inputs: what it takes, as tensors of that graph.
             outputs: what it returns.
-            name: its name in the graph, if it has one.
         """
         if _is_inside(graph, _GRADIENT_OF_LOOP):
             return
@@ -268,40 +262,35 @@ class GraphRecorder(OperationTable):
         if len(self.rows) + 2 * len(inputs) >= CAPACITY:
             self.not_watched += 1
             return
-        origin = self._origins.of(outputs[0].op, name or "")
+        origin = self._origins.of(outputs[0].op)
         if origin.is_data:
             return
         for value in inputs:
-            self._give(graph, origin, value)
-        self._measure(graph, kind, origin, checked, self.row_of.of(inputs))
+            self._give(origin, value)
+        self._measure(origin, checked, self.row_of.of(inputs))
 
-    def _give(self, graph: tf.Graph, origin: Origin, value: tf.Tensor) -> list[int]:
+    def _give(self, origin: Origin, value: tf.Tensor) -> list[int]:
         """Returns the row of what an operation takes; what was there before has one from now on."""
         if not value.dtype.is_floating:
             return []
         if known := self.row_of.of([value]):
             return known
-        kind, before = value.op.type, []
-        if kind in ("Cast", "Identity"):
+        before = []
+        if value.op.type in ("Cast", "Identity"):
             source = value.op.inputs[0]
-            before = self._give(graph, origin, source)
+            before = self._give(origin, source)
             if before and value.dtype.size >= source.dtype.size:
                 self.row_of.note([value], before[0])
                 return before
         # A cast to fewer bits may overflow, where what it takes was finite.
-        return [self._measure(graph, kind, origin, [value], before, is_given=True)]
+        return [self._measure(origin, [value], before, is_given=True)]
 
     def _measure(
-        self,
-        graph: tf.Graph,
-        kind: str,
-        origin: Origin,
-        values: Sequence[tf.Tensor],
-        inputs: list[int],
-        is_given: bool = False,
+        self, origin: Origin, values: Sequence[tf.Tensor], inputs: list[int], is_given: bool = False
     ) -> int:
         """Gives an operation a row, which is measured when the graph runs; returns its number."""
-        index = self.add(kind, origin, values, inputs, is_given)
+        graph, made = values[0].graph, values[0].op
+        index = self.add(made.type, origin, values, inputs, is_given)
         # Tensors of another graph cannot be used.
         found = [self._bad[i] for i in set(inputs) if i in self._bad]
         before = [bad for bad in found if bad.graph is graph]

@@ -95,23 +95,20 @@ class _Running(LayerObserver):
 
 
 @contextlib.contextmanager
-def naming(models: Iterable[tf.keras.Model]) -> Iterator[None]:
-    """Lets `running_layer` name the layers of these models, inside of the block.
+def naming(model: tf.keras.Model) -> Iterator[None]:
+    """Lets `running_layer` name the layers of a model, inside of the block.
 
     Name scopes do not tell them: Keras 3 enters "dense_1" for a layer "dense" whose name is taken
     in the graph, and a layer that is shared has a scope for each call.
 
     Args:
-        models: of `tf.keras`. What one computes between its layers has the name of the model.
+        model: of `tf.keras`. What it computes between its layers has its name. A layer of several
+            models has its path in the first of them.
     """
-    named = [
-        pair for model in models for pair in {model.name: model, **layers_by_path(model)}.items()
-    ]
-    # A layer of several models has its path in the first of them.
-    once = {id(layer): (path, layer) for path, layer in reversed(named)}
+    named = {model.name: model, **layers_by_path(model)}.items()
     hook = gradients.record_operation
     with (
-        layer_observers.attached(_Running(), once.values(), to_all_threads=True),
+        layer_observers.attached(_Running(), named, to_all_threads=True),
         wrapped.everywhere(hook.owner, hook.attribute, _with_layer_in_backward_pass),
     ):
         yield
@@ -316,9 +313,8 @@ class Origin(NamedTuple):
 def running() -> Origin:
     """Returns the origin of the operation that is running in eager."""
     layer = running_layer() or layers_of_scope(tf.get_current_name_scope())
-    around = traceback.walk_stack(inspect.currentframe())
-    stack = ((frame.f_code.co_filename, number, "") for frame, number in around)
-    frames = itertools.dropwhile(lambda each: each[0] == __file__, stack)
+    stack = traceback.walk_stack(inspect.currentframe())
+    frames = ((frame.f_code.co_filename, number, "") for frame, number in stack)
     return of_stack(frames)._replace(layer=layer)
 
 
@@ -350,17 +346,16 @@ class GraphOrigins:
         self._forward: dict[str, tuple[str, Line | None]] = {}
         self._layer_of_scope: dict[str, str] = {}
 
-    def of(self, operation: tf.Operation, name: str) -> Origin:
+    def of(self, operation: tf.Operation) -> Origin:
         """Returns the origin of the next operation; of a gradient, with that of what it is of.
 
         Args:
             operation: `tf.Operation`.
-            name: str. Its name in the graph, which it may not have yet.
         """
         origin, running = of_stack(_frames(operation)), running_layer()
         if origin.is_data:
             return origin
-        name = layers_of_scope(name)
+        name = layers_of_scope(operation.name)
         scope = around = name.rpartition("/")[0]
         found = running or scope, origin.line
         if not origin.is_gradient:

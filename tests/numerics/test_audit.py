@@ -11,7 +11,7 @@ import tensorflow as tf
 import keras_mp
 from keras_mp import keras_api
 from tests import steps
-from tests.common import IS_KERAS_3, once
+from tests.common import once
 from tests.numerics.tools import audit, census, dense, of_keras, operations, sequential
 
 # A number that is made in float16 by way of NumPy is infinite there: a Python number is not.
@@ -474,7 +474,6 @@ YEARS = np.arange(1990, 2022, dtype="float32")[:, None] * np.ones([1, 2], "float
 ROWS = np.array([[300.0, 400.0], [310.0, 200.0], [500.0, 310.0], [280.0, 640.0]], "float32")
 IDS = np.array([[257, 2049], [3001, 3999], [4001, 259]] * 8, "float32")
 MANY = np.full([2, 70_000], 0.02, "float32")
-PADDED = np.where(np.arange(6)[:, None] < 3, 2.0, -999.0) * np.ones([4, 6, 2], "float32")
 
 
 class SegmentMeans(L.Layer):
@@ -499,32 +498,19 @@ class Program(NamedTuple):
         layers: makes the first layers of a model; the first one loses.
         x: the inputs.
         dtype: in which it loses.
-        keras: the Kerases of which it does.
     """
 
     layers: Callable[[], list[Any]]
     x: np.ndarray
     dtype: str = "float16"
-    keras: tuple[int, ...] = (2, 3)
 
 
 PROGRAMS = {
     "UnitNormalization": Program(lambda: [L.UnitNormalization()], ROWS),
     "Embedding": Program(lambda: [LooksUp()], IDS),
-    "Masking": Program(
-        lambda: [L.Masking(-999.0), L.GlobalAveragePooling1D()], PADDED, "bfloat16", (3,)
-    ),
     "segment means": Program(lambda: [SegmentMeans()], MANY),
-    "Discretization": Program(
-        lambda: [L.Discretization(bin_boundaries=[1999.5, 2010.5], output_mode="one_hot")],
-        YEARS[:, :1],
-        "bfloat16",
-        (3,),
-    ),
     "Rescaling": Program(lambda: [L.Rescaling(1 / 65535)], YEARS * 35, "bfloat16"),
-    "BatchNormalization": Program(lambda: [L.BatchNormalization()], YEARS, "bfloat16"),
 }
-HERE = {name: each for name, each in PROGRAMS.items() if (3 if IS_KERAS_3 else 2) in each.keras}
 
 
 def _findings(program: Program, policy: Any) -> list[Any]:
@@ -537,9 +523,9 @@ def _findings(program: Program, policy: Any) -> list[Any]:
     return [each for each in checked.findings if model.layers[0].name in each.where]
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_check_finds_them_under_keras_own_policies_only(name: str) -> None:
-    program = HERE[name]
+    program = PROGRAMS[name]
     found = _findings(program, of_keras(program.dtype))
     assert found
     assert "float32" in found[0].cure

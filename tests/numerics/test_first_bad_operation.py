@@ -17,7 +17,6 @@ from tests.numerics.tools import (
     FirstBadOperation,
     audit,
     of_keras,
-    origins,
     sequential,
 )
 
@@ -438,26 +437,3 @@ def test_a_layer_for_raw_data_is_seen_in_float32_and_passes_on_what_was_not_roun
     assert (tf.function(step) if in_graph else step)(x).numpy().tolist() == x.numpy().tolist()
     report = counted.read()
     assert [report["output", path].dtype for path in paths] == ["float32"] * 2
-
-
-def test_a_layer_of_two_models_has_its_path_in_the_first():
-    named = []
-
-    class Named(L.Layer):
-        def call(self, x):
-            named.append(origins.running_layer())
-            return x
-
-    shared = Named(name="shared")
-    inner = tf.keras.Sequential([tf.keras.Input([2]), shared], name="inner")
-    outer = tf.keras.Sequential([tf.keras.Input([2]), inner], name="outer")
-    for models, path in (([inner, outer], "shared"), ([outer, inner], "inner/shared")):
-        with origins.naming(models):
-            named.clear()
-            outer(tf.ones([1, 2]))
-        assert named == [path]
-    with origins.naming([outer]), origins.naming([inner]):
-        named.clear()
-        inner(tf.ones([1, 2]))
-    assert named == ["inner/shared"]
-    assert "call" not in vars(shared)
