@@ -85,7 +85,8 @@ def _replacements() -> Iterator[Replacement]:
     # The classes of variables, below one of them that is public.
     for cls in tf.experimental.dtensor.DVariable.__mro__:
         for name in vars(cls).keys() & _ASSIGNING if cls is not tf.Variable else ():
-            yield Replacement(Method(cls, name), _in_the_dtype_of_the_variable, When.ALWAYS)
+            assigning = functools.partial(_called_again, refusals=(TypeError, ValueError))
+            yield Replacement(Method(cls, name), assigning, When.ALWAYS)
     for original in (tf.compat.v1.cond, tf.switch_case):
         yield Replacement(Everywhere(original), _with_faces_of_branches, When.ALWAYS)
     yield Replacement(Everywhere(tf.compat.v1.while_loop), _made_again, When.ALWAYS)
@@ -226,20 +227,6 @@ def _made_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply_op_helper
 
 
-def _in_the_dtype_of_the_variable(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method of variables that assigns; a float32 one takes 16 bits."""
-
-    def assign(variable: tf.Variable, value: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(variable, value, *args, **kwargs)
-        except (TypeError, ValueError):
-            if variable.dtype != tf.float32 or not _is_allowed(value):
-                raise
-            return original(variable, _widened(value), *args, **kwargs)
-
-    return assign
-
-
 def _with_faces_of_branches(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that makes branches, whose results in reach keep faces."""
     made_again = _made_again(original)
@@ -326,18 +313,22 @@ def _widened_if_allowed(value: Any) -> Any:
     return _widened(value) if _is_allowed(value) else value
 
 
-def _called_again(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the method that calls a `tf.function`, again with float32."""
+def _called_again(
+    original: Callable[..., Any], refusals: tuple[type[Exception], ...] = (TypeError,)
+) -> Callable[..., Any]:
+    """Returns the method of a `tf.function` or a variable, called again with float32.
+
+    A variable in 16 bits takes no float32, and refuses again.
+    """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, *args, **kwargs)
-        except TypeError as error:
+        except refusals as error:
             if not any(map(_is_allowed, tf.nest.flatten((args, kwargs)))):
                 raise
-            return _again(
-                functools.partial(original, self), _widened_if_allowed, args, kwargs, error
-            )
+            method = functools.partial(original, self)
+            return _again(method, _widened_if_allowed, args, kwargs, error)
 
     return call
 
