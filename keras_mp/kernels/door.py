@@ -148,7 +148,7 @@ def _choose(known: Operation, values: Sequence[Any], pairs: Sequence[Any]) -> _C
         return None if _thread.is_strict else _Choice(low, EXACT)
     if are_weights and not known.is_move:
         return _Choice(low, WEIGHT)
-    if known.name == "Mul" and _is_square(values):
+    if known.name in ("Mul", "MulNoNan") and _is_square(values):
         return _Choice(low, EXACT)
     if not _thread.is_strict:
         for value in values:
@@ -183,6 +183,8 @@ def _note_lazily(known: Operation, args: Sequence[Any], pairs: Sequence[Any], re
 
 _ARITHMETIC = {
     *("SegmentMax", "SegmentMin", "UnsortedSegmentMax", "UnsortedSegmentMin"),
+    *("TensorScatterMax", "TensorScatterMin", "MulNoNan", "Dilation2D", "SparseReduceMax"),
+    *("SparseDenseCwiseAdd", "SparseDenseCwiseMul", "SparseTensorDenseAdd"),
     *op_table.ops(
         *("additions", "multiplications", "signs", "softmax", "sigmoids"),
         *("maxima of two", "maxima over axes", "selections", "roundings"),

@@ -48,7 +48,12 @@ _TABLE = {
         "AdjustContrastv2 AdjustHue AdjustSaturation HSVToRGB RGBToHSV LRN LinSpace Range "
         "ResizeArea ResizeBicubic ScaleAndTranslate Multinomial StatelessMultinomial "
         "NonMaxSuppressionV3 NonMaxSuppressionV4 NonMaxSuppressionV5 HistogramFixedWidth "
-        "DenseBincount SparseBincount RaggedBincount"
+        "DenseBincount SparseBincount RaggedBincount BesselI0 BesselI1 BesselJ0 BesselJ1 BesselK0 "
+        "BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Cross AccumulateNV2 SegmentSumV2 "
+        "SegmentProdV2 SparseReduceSum SparseReduceSumSparse SparseSegmentSum SparseSegmentMean "
+        "SparseSegmentSqrtN SparseSegmentSumWithNumSegments SparseSegmentMeanWithNumSegments "
+        "SparseSegmentSqrtNWithNumSegments SparseDenseCwiseDiv SparseSoftmax "
+        "ImageProjectiveTransformV2 ImageProjectiveTransformV3"
     ),
     "divisions": "RealDiv Div Xdivy",
     "divisions without NaN": "DivNoNan",
@@ -226,6 +231,8 @@ MOVES = (
         *("views", "moves", "moves by index"),
     )
     | {"SparseToDense", "TopK", "TopKV2", "TensorScatterUpdate", "RaggedTensorToTensor"}
+    | {"SparseConcat", "SparseReorder", "SparseSlice", "SparseFillEmptyRows"}
+    | {"ExtractImagePatches", "ExtractVolumePatches", "StatelessShuffle"}
 ) - {"ScatterNd"}
 READS = frozenset({*ops("reads of variables"), "ResourceGather", "ResourceGatherNd"})
 

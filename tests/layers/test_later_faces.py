@@ -116,6 +116,53 @@ def of_large_numbers_elsewhere(h):
     return tf.concat([tf.reshape(each, [-1]) / 1e4 for each in found], 0)
 
 
+def of_large_numbers_in_sparse_tensors(h):
+    large = large_numbers(h)
+    sparse = tf.sparse.from_dense(large)
+    moved = [
+        *(tf.sparse.transpose(sparse), tf.sparse.concat(0, [sparse, sparse])),
+        tf.sparse.slice(sparse, [0, 0], [1, 2]),
+        sparse * tf.reverse(h, [1]),
+    ]
+    found = [
+        *map(tf.sparse.to_dense, moved),
+        *(tf.sparse.reduce_sum(sparse, 1), tf.sparse.reduce_max(sparse, 1)),
+        *(tf.sparse.add(sparse, large), (sparse / h).values),
+        tf.sparse.segment_sum(large, [0, 0], [0, 0]),
+        tf.sparse.segment_mean(large, [0, 0], [0, 0]),
+        tf.sparse.segment_sqrt_n(large, [0, 0], [0, 0]),
+    ]
+    return tf.concat([tf.reshape(each, [-1]) / 1e4 for each in found], 0)
+
+
+def of_large_numbers_in_rare_operations(h):
+    large, ones = large_numbers(h), [1, 1, 1, 1]
+    image = tf.reshape(large, [1, 2, 2, 1])
+    found = [
+        *(tf.linalg.cross(300.0 * h[:, :3], 100.0 * h[:, 1:]), tf.math.accumulate_n([large] * 2)),
+        tf.math.multiply_no_nan(300.0 * h, 200.0 * h),
+        *(tf.tensor_scatter_nd_max(large[0], [[0]], [large[0, 1]]), tf.math.bessel_i0(4.0 * h)),
+        tf.image.extract_patches(image, [1, 2, 2, 1], ones, ones, "SAME"),
+        tf.nn.dilation2d(image, tf.zeros([2, 2, 1], h.dtype), ones, "SAME", "NHWC", ones),
+        tf.random.experimental.stateless_shuffle(large[0], [1, 2]),
+    ]
+    return tf.concat([tf.reshape(each, [-1]) / 1e4 for each in found], 0)
+
+
+def of_an_image_that_is_turned(h):
+    with tf.GradientTape() as tape:
+        tape.watch(h)
+        turned = tf.raw_ops.ImageProjectiveTransformV3(
+            images=tf.reshape(h, [1, 2, 2, 1]),
+            transforms=[[1.0, 0.25, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]],
+            output_shape=[2, 2],
+            fill_value=0.0,
+            interpolation="BILINEAR",
+        )
+        z = tf.reduce_sum(turned)
+    return tape.gradient(z, h)
+
+
 def of_branches(h):
     is_small = tf.reduce_sum(h) < 1.0
     tf.cond(is_small, tf.no_op, tf.no_op)
@@ -195,6 +242,16 @@ PROGRAMS = [
 CASES = [(program, mode) for program in PROGRAMS for mode in MODES]
 # In eager, a face of a relu would keep one more tensor.
 CASES += [(of_a_dead_relu, mode) for mode in MODES if mode != "eager"]
+# XLA has none of these.
+CASES += [
+    (program, mode)
+    for program in (
+        *(of_large_numbers_in_sparse_tensors, of_large_numbers_in_rare_operations),
+        of_an_image_that_is_turned,
+    )
+    for mode in MODES
+    if mode != "jit"
+]
 
 
 @once
