@@ -14,7 +14,6 @@ from tests.saving.common import COPIES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The global policy 'bfloat16' keeps variables"),
-    pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file"),
     pytest.mark.filterwarnings("ignore:Keras 3 has saved"),
 ]
 

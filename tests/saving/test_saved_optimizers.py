@@ -49,7 +49,6 @@ for family in FAMILIES:
             keras_mp.OptimizerWrapper(make_optimizer(family))
         ),
     }
-pytestmark = pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 
 
 def trained(optimizer):

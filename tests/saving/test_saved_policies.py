@@ -107,7 +107,6 @@ class WithKeywords(Plain):
 @keras_2
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("cls", [Plain, WithTraining, WithKeywords])
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_a_saved_model_of_a_layer_without_its_class(cls, policy, tmp_path):
     x = np.ones([3, 2], "float32")
     with keras_mp.policy_scope(policy):
@@ -173,8 +172,6 @@ STRUCTURES = {
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("make", STRUCTURES.values(), ids=STRUCTURES)
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5:UserWarning")
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_outputs(make, kind, tmp_path):
     model = made(make, "mixed_float16")
     again = MODELS[kind](model, tmp_path)

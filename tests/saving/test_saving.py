@@ -40,7 +40,6 @@ def trained(name):
 
 
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_a_loaded_model_stays_scaled_when_it_is_compiled_again(trained, suffix, tmp_path):
     # To fine-tune, for one: not by plain Adam, nor with a loss that float16 cannot hold.
     model = trained
@@ -153,7 +152,6 @@ def test_a_checkpoint_of_the_stock_optimizer_says_how_to_read_it(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_metrics_of_a_reloaded_model_see_float32_whatever_the_global_policy(tmp_path, suffix):
     keras_mp.set_global_policy("mixed_float16")
     dense = tf.keras.layers.Dense(1, kernel_initializer="ones")
@@ -189,7 +187,6 @@ class Doubled(keras_mp.layers.Layer):
 
 
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_ways_to_load(suffix, tmp_path):
     keras_mp.set_global_policy(keras_mp.Policy("mixed_float16", 128))
     layers = Doubled(), tf.keras.layers.Dense(1)

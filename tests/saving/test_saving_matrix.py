@@ -28,7 +28,6 @@ POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 OPTIMIZERS = [name.replace("SGD", "Adam") for name in FAMILIES]
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file"),
     pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer"),
     pytest.mark.filterwarnings("ignore:tf.keras loads a model from a SavedModel"),
 ]
@@ -48,11 +47,20 @@ def step(model, i):
     model.train_on_batch(x[32 * i : 32 * i + 32], y[32 * i : 32 * i + 32])
 
 
-def trained(optimizer):
-    """A model that has made a step, so that what a file has is restored at once."""
+def trained(optimizer, steps=(9,)):
+    """A model that has made steps: with one, what a file has is restored at once."""
     model = make_model(optimizer)
-    step(model, 9)
+    for i in steps:
+        step(model, i)
     return model
+
+
+def going_on(*models):
+    """Yields the number of each step that models make alike, from the sixth on."""
+    for i in range(5, 9):
+        for model in models:
+            step(model, i)
+        yield i
 
 
 def state(model):
@@ -104,9 +112,7 @@ def test_a_saved_model_goes_on_bitwise_whatever_the_policy_at_loading(
     optimizer, before, after, form, tmp_path
 ):
     set_policy(before, 2.0**20)  # The first steps overflow.
-    model = make_model(optimizer)
-    for i in range(5):
-        step(model, i)
+    model = trained(optimizer, range(5))
     path = save(model, form, str(tmp_path / "model"))
     set_policy(after, 2.0**10)
     again = load(path, form)
@@ -117,9 +123,7 @@ def test_a_saved_model_goes_on_bitwise_whatever_the_policy_at_loading(
         # What was loaded can be saved at once.
         again.save(str(tmp_path / "again.keras"))
         assert_equal(tf.keras.models.load_model(str(tmp_path / "again.keras")), model)
-    for i in range(5, 9):
-        for one in (model, again):
-            step(one, i)
+    for _ in going_on(model, again):
         if is_scaled[0] == is_scaled[1]:
             assert_equal(again, model)
         else:  # A float32 model that got a loss scale, in powers of two, from the global policy.
@@ -142,9 +146,7 @@ def test_weights_go_on_under_another_policy(optimizer, before, after, form, tmp_
     # The first steps overflow, but not where a run that skips none is to be compared with.
     initial_scale = 2.0**20 if before == after else 2.0**10
     set_policy(before, initial_scale)
-    model = make_model(optimizer)
-    for i in range(5):
-        step(model, i)
+    model = trained(optimizer, range(5))
     path = save(model, form, str(tmp_path / "model"))
     set_policy(after, initial_scale)
     # A file of weights has no loss scale of a model that was not scaled.
@@ -155,9 +157,7 @@ def test_weights_go_on_under_another_policy(optimizer, before, after, form, tmp_
     if is_told:
         assert len(ours(caught)) == 1
         assert float(again.optimizer.loss_scale()) == initial_scale
-    for i in range(5, 9):
-        for one in (model, again):
-            step(one, i)
+    for i in going_on(model, again):
         if before == after:
             assert_equal(again, model)
             continue
@@ -176,9 +176,7 @@ def test_a_saved_model_of_keras_2_keeps_its_weights_and_its_loss_scale(
     optimizer, before, after, form, tmp_path
 ):
     set_policy(before, 2.0**20)
-    model = make_model(optimizer)
-    for i in range(5):
-        step(model, i)
+    model = trained(optimizer, range(5))
     is_scaled = before == "mixed_float16"
     says = pytest.warns(keras_mp.MixedPrecisionWarning, match="with a new optimizer")
     with says if is_scaled else contextlib.nullcontext():
