@@ -17,6 +17,7 @@ import tensorflow as tf
 import keras_mp
 from tests import inside
 
+ROOT = pathlib.Path(__file__).parent.parent
 IS_KERAS_3 = tf.keras.Model.__module__.startswith("keras.")
 # What Keras takes for an optimizer.
 OPTIMIZER_BASES = (
@@ -94,17 +95,17 @@ def differentiated(
     return value, tape.gradient(total, sources)
 
 
-def run_program(*arguments: str, **environment: str) -> str:
+def run_program(*arguments: Any, folder: pathlib.Path = ROOT, **environment: str) -> str:
     """What a process of Python's prints, which has to end well."""
     done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=pathlib.Path(__file__).parent.parent,
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 
 

@@ -3,7 +3,6 @@
 import ast
 import doctest
 import inspect
-import pathlib
 import pkgutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import zlib
 import pytest
 
 import keras_mp
-from tests.common import IS_KERAS_3, once, run_program
+from tests.common import IS_KERAS_3, ROOT, once, run_program
 
 VALUES = {name: getattr(keras_mp, name) for name in keras_mp.__all__}
 PUBLIC = {f"keras_mp.{name}": value for name, value in VALUES.items() if callable(value)}
@@ -85,8 +84,6 @@ def test_every_public_method_has_a_docstring():
 
 
 # What a type checker knows.
-
-ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 def check(*paths):

@@ -2,10 +2,8 @@
 
 import email
 import os
-import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -13,11 +11,11 @@ import zipfile
 import pytest
 
 import keras_mp
-from tests.common import once
+from tests.common import ROOT, once
+from tests.common import run_program as run
 
 pytestmark = once
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "keras_mp")
 SOURCES += ("BUILD", "CHANGELOG.md", "CONTRIBUTING.md", "conftest.py", ".ci", "docs", "tests")
 
@@ -33,20 +31,6 @@ import keras_mp
 def test_it_is_the_installed_one():
     assert pathlib.Path(keras_mp.__file__).parent.parent == pathlib.Path({site!r})
 """
-
-
-def run(*arguments, folder, **environment):
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

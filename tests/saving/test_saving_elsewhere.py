@@ -16,6 +16,7 @@ import tensorflow as tf
 import keras_mp
 from tests.common import (
     IS_KERAS_3,
+    ROOT,
     assert_all_equal,
     compiled_model,
     once,
@@ -63,7 +64,6 @@ class Module(tf.Module):
             return x * self.v * self.v + self.w[0] + self.w[0]
 
 
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_inference_needs_no_keras_mp(tmp_path):
     keras_mp.set_global_policy("mixed_float16")
     inner = [tf.keras.Input((3,)), tf.keras.layers.BatchNormalization()]
@@ -102,8 +102,6 @@ def test_configs_of_a_policy_are_stock_where_its_loss_scale_is_automatic():
 
 # Saving where Keras has a fault.
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
-
 
 @once
 def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path):
@@ -139,7 +137,6 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path):
         *(("keras", ""), ("h5", ""), ("weights", "")),
     ],
 )
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_a_file_that_is_cut_off_is_an_error_and_changes_nothing(form, part, tmp_path):
     model, _ = saving_in_a_loop.make()
     for _ in range(8):

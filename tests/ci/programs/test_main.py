@@ -10,7 +10,7 @@ import types
 import pytest
 
 from keras_mp.__main__ import main
-from tests import common
+from tests.common import run_program
 
 _STEPS_PER_EPOCH = 44
 _EPOCHS = 5  # the default
@@ -21,35 +21,16 @@ _ROW = re.compile(
 )
 
 
-def run_program(*arguments):
-    """Returns what the program printed and its table: {policy: {column: text}}."""
-    printed = common.run_program("-m", "keras_mp", *map(str, arguments))
-    return printed, {row["policy"]: row.groupdict() for row in _ROW.finditer(printed)}
-
-
-def check_picture(path):
-    """A PNG of a size that a person can read."""
-    head = path.read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", head[16:])
-    assert width >= 800
-    assert height >= 400
-
-
-def check_scaled(row, epochs):
-    """The loss scale has grown from its default of 2**15, and few steps were the price."""
-    assert int(row["steps"]) == epochs * _STEPS_PER_EPOCH
-    exponent = math.log2(int(row["loss_scale"]))
-    assert exponent == int(exponent) > 15
-    assert int(row["skipped"]) < 0.1 * int(row["steps"])
-
-
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
-    """A run with all three policies: what it printed, its table, its picture, how long it took."""
+    """A run with all three policies: what it printed, its table, its picture, how long it took.
+
+    The table is {policy: {column: text}}.
+    """
     picture = tmp_path_factory.mktemp("picture") / "digits.png"
     start = time.monotonic()
-    printed, table = run_program("--output", picture)
+    printed = run_program("-m", "keras_mp", "--output", picture)
+    table = {row["policy"]: row.groupdict() for row in _ROW.finditer(printed)}
     return types.SimpleNamespace(
         printed=printed, table=table, picture=picture, seconds=time.monotonic() - start
     )
@@ -64,8 +45,12 @@ def test_all_policies_reach_the_same_accuracy(comparison):
 
 
 def test_only_float16_has_a_loss_scale(comparison):
-    check_scaled(comparison.table["mixed_float16"], _EPOCHS)
-    assert int(comparison.table["mixed_float16"]["skipped"]) > 0
+    row = comparison.table["mixed_float16"]
+    assert int(row["steps"]) == _EPOCHS * _STEPS_PER_EPOCH
+    # It has grown from its default of 2**15, and few steps were the price.
+    exponent = math.log2(int(row["loss_scale"]))
+    assert exponent == int(exponent) > 15
+    assert 0 < int(row["skipped"]) < 0.1 * int(row["steps"])
     for policy in ("float32", "mixed_bfloat16"):
         assert comparison.table[policy]["loss_scale"] == "none"
         assert comparison.table[policy]["skipped"] == "0"
@@ -95,7 +80,12 @@ def test_progress(comparison):
 
 
 def test_picture(comparison):
-    check_picture(comparison.picture)
+    head = comparison.picture.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    # Of a size that a person can read.
+    width, height = struct.unpack(">II", head[16:])
+    assert width >= 800
+    assert height >= 400
     assert f"picture is in {comparison.picture}" in comparison.printed
 
 

@@ -1,41 +1,25 @@
-import contextlib
-import io
-import pathlib
 import re
 import runpy
-import sys
-import tempfile
 
 import matplotlib
 import pytest
 
 import keras_mp
-from tests.common import IS_KERAS_3, needs_bfloat16_rewrite, once
-from tests.replicas import workers
+from tests import common
+from tests.common import IS_KERAS_3, ROOT, needs_bfloat16_rewrite, once
 
 matplotlib.use("agg")
 
-ROOT = pathlib.Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 DIFFERENCES = (ROOT / "docs" / "differences.md").read_text()
 (PROGRAM,) = re.findall(r"```python\n(.*?)```", DIFFERENCES, re.DOTALL)
 
 
-def run_program(program, *args):
-    with tempfile.TemporaryDirectory() as folder:
-        # A file, since AutoGraph wants to read the source.
-        path = pathlib.Path(folder) / "program.py"
-        path.write_text(program)
-        return workers.in_own_process(printed_by, path=str(path), arguments=args)
-
-
-def printed_by(path, arguments):
-    printed = io.StringIO()
-    sys.argv = [path, *arguments]
-    with contextlib.redirect_stdout(printed):
-        runpy.run_path(path, run_name="__main__")
-    return printed.getvalue().strip()
+def run_program(program, folder, *arguments):
+    path = folder / "program.py"  # a file, since AutoGraph wants to read the source
+    path.write_text(program)
+    return common.run_program(path, *arguments).strip()
 
 
 def test_the_blocks_run_in_order(monkeypatch, tmp_path, capsys):
@@ -87,14 +71,15 @@ def test_links_lead_somewhere():
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
-def test_the_program_prints_what_the_page_says():
-    assert run_program(PROGRAM) == "[1. 2.]"
+def test_the_program_prints_what_the_page_says(tmp_path):
+    assert run_program(PROGRAM, tmp_path) == "[1. 2.]"
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="It is Keras 3 that loses the model.")
-def test_stock_keras_3_does_what_the_page_says():
+def test_stock_keras_3_does_what_the_page_says(tmp_path):
     stock = "tf.keras.mixed_precision.LossScaleOptimizer"
-    assert run_program(PROGRAM.replace("keras_mp.LossScaleOptimizer", stock)) == "[-inf -inf]"
+    program = PROGRAM.replace("keras_mp.LossScaleOptimizer", stock)
+    assert run_program(program, tmp_path) == "[-inf -inf]"
 
 
 LAYERS = (ROOT / "docs" / "layers.md").read_text()
@@ -110,7 +95,7 @@ def printed_by_the_blocks_of(page, tmp_path, capfd, which=slice(None)):
 
 def said_to_be_printed(page):
     text = (ROOT / "docs" / page).read_text()
-    return re.findall(r"^print.*  # (.*)$", text, re.MULTILINE)
+    return re.findall(r"^ *print.*  # (.*)$", text, re.MULTILINE)
 
 
 PRINTED = {
@@ -121,6 +106,7 @@ PRINTED = {
     ],
     "grad_scaler.md": ["[True, True] 32768.0", "[True, False] 16384.0", "0.5 16384.0"],
     "compat_v1.md": ["True"],
+    "autocast.md": said_to_be_printed("autocast.md"),
     "losses.md": [
         *("50.0", "float32 [[ 1. -1.]]"),
         "<Huber(delta=1.0, reduction={reduction!r}, name='huber', dtype='float32')>",
@@ -142,8 +128,8 @@ def test_the_blocks_of_a_page_print_what_they_are_about(page, tmp_path, capfd):
     # The last one about layers is a program with an argument.
     which = slice(-1 if page == "layers.md" else None)
     lines = printed_by_the_blocks_of(page, tmp_path, capfd, which)
+    assert {**PRINTED, **WORDS}[page]
     if page in WORDS:
-        assert WORDS[page]
         words = {*WORDS[page], "False"}
         assert [line for line in lines if line in words] == WORDS[page]
     else:
@@ -184,11 +170,11 @@ def test_each_train_step_of_the_page_trains_as_that_of_keras(tmp_path, capfd):
 
 
 @once
-def test_the_transformer_without_keras_learns_as_well_as_in_float32():
+def test_the_transformer_without_keras_learns_as_well_as_in_float32(tmp_path):
     *_, program = re.findall(r"```python\n(.*?)```", LAYERS, re.DOTALL)
     results = {}
     for dtype in ("bfloat16", "float32"):
-        true_dtype, *rest = run_program(program, dtype).split()
+        true_dtype, *rest = run_program(program, tmp_path, dtype).split()
         results[dtype] = float(rest[-1])
         assert [true_dtype, rest[0]] == ["float32", dtype]
     # Of 261 images; three standard errors of the difference of two such accuracies.

@@ -3,7 +3,6 @@
 `.ci/run` runs the notebooks on both Kerases: `python -m tutorials --check`.
 """
 
-import pathlib
 import re
 import sys
 import tempfile
@@ -11,11 +10,10 @@ import tempfile
 import nbformat
 import pytest
 
-from tests.common import once, run_program
+from tests.common import ROOT, once, run_program
 
 pytestmark = once
 
-ROOT = pathlib.Path(__file__).parents[3]
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 
 
