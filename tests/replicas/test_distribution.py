@@ -9,6 +9,7 @@ import tensorflow as tf
 import keras_mp
 from tests import steps
 from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, once, pairs, value
+from tests.op_autocast.common import operations
 from tests.steps import by_replica
 
 INF, NAN = float("inf"), float("nan")
@@ -80,19 +81,15 @@ def test_replicas_equal_one_device_with_the_whole_batch(name, replicas):
 def collective_dtypes(function, *args):
     """The dtypes that the all-reduces of a traced function send."""
     graph = function.get_concrete_function(*args).graph
-    return {
-        op.get_attr("T")
-        for op in graph.get_operations()
-        if op.type in ("CollectiveReduceV2", "NcclAllReduce")
-    }
+    return {dtype for _, dtype in operations(graph, "CollectiveReduceV2", "NcclAllReduce")}
 
 
 SENT = [
-    ("dynamic", "float16", tf.float16),
-    ("dynamic", "float32", tf.float32),
+    ("dynamic", "float16", "float16"),
+    ("dynamic", "float32", "float32"),
     # With a fixed scale nothing is skipped, so nothing may overflow on the way.
-    (64, "float16", tf.float32),
-    (64, "bfloat16", tf.bfloat16),
+    (64, "float16", "float32"),
+    (64, "bfloat16", "bfloat16"),
 ]
 
 
@@ -126,8 +123,8 @@ def test_sums_in_bfloat16_need_no_scale_that_skips(loss_scale, skip):
 @pytest.mark.parametrize(
     ("arguments", "sent"),
     [
-        ({"loss_scale": 64, "reduce_dtype": tf.bfloat16}, tf.bfloat16),
-        ({"loss_scale": None, "skip_nonfinite": True}, tf.float32),
+        ({"loss_scale": 64, "reduce_dtype": tf.bfloat16}, "bfloat16"),
+        ({"loss_scale": None, "skip_nonfinite": True}, "float32"),
     ],
 )
 def test_the_sums_of_a_scaler(arguments, sent):

@@ -21,6 +21,7 @@ from keras_mp.step import workers as workers_module
 from tests import steps
 from tests.common import FAMILIES, IS_KERAS_3, assert_all_equal, digits, make_optimizer, once, value
 from tests.replicas import workers
+from tests.replicas.test_distribution import collective_dtypes
 from tests.replicas.test_fit import check_uneven
 from tests.replicas.test_fit import uneven as uneven_shares
 from tests.step.test_overflows import Program, expected_of, said, spoil
@@ -79,7 +80,7 @@ def own_loop(strategy, index, name, in_float16):
                 "statistic": float(strategy.experimental_local_results(statistic)[0]),
             }
         )
-    return seen, dtypes_sent(step)
+    return seen, collective_dtypes(step, tf.constant(1.0))
 
 
 def control_loop(name, count):
@@ -142,16 +143,8 @@ def bfloat16_loop(strategy, index):
     make = steps.minimize(optimizer, loss, variables)
     step = tf.function(lambda factor: strategy.run(make, (factor,)))
     step(tf.constant([1 + 2.0**-9, 1 + 2.0**-6 + 2.0**-9][index]))
-    return [value(small), set(value(large)), value(table).tolist()], dtypes_sent(step)
-
-
-def dtypes_sent(step):
-    """What the collectives of a function of one factor send."""
-    graph = step.get_concrete_function(tf.constant(1.0)).graph.as_graph_def()
-    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
-    return {
-        tf.as_dtype(n.attr["T"].type).name for n in nodes if n.op.startswith("CollectiveReduce")
-    }
+    moved = [value(small), set(value(large)), value(table).tolist()]
+    return moved, collective_dtypes(step, tf.constant(1.0))
 
 
 @once

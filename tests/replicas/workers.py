@@ -43,7 +43,28 @@ def run(
         list, for each call, of lists, for each worker, of what the function returned; None for one
         that did not get that far. Once one worker was killed, the others are, too.
     """
-    ports = free_ports(count)
+    return _run(calls, free_ports(count), may_die)
+
+
+def in_own_process(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Calls a function in a process of its own, in which TensorFlow has done nothing yet.
+
+    Args:
+        function: function of a module.
+        **arguments: what it is called with; can be pickled.
+
+    Returns:
+        What it returned.
+    """
+    [[returned]] = _run([(function, arguments)], [], may_die=False)
+    return returned
+
+
+def _run(
+    calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], ports: list[int], may_die: bool
+) -> list[list]:
+    """Calls functions in a worker for each port, or without any in one process without strategy."""
+    count = max(1, len(ports))
     with tempfile.TemporaryDirectory() as folder:
         results = [pathlib.Path(folder) / f"{index}.pickle" for index in range(count)]
         logs = [path.with_suffix(".log") for path in results]
@@ -64,29 +85,6 @@ def run(
             if len(returned[i]) < len(calls):
                 raise AssertionError(f"Worker {i} has died:\n{_last_lines(log)}")
     return [[r[i] if i < len(r) else None for r in returned] for i in range(len(calls))]
-
-
-def in_own_process(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Calls a function in a process of its own, in which TensorFlow has done nothing yet.
-
-    Args:
-        function: function of a module.
-        **arguments: what it is called with; can be pickled.
-
-    Returns:
-        What it returned.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        result = pathlib.Path(folder) / "result.pickle"
-        log = result.with_suffix(".log")
-        name = function.__module__, function.__name__, arguments
-        process = _forkserver().Process(target=_be_alone, args=(result, log, name))
-        process.start()
-        _wait([process])
-        print(log.read_text())  # pytest shows it where a test fails
-        if not result.exists():
-            raise AssertionError(f"The process has died:\n{_last_lines(log)}")
-        return pickle.loads(result.read_bytes())
 
 
 def start(
@@ -155,14 +153,18 @@ def _be_worker(
     ports: list[int],
     calls: list[tuple[str, str, dict[str, Any]]],
 ) -> None:
-    """Is one of the workers."""
-    _write_to(log)
-    os.environ["TF_CONFIG"] = tf_config(index, ports)
+    """Is one of the workers, or without ports a process of its own."""
+    output = os.open(log, os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     import tensorflow as tf
 
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    # Before anything else that TensorFlow does.
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    given: tuple[Any, ...] = ()
+    if ports:
+        os.environ["TF_CONFIG"] = tf_config(index, ports)
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        # Before anything else that TensorFlow does.
+        given = tf.distribute.MultiWorkerMirroredStrategy(), index
     import keras_mp
     from tests import speed
 
@@ -173,7 +175,7 @@ def _be_worker(
         with warnings.catch_warnings():
             warnings.simplefilter("error", keras_mp.MixedPrecisionWarning)
             function = getattr(importlib.import_module(module), name)
-            returned.append(function(strategy, index, **arguments))
+            returned.append(function(*given, **arguments))
         partial = results[index].with_suffix(".partial")
         partial.write_bytes(pickle.dumps(returned))
         partial.rename(results[index])
@@ -182,28 +184,9 @@ def _be_worker(
     all_done[index].touch()
     while not all(each.exists() for each in all_done):
         time.sleep(0.05)
-
-
-def _be_alone(
-    result: pathlib.Path, log: pathlib.Path, call: tuple[str, str, dict[str, Any]]
-) -> None:
-    """Is the process that `alone` starts."""
-    _write_to(log)
-    from tests import speed
-
-    speed.settle()
-    module, name, arguments = call
-    returned = getattr(importlib.import_module(module), name)(**arguments)
-    result.write_bytes(pickle.dumps(returned))
-    # Servers of TensorFlow never end.
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def _write_to(log: pathlib.Path) -> None:
-    output = os.open(log, os.O_CREAT | os.O_WRONLY)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    if not ports:  # Servers of TensorFlow never end.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def _be_program(
