@@ -44,15 +44,6 @@ def test_a_bfloat16_weight_and_its_remainder_are_the_float32_weight(lower, mode)
     )
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1001])
-def test_bits_are_packed(size):
-    bits = np.random.default_rng(size).random(size) < 0.5
-    packed = rounding.pack_bits(tf.constant(bits))
-    assert packed.shape == [-(-size // 8)]
-    unpacked = rounding.unpack_bits(packed, tf.TensorShape([size]))
-    np.testing.assert_array_equal(unpacked.numpy(), bits)
-
-
 @pytest.mark.parametrize("mode", ["eager", "jit"])
 def test_any_remainder_leaves_a_weight_that_rounds_to_the_same(mode):
     # As when the weight was set since, by loading a file for one, or pruned.
