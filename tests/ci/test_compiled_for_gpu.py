@@ -14,20 +14,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from benchmarks import gpu_compiled
+from benchmarks import gpu_compiled, gpu_compiled_steps
 from keras_mp.master_weights import methods, rounding
 from keras_mp.numerics import histogram
 from keras_mp.step import finiteness, gradients
 from keras_mp.support import kept_casts
 from tests.ci import gpu_compiler
-from tests.common import once
+from tests.ci.test_gpu_compiled import COMPILER, needs_compiler
+from tests.common import ROOT, once
 
-COMPILER = os.environ.get(gpu_compiled.VARIABLE)
-ROOT = pathlib.Path(__file__).parent.parent.parent
-pytestmark = [
-    once,
-    pytest.mark.skipif(not COMPILER, reason=f"{gpu_compiled.VARIABLE} names no environment."),
-]
+pytestmark = [once, needs_compiler]
 
 GENERATOR = np.random.default_rng(0)
 # Without bits of float16's subnormal numbers that no method keeps, and beyond float16's largest.
@@ -135,9 +131,8 @@ def results(tmp_path_factory):
     """The results of each case, from what XLA has compiled for a GPU."""
     folder = tmp_path_factory.mktemp("compiled")
     for i, (function, arguments, _) in enumerate(CASES.values()):
-        compiled = tf.function(function, autograph=False, jit_compile=True)
-        module = compiled.experimental_get_compiler_ir(*map(tf.constant, arguments))
-        (folder / f"{i}.hlo").write_bytes(module(stage="hlo_serialized"))
+        hlo = gpu_compiled_steps.hlo(function, *map(tf.constant, arguments))
+        (folder / f"{i}.hlo").write_bytes(hlo)
         np.savez(folder / f"{i}.npz", *arguments)
     program = pathlib.Path(gpu_compiler.__path__[0]) / "run.py"
     python = gpu_compiled.compiler(COMPILER)

@@ -16,6 +16,7 @@ from keras_mp.hooks import reach
 from keras_mp.kernels import convolutions, slow, sums, trials
 from keras_mp.support.dtypes import LOW_PRECISION
 from tests import steps
+from tests.common import state
 
 Found = tuple[bool, str]
 _WAYS: dict[str, Callable[..., Any]] = {
@@ -103,11 +104,6 @@ def sums_are_right(found: list[dict[str, Any]]) -> Found:
     return ours == len(found), f"{ours} of {len(found)}; with TensorFlow's own kernels {own}"
 
 
-def _values(variables: Any) -> list[np.ndarray]:
-    listed: Any = variables() if callable(variables) else variables
-    return [variable.numpy() for variable in listed]
-
-
 def _scaled_step(
     optimizer: keras_mp.LossScaleOptimizer, weights: tf.Variable
 ) -> Callable[[tf.Tensor], None]:
@@ -130,9 +126,9 @@ def _overflow_is_skipped(way: str) -> Found:
     step = _WAYS[way](_scaled_step(optimizer, weights))
     step(tf.constant(1.0, tf.float16))
     scale = float(optimizer.loss_scale())
-    before = [weights.numpy(), *_values(optimizer.inner_optimizer.variables)]
+    before = [weights.numpy(), *state(optimizer)]
     step(tf.constant(4.0, tf.float16))
-    after = [weights.numpy(), *_values(optimizer.inner_optimizer.variables)]
+    after = [weights.numpy(), *state(optimizer)]
     lowered = float(optimizer.loss_scale())
     changed = sum(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
     figure = f"scale {scale:g} to {lowered:g}; {changed} of {len(before)} variables changed"
