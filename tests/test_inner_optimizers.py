@@ -375,16 +375,9 @@ def test_several_optimizers_in_one_sum_once(wrap, made_at_build):
         optimizer = wrap(tf.keras.optimizers.MultiOptimizer(chosen))
         optimizer.build([kernel, bias])
 
-    @steps.on_replicas
-    def step():
-        with tf.GradientTape() as tape:
-            loss = 0.5 * tf.reduce_sum(kernel.value + bias.value)
-            if wrap is keras_mp.LossScaleOptimizer:
-                loss = optimizer.scale_loss(loss)
-        variables = [kernel.value, bias.value]
-        optimizer.apply_gradients(zip(tape.gradient(loss, variables), [kernel, bias]))
-
-    step()
+    loss = lambda: 0.5 * tf.reduce_sum(kernel.value + bias.value)  # noqa: E731
+    way = steps.keras_3 if wrap is keras_mp.LossScaleOptimizer else steps.unscaled
+    steps.on_replicas(way(optimizer, loss, [kernel, bias]))()
     for variable in (kernel, bias):
         np.testing.assert_allclose(value(variable), 0.8, rtol=1e-6)
 

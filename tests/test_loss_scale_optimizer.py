@@ -202,15 +202,8 @@ def test_var_list_as_one_variable(name, wrap):
     optimizer = wrap(sgd(name))
     optimizer.minimize(lambda: v * 0.25, v)
     optimizer.minimize(lambda: v * 0.25, lambda: v)
-    with tf.GradientTape() as tape:
-        loss = v * 0.25
-    optimizer.minimize(loss, var_list=v, tape=tape)
-
-    @tf.function
-    def step():
-        optimizer.minimize(lambda: v * 0.25, var_list=v)
-
-    step()
+    steps.minimize_tensor(optimizer, lambda: v * 0.25, v)()
+    tf.function(steps.minimize(optimizer, lambda: v * 0.25, v))()
     assert float(v) == 0.0
     [(_, variable)] = optimizer.compute_gradients(lambda: v * 0.25, v)
     assert variable is v
@@ -414,12 +407,8 @@ class OwnGetUnscaledGradients(Overrides):
 @pytest.mark.parametrize("form", ["callable", "tensor"])
 def test_minimize_calls_what_a_subclass_overrides(name, cls, form):
     optimizer, v = cls(sgd(name)), tf.Variable(1.0)
-    if form == "callable":
-        optimizer.minimize(lambda: v * 0.25, [v])
-    else:
-        with tf.GradientTape() as tape:
-            loss = v * 0.25
-        optimizer.minimize(loss, [v], tape=tape)
+    way = {"callable": steps.minimize, "tensor": steps.minimize_tensor}[form]
+    way(optimizer, lambda: v * 0.25, [v])()
     assert float(v) == 0.5
     assert optimizer.seen == [0.25]
 
@@ -468,9 +457,7 @@ def test_inner_optimizer_whose_apply_gradients_takes_pairs_only(name):
 def test_names_of_variables_are_the_inner_optimizers(name):
     def names(optimizer):
         v = tf.Variable(1.0, name="v")
-        with tf.GradientTape() as tape:
-            loss = v * 0.5
-        optimizer.minimize(loss, [v], tape=tape)
+        steps.minimize_tensor(optimizer, lambda: v * 0.5, [v])()
         return [w.name for w in variables_of(optimizer)]
 
     assert names(keras_mp.LossScaleOptimizer(make_optimizer(name))) == names(make_optimizer(name))

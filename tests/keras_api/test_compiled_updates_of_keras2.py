@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from tests import steps
 from tests.common import IS_KERAS_3, value
 
 pytestmark = pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 compiles no single updates.")
@@ -60,10 +61,10 @@ def test_each_variable_is_compiled_once(policy, method):
 def test_a_loop_of_the_program_and_slots():
     model, optimizer = make_model("mixed_bfloat16"), adam()
     variables = model.trainable_variables
+    loss = lambda: tf.reduce_mean(tf.cast(model(X), tf.float32) ** 2)  # noqa: E731
+    step = steps.unscaled(optimizer, loss, variables)
     for _ in range(3):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.cast(model(X), tf.float32) ** 2)
-        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        step()
     assert traces(optimizer) == len(variables)
     assert optimizer.iterations == 3
     for momentum in optimizer._momentums:

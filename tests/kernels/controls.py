@@ -5,6 +5,7 @@ control. Controls are layers of Keras with Keras's own policies, and operations 
 bits, with their gradients, in eager and in functions that are traced anew.
 """
 
+import functools
 import hashlib
 import importlib
 import itertools
@@ -16,10 +17,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tests.kernels.programs_of_others import OWN_POLICY, PROGRAMS
-from tests.kernels.stock_layers import LAYERS, ROWS, SUMS, inputs_of
+from tests.kernels.stock_layers import LAYERS, ROWS, SUMS, inputs_of, results_and_gradients
 
 K = tf.keras
 L = K.layers
@@ -53,16 +55,6 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "max pooling": (lambda x: tf.nn.max_pool2d(x, 2, 2, "VALID"), [(2, 8, 8, 4)]),
     "average pooling": (lambda x: tf.nn.avg_pool2d(x, 8, 8, "VALID"), [(2, 16, 16, 4)]),
 }
-
-
-def with_gradients(function: Callable[..., Any], inputs: list[Any], weights: list[Any]) -> list:
-    floating = [each for each in inputs if each.dtype.is_floating]
-    with tf.GradientTape() as tape:
-        tape.watch(floating)
-        y = function(*inputs)
-        total = tf.reduce_sum(tf.cast(y, tf.float32))
-    found = tape.gradient(total, [*floating, *weights])
-    return [y, *(tf.convert_to_tensor(each) for each in found if each is not None)]
 
 
 def controls() -> dict[str, Control]:
@@ -101,20 +93,15 @@ def control_of_layer(layer: Any, inputs: list[tf.Tensor]) -> Control:
 
 
 def in_both_modes(function: Callable[..., Any], inputs: list[Any], weights: list[Any]) -> Control:
-    variables = [getattr(each, "value", each) for each in weights]
-    variables = [
-        each if isinstance(each, tf.Variable) else w for each, w in zip(variables, weights)
-    ]
-
     def control() -> list[Any]:
-        traced = tf.function(lambda *x: with_gradients(function, list(x), variables))
-        return [*with_gradients(function, inputs, variables), *traced(*inputs)]
+        compute = functools.partial(results_and_gradients, function, *inputs, weights=weights)
+        return [*compute(), *compute(wrap=tf.function)]
 
     return control
 
 
 def digest(control: Control) -> str:
-    values = (tf.reshape(each, [-1]).numpy().tobytes() for each in control())
+    values = (np.asarray(each).tobytes() for each in control())
     return hashlib.sha256(b"".join(values)).hexdigest()
 
 

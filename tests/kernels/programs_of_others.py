@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tests.kernels.stock_layers import ROWS
+from tests.kernels.stock_layers import ROWS, results_and_gradients
 
 K = tf.keras
 L = K.layers
@@ -18,8 +18,8 @@ OWN_POLICY = getattr(K, "DTypePolicy", None) or K.mixed_precision.Policy
 Program = Callable[[], list[Any]]
 
 
-def _inputs(dtype: str = "bfloat16") -> tuple[tf.Tensor, tf.Tensor]:
-    return tf.ones([ROWS, 2], dtype), tf.ones([2], dtype)
+def _inputs() -> tuple[tf.Tensor, tf.Tensor]:
+    return tf.ones([ROWS, 2], "bfloat16"), tf.ones([2], "bfloat16")
 
 
 def _layer(dtype: str) -> tuple[Any, tf.Tensor]:
@@ -27,13 +27,6 @@ def _layer(dtype: str) -> tuple[Any, tf.Tensor]:
     x = tf.random.stateless_uniform([ROWS, 2], [1, 2], 0.5, 1.5)
     layer(x)
     return layer, x
-
-
-def _gradient(function: Callable[..., Any], *inputs: tf.Tensor) -> list[Any]:
-    with tf.GradientTape() as tape:
-        tape.watch(inputs)
-        y = tf.reduce_sum(tf.cast(function(*inputs), tf.float32))
-    return [y, *tape.gradient(y, inputs)]
 
 
 def forward_mode() -> Program:
@@ -65,7 +58,8 @@ def datasets() -> Program:
         return tf.reduce_sum(tf.ones([ROWS, 1], tf.bfloat16), 0) * tf.cast(i + 1, tf.bfloat16)
 
     def gradient(i: tf.Tensor) -> tf.Tensor:
-        return _gradient(tf.nn.bias_add, *_inputs())[2] + tf.cast(i, tf.bfloat16)
+        *_, of_bias = results_and_gradients(tf.nn.bias_add, *_inputs())
+        return tf.cast(of_bias, tf.bfloat16) + tf.cast(i, tf.bfloat16)
 
     def run() -> list[Any]:
         data = tf.data.Dataset.range(4).map(
@@ -86,7 +80,7 @@ def loaded() -> Program:
 
     def run() -> list[Any]:
         again = tf.saved_model.load(directory.name)  # It keeps its variables alive.
-        return _gradient(again.call, *_inputs())
+        return results_and_gradients(again.call, *_inputs())
 
     return run
 

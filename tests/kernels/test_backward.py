@@ -31,13 +31,14 @@ class Bias(K.layers.Layer):
 
     def build(self, shape):
         self.bias = self.add_weight(shape=[1], initializer="zeros", name="bias")
+        self.built = True
 
     def call(self, x):
         return tf.nn.bias_add(x, tf.cast(tf.convert_to_tensor(self.bias), x.dtype))
 
 
-def layer(policy=None, cls=Bias):
-    net = cls(dtype=policy or keras_mp.Policy("mixed_bfloat16"))
+def layer(policy=None):
+    net = Bias(dtype=policy or keras_mp.Policy("mixed_bfloat16"))
     net.build([None, 1])
     return net
 
@@ -47,11 +48,12 @@ KERAS_OWN = (getattr(K.mixed_precision, "DTypePolicy", None) or K.mixed_precisio
 )
 
 
-def of_bias(net, run=None, x=X):
-    with tf.GradientTape() as tape:
-        y = (run or net)(x)
-        y = tf.reduce_sum(tf.cast(y, tf.float32))
-    return tape.gradient(y, net.trainable_variables[0])
+def total(y):
+    return tf.reduce_sum(tf.cast(y, tf.float32))
+
+
+def of_bias(net, run=None):
+    return differentiated(lambda: (run or net)(X), net.trainable_variables[0], total)[1]
 
 
 def in_function(net):
@@ -63,27 +65,18 @@ def of_a_function(net):
 
 
 def in_a_loop(net):
-    @tf.function
-    def step():
-        with tf.GradientTape() as tape:
-            _, y = tf.while_loop(
-                lambda i, _: i < 1,
-                lambda i, y: (i + 1, y + tf.reduce_sum(tf.cast(net(X), tf.float32))),
-                (0, 0.0),
-            )
-        return tape.gradient(y, net.trainable_variables[0])
+    def loop(x):
+        more = lambda i, y: (i + 1, y + total(net(x)))  # noqa: E731
+        return tf.while_loop(lambda i, _: i < 1, more, (0, 0.0))[1]
 
-    return step()
+    return tf.function(lambda: of_bias(net, loop))()
 
 
 def in_a_branch(net):
-    @tf.function
-    def step(x):
-        with tf.GradientTape() as tape:
-            y = tf.cond(tf.size(x) > 1, lambda: tf.reduce_sum(tf.cast(net(x), "float32")), float)
-        return tape.gradient(y, net.trainable_variables[0])
+    def branch(x):
+        return tf.cond(tf.size(x) > 1, lambda: total(net(x)), float)
 
-    return step(X)
+    return tf.function(lambda: of_bias(net, branch))()
 
 
 def on_a_persistent_tape(net):
@@ -142,27 +135,16 @@ def test_a_session_differentiates_a_graph():
         assert session.run(gradients[0])[0] == RIGHT
 
 
-class Outside(K.layers.Layer):
-    """A layer around one of others."""
-
-    def __init__(self, inner, **kwargs):
-        super().__init__(**kwargs)
-        self.inner = inner
-
-    def build(self, shape):
-        self.built = True
-
-    def call(self, x):
-        return self.inner(tf.cast(x, tf.bfloat16))
+def around(inner, policy):
+    return Mixes(lambda x: inner(tf.cast(x, tf.bfloat16)), dtype=policy)
 
 
 def test_a_layer_of_others_inside_of_ours_is_not_ours():
     own = float(tf.raw_ops.BiasAddGrad(out_backprop=X)[0])
     ours, theirs = layer(), layer(KERAS_OWN)
-    around_theirs = Outside(theirs, dtype=keras_mp.Policy("mixed_bfloat16"))
-    around_ours = Outside(ours, dtype=KERAS_OWN)
+    around_theirs = around(theirs, keras_mp.Policy("mixed_bfloat16"))
     assert float(of_bias(theirs, around_theirs)[0]) == own
-    assert float(of_bias(ours, around_ours)[0]) == RIGHT
+    assert float(of_bias(ours, around(ours, KERAS_OWN))[0]) == RIGHT
 
 
 @once

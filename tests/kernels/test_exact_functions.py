@@ -1,7 +1,6 @@
 """Functions that lose in 16 bits what none of their kernels would lose alone."""
 
 import contextlib
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import inside
-from tests.common import IS_KERAS_3, Mixes, once
+from tests.common import IS_KERAS_3, Mixes, differentiated, once
+from tests.op_autocast.operations import alike
 
 ROWS = tf.constant([[300.0, 400.0], [1e-4, 2e-4], [3.0, 4.0]])
 IMAGES = tf.constant(np.random.default_rng(0).integers(0, 256, [1, 12, 12, 3]), tf.float32)
@@ -43,53 +43,44 @@ def _seeded(draw: Callable[[], tf.Tensor]) -> tf.Tensor:
     return draw()
 
 
-def _of(names: str, call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """Functions of TensorFlow that are called alike. keras_mp may replace them later."""
-
-    def called(name: str, c: Callable[[tf.Tensor], tf.Tensor]) -> Any:
-        return call(operator.attrgetter(name)(tf), c)
-
-    return {name: functools.partial(called, name) for name in names.split()}
-
-
 PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
-    **_of("math.softplus math.log_sigmoid nn.elu nn.selu", lambda own, c: own(c(ODDS))),
-    **_of("math.zero_fraction math.reduce_logsumexp", lambda own, c: own(c(MANY))),
-    **_of("math.cumprod math.reduce_prod", lambda own, c: own(c(FACTORS))),
-    **_of("math.add_n math.accumulate_n", lambda own, c: own([c(MANY[:1])] * 300)),
-    **_of(
+    **alike("math.softplus math.log_sigmoid nn.elu nn.selu", lambda own, c: own(c(ODDS))),
+    **alike("math.zero_fraction math.reduce_logsumexp", lambda own, c: own(c(MANY))),
+    **alike("math.cumprod math.reduce_prod", lambda own, c: own(c(FACTORS))),
+    **alike("math.add_n math.accumulate_n", lambda own, c: own([c(MANY[:1])] * 300)),
+    **alike(
         "math.unsorted_segment_mean math.unsorted_segment_sqrt_n",
         lambda own, c: own(c(MANY), ZEROS, 1),
     ),
-    **_of(
+    **alike(
         "linalg.cholesky linalg.eigvalsh linalg.inv linalg.logdet linalg.matrix_rank "
         "linalg.pinv linalg.slogdet linalg.tensor_diag_part",
         lambda own, c: own(c(MATRIX)),
     ),
-    **_of("linalg.eigh linalg.lu linalg.svd", lambda own, c: own(c(MATRIX))[0]),
-    **_of(
+    **alike("linalg.eigh linalg.lu linalg.svd", lambda own, c: own(c(MATRIX))[0]),
+    **alike(
         "linalg.cholesky_solve linalg.lstsq linalg.solve linalg.triangular_solve",
         lambda own, c: own(c(MATRIX), c(VECTORS)),
     ),
-    **_of("signal.dct signal.idct", lambda own, c: own(c(FRAMES))),
-    **_of(
+    **alike("signal.dct signal.idct", lambda own, c: own(c(FRAMES))),
+    **alike(
         "norm linalg.normalize math.l2_normalize math.reduce_variance math.reduce_euclidean_norm",
         lambda own, c: own(c(ROWS), axis=-1),
     ),
-    **_of(
+    **alike(
         "image.total_variation image.rgb_to_grayscale image.rgb_to_yuv "
         "image.sobel_edges image.image_gradients image.yuv_to_rgb image.rgb_to_yiq "
         "image.yiq_to_rgb image.per_image_standardization",
         lambda own, c: own(c(IMAGES)),
     ),
-    **_of("image.rgb_to_hsv image.hsv_to_rgb", lambda own, c: own(c(UNIT))),
-    **_of("image.adjust_contrast image.adjust_saturation", lambda own, c: own(c(UNIT), 1.5)),
-    **_of("image.ssim image.psnr", lambda own, c: own(c(IMAGES), c(OTHERS), 255.0)),
-    **_of(
+    **alike("image.rgb_to_hsv image.hsv_to_rgb", lambda own, c: own(c(UNIT))),
+    **alike("image.adjust_contrast image.adjust_saturation", lambda own, c: own(c(UNIT), 1.5)),
+    **alike("image.ssim image.psnr", lambda own, c: own(c(IMAGES), c(OTHERS), 255.0)),
+    **alike(
         "signal.hann_window signal.hamming_window signal.vorbis_window",
         lambda own, c: own(4000, dtype=c(IMAGES).dtype),
     ),
-    **_of(
+    **alike(
         "signal.kaiser_window signal.kaiser_bessel_derived_window",
         lambda own, c: own(400, dtype=c(IMAGES).dtype),
     ),
@@ -277,10 +268,7 @@ def test_a_dropout_keeps_its_share(dtype: str, rate: float) -> None:
     inputs = tf.ones([1000, 1000])
     compiled = tf.function(lambda x: layer(x, training=True), jit_compile=True)
     for run in (lambda x: layer(x, training=True), tf.function(compiled.python_function), compiled):
-        with tf.GradientTape() as tape:
-            tape.watch(inputs)
-            outputs = run(inputs)
-        gradients = tape.gradient(outputs, inputs)
+        outputs, gradients = differentiated(lambda run=run: run(inputs), inputs)
         kept = np.asarray(outputs) != 0
         # Five standard deviations of a share, and of the mean that follows from it.
         error = 5 * np.sqrt(rate * (1 - rate) / kept.size)

@@ -4,30 +4,25 @@ Those that lose digits in 16 bits are in `tests/kernels/test_exact_functions.py`
 """
 
 import functools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 
-def _function(name: str) -> Any:
-    owner: Any = tf
-    for part in name.split("."):
-        owner = getattr(owner, part)
-    return owner
+def alike(names: str, call: Callable[[Any, Any], Any]) -> dict[str, Callable[[Any], Any]]:
+    """Functions of TensorFlow that are called alike. keras_mp may replace them later."""
 
+    def called(name: str, x: Any) -> Any:
+        return call(operator.attrgetter(name)(tf), x)
 
-def _of(names: str, call: Any) -> dict[str, Any]:
-    # keras_mp may replace the functions later.
-    return {name: functools.partial(_called, name, call) for name in names.split()}
-
-
-def _called(name: str, call: Any, x: Any) -> Any:
-    return call(_function(name), x)
+    return {name: functools.partial(called, name) for name in names.split()}
 
 
 # Their inputs are between 0.1 and 0.9, in rows of four.
 ELEMENTWISE = {
-    **_of(
+    **alike(
         "math.abs math.acos math.asin math.asinh math.atan math.atanh math.ceil math.cos "
         "math.cosh math.digamma math.erf math.erfc math.erfcinv math.erfinv math.exp math.expm1 "
         "math.floor math.lgamma math.log math.log1p math.log_sigmoid math.ndtri math.negative "
@@ -43,7 +38,7 @@ ELEMENTWISE = {
     ),
     "math.acosh": lambda x: tf.math.acosh(x + 1.5),
 }
-PAIRS = _of(
+PAIRS = alike(
     "math.add math.subtract math.multiply math.divide math.floordiv math.floormod math.pow "
     "math.maximum math.minimum math.squared_difference math.atan2 math.igamma math.igammac "
     "math.xlogy math.xlog1py math.xdivy math.divide_no_nan math.multiply_no_nan math.nextafter "
@@ -54,20 +49,20 @@ PAIRS = _of(
     ),
 )
 REDUCTIONS = {
-    **_of(
+    **alike(
         "math.reduce_sum math.reduce_mean math.reduce_max math.reduce_min math.reduce_prod "
         "math.reduce_std math.reduce_variance math.reduce_logsumexp math.reduce_euclidean_norm "
         "math.cumsum math.cumprod math.cumulative_logsumexp math.argmax math.argmin norm "
         "linalg.normalize math.lbeta math.count_nonzero math.l2_normalize",
         lambda own, x: own(x, axis=1) if own is not tf.math.lbeta else own(x),
     ),
-    **_of("math.top_k", lambda own, x: own(x, 2)),
-    **_of("sort argsort reverse", lambda own, x: own(x, [1] if own is tf.reverse else 1)),
-    **_of(
+    **alike("math.top_k", lambda own, x: own(x, 2)),
+    **alike("sort argsort reverse", lambda own, x: own(x, [1] if own is tf.reverse else 1)),
+    **alike(
         "math.segment_sum math.segment_mean math.segment_max math.segment_min math.segment_prod",
         lambda own, x: own(x, [0, 0, 1, 2]),
     ),
-    **_of(
+    **alike(
         "math.unsorted_segment_sum math.unsorted_segment_mean math.unsorted_segment_max "
         "math.unsorted_segment_min math.unsorted_segment_prod math.unsorted_segment_sqrt_n",
         lambda own, x: own(x, [0, 2, 1, 2], 3),
@@ -76,11 +71,11 @@ REDUCTIONS = {
     "clip_by_value": lambda x: tf.clip_by_value(x, 0.2, 0.6),
 }
 MATRICES = {
-    **_of(
+    **alike(
         "linalg.inv linalg.logdet linalg.eigvalsh linalg.expm linalg.adjoint",
         lambda own, x: own(x @ tf.transpose(x) + 2 * tf.eye(4, dtype=x.dtype)),
     ),
-    **_of(
+    **alike(
         "linalg.diag linalg.tensor_diag linalg.set_diag",
         lambda f, x: f(x, x[0]) if f is tf.linalg.set_diag else f(x[0]),
     ),
