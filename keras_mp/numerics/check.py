@@ -122,7 +122,7 @@ class Check(Result):
             }
             # A scale, or another layer, may explain what is off in the backward pass.
             if not found.sentences:
-                found = advise(self.report, self.report.dtype, tolerance, culprits, owner)
+                found = advise(self.report, tolerance, culprits, owner)
         return found
 
     def _lines(self, rows: int | None) -> list[str]:

@@ -107,18 +107,17 @@ class Row(NamedTuple):
             window &= Window(EVERYWHERE.low, math.ceil(math.log2(self.overflowed_at)) - 1)
         return window
 
-    def has_unknown_zeros(self, loss_scale: float, tolerance: float = TOLERANCE) -> bool:
+    def has_unknown_zeros(self, loss_scale: float) -> bool:
         """Whether zeros of a gradient may be values that were too small for its dtype.
 
         They may be if no other value is left, or if the others reach down to subnormal numbers.
 
         Args:
             loss_scale: float. The loss scale at which it was computed.
-            tolerance: float, from 0 to 1. Which share of zeros does not matter.
         """
         histogram = self.histogram
         is_rounded = self.dtype in LOW_PRECISION_NAMES and self.is_scaled and self.lost is None
-        if not is_rounded or histogram.zeros <= tolerance * histogram.total:
+        if not is_rounded or histogram.zeros <= TOLERANCE * histogram.total:
             return False
         smallest = min(histogram.exponents, default=None)
         normal, _ = format_of(self.dtype).normal
@@ -349,8 +348,7 @@ class Advice(NamedTuple):
     Attributes:
         sentences: list of str; empty if nothing is lost.
         policies: dict of paths of layers and names of policies, as `keras_mp.convert` takes it.
-        loss_scale: float or None. The scale that is recommended, if one is: for the whole training
-            if a training run was measured, to start with if it was a batch.
+        loss_scale: float or None. The scale to start with, if one is recommended.
 
     Example:
 
@@ -368,56 +366,34 @@ class Advice(NamedTuple):
 
 def advise(
     report: Report,
-    dtype: str = "float16",
-    tolerance: float = TOLERANCE,
-    culprits: Mapping[str, str] = {},
-    owner: Callable[[str], str | None] = lambda path: path,
+    tolerance: float,
+    culprits: Mapping[str, str],
+    owner: Callable[[str], str | None],
 ) -> Advice:
-    """Returns advice on how to keep a model from losing what it loses in 16 bits.
+    """Returns advice on how to keep a model from losing what a check has seen it lose in 16 bits.
 
     It is the intersection of windows: a loss scale in the windows of all gradients loses nothing.
     If there is none, layers whose gradients are outside of the best one go to float32. Layers that
     lose what they return come first: as long as there are any, gradients are no guide. Gradients
-    that are rounding noise do not count, and where a run in 16 bits has lost nothing, there is no
-    advice. Act on it, and measure again, until nothing is lost.
+    that are rounding noise do not count, and where the run in 16 bits has lost nothing, there is no
+    advice. Act on it, and check again, until nothing is lost.
 
     Args:
-        report: a `Report`. In that of a training run in 16 bits, values that were too small are
-            zeros, and nothing is known about them. A sentence says so where that may matter.
-        dtype: "float16" (the default) or "bfloat16".
-        tolerance: float, from 0 to 1. Which share of a gradient may become zero. Defaults to 0.001.
+        report: the `Report` of a check.
+        tolerance: float, from 0 to 1. Which share of a gradient may become zero.
         culprits: dict of paths of layers that are known to be wrong in 16 bits, and why.
         owner: returns the path of the layer whose policy a layer has; None if it has no path.
 
     Raises:
-        ValueError: `dtype` is another one, or the tolerance is not a share.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_mp.numerics import Report
-    >>> from keras_mp.numerics.report import Row, advise
-    >>> from keras_mp.numerics.histogram import Histogram
-    >>> small, large = (Histogram.of(np.float32([size] * 8)) for size in (1e-11, 1.0))
-    >>> report = Report(
-    ...     [Row("gradient", "a/kernel", "float16", small),
-    ...      Row("gradient", "b/kernel", "float16", large)],
-    ...     step=3000, counted=30, loss_scale=1.0,
-    ... )
-    >>> advice = advise(report)
-    >>> advice.loss_scale
-    8192.0
-    >>> print(advice.sentences[0])
-    Fix the loss scale at 2^13: between 2^12 and 2^15 no gradient loses more than 0.1 %, in 30 of \
-3,000 steps. At 2^0, 100.0 % of `a/kernel` is below float16.
+        ValueError: the tolerance is not a share.
     """
-    format_of(dtype)
     validation.number("tolerance", tolerance, at_least=0, at_most=1)
+    dtype, where = report.dtype, report.where
     rows = [row for row in report.rows_in_16_bits if row.key not in report.noise]
-    lost, then, loss_scale = [*_overflowing(rows, dtype, report.where), *culprits.items()], [], None
+    lost, then, loss_scale = [*_overflowing(rows, dtype, where), *culprits.items()], [], None
     if not culprits and not any(owner(path) for path, _ in lost):
         scaled = [row for row in rows if row.is_scaled]
-        lost, then, loss_scale = _of_windows(report, scaled, dtype, tolerance)
+        lost, then, loss_scale = _of_windows(report, scaled, tolerance)
     whys: dict[str, str] = {}
     for path, why in lost:
         if layer := owner(path):
@@ -431,64 +407,46 @@ def advise(
         sentences.append(
             "bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of "
             f"{sum(fate.values for fate in fates):,} values none becomes zero or infinite, "
-            f"{report.where}. (It keeps 8 bits of each value, float16 11.)"
+            f"{where}. (It keeps 8 bits of each value, float16 11.)"
         )
     return Advice(sentences, dict.fromkeys(whys, "float32"), loss_scale)
 
 
 def _overflowing(rows: Sequence[Row], dtype: str, where: str) -> Iterator[tuple[str, str]]:
     """Yields the layers whose outputs a dtype does not hold, and why."""
-    is_first = True
-    for row in (each for each in rows if each.kind == "output"):
-        fate, histogram = row.fate(dtype), row.histogram
-        bad, total = fate.infinite, fate.values
-        if not bad and row.dtype == dtype and is_first:
-            # What came out infinite may have been of any size. Layers after it suffer from it.
-            bad, total = histogram.infinities + histogram.nans, histogram.total
-        if bad:
-            is_first = False
-            yield row.path, f"{_share(bad, total)} of its output is beyond {dtype}, {where}"
+    for row in rows:
+        fate = row.fate(dtype)
+        if row.kind == "output" and fate.infinite:
+            share = _share(fate.infinite, fate.values)
+            yield row.path, f"{share} of its output is beyond {dtype}, {where}"
 
 
 def _of_windows(
-    report: Report, rows: Sequence[Row], dtype: str, tolerance: float
+    report: Report, rows: Sequence[Row], tolerance: float
 ) -> tuple[list[tuple[str, str]], list[str], float | None]:
     """Advises a loss scale, and layers for float32, unless the current scale is good.
 
     Returns:
         Layers that need float32, each with the reason; sentences; and a loss scale, or None.
     """
-    now, where, then = exponent_of(round_down(report.loss_scale)), report.where, []
-    narrow = [row for row in rows if row.dtype == dtype]
-    if unknown := [row for row in narrow if row.has_unknown_zeros(report.loss_scale, tolerance)]:
-        worst = max(unknown, key=lambda row: row.histogram.zeros / row.histogram.total)
-        then = [
-            f"{_share(worst.histogram.zeros, worst.histogram.total)} of `{worst.path}`"
-            f"{_others(unknown)} is zero in {dtype} at a loss scale of {report.loss_scale:g}. "
-            "Whether it is zero in float32, too, is unknown: `keras_mp.numerics.check` tells."
-        ]
-        # They do not hide an overflow.
-        if all(row.window(dtype).high >= now for row in rows):
-            return [], then, None
-    overflowed = [row for row in narrow if math.isfinite(row.overflowed_at)]
+    now, dtype, where = exponent_of(round_down(report.loss_scale)), report.dtype, report.where
+    overflowed = [row for row in rows if row.dtype == dtype and math.isfinite(row.overflowed_at)]
     if infinite := [row for row in overflowed if row.is_lost]:
-        at = min(row.overflowed_at for row in infinite)
-        helps = "Use a dynamic loss scale, which finds one"
-        if not report.step and at <= 1:
-            helps = "No loss scale helps"
+        at = _power(infinite[0].overflowed_at)
+        others = f" (and of {len(infinite) - 1} more)" if len(infinite) > 1 else ""
         sentence = (
-            f"{helps}: at {_power(at)} all of `{infinite[0].path}`{_others(infinite)} is infinite "
-            f"or NaN, {where}, so its size is unknown."
+            f"No loss scale helps: at {at} all of `{infinite[0].path}`{others} is infinite or NaN, "
+            f"{where}, so its size is unknown."
         )
-        return [], [sentence, *then], None
-    has_lost = overflowed or any(row.lost is None or row.lost > tolerance for row in rows)
+        return [], [sentence], None
+    has_lost = overflowed or any((row.lost or 0.0) > tolerance for row in rows)
     # If no scale is small enough, it is a layer that has to change.
-    if not has_lost or (not report.step and any(row.overflowed_at <= 1 for row in rows)):
-        return [], then, None
+    if not has_lost or any(row.overflowed_at <= 1 for row in rows):
+        return [], [], None
     windows = [(row, _allowed(row, dtype, tolerance, now)) for row in rows]
     low, high = functools.reduce(Window.__and__, (window for _, window in windows))
     if low <= now <= high or (dtype == "bfloat16" and low == 0 <= high):
-        return [], then, None
+        return [], [], None
     # If nothing suits all, it is what suits most.
     best = max(
         sorted({end for _, window in windows for end in window}),
@@ -506,26 +464,22 @@ def _of_windows(
         layer = row.path.rpartition("/")[0] if row.kind == "gradient" else row.path
         lost.append((layer, f"{_loss(row, dtype, 2.0**end)} at 2^{end}, {where}"))
     if not suited:
-        return lost, then, None
+        return lost, [], None
     # In the middle of the window, and rather lower, since gradients grow at times. Other batches
     # may have larger ones, so what suits a batch is no scale to keep.
     scale = 2.0 ** ((low + high) // 2)
-    lose = "the other gradients lose no more than" if lost else "no gradient loses more than"
+    start, lose = "Start", "no gradient loses more than"
+    if lost:
+        start, lose = "Then start", "the other gradients lose no more than"
     sentence = (
-        f"{'Then ' if lost else ''}{'fix' if report.step else 'start'} the loss scale at "
-        f"{_power(scale)}: between 2^{low} and 2^{high} {lose} {100 * tolerance:g} %, {where}."
+        f"{start} the loss scale at {_power(scale)}: between 2^{low} and 2^{high} {lose} "
+        f"{100 * tolerance:g} %, {where}."
     )
-    if not lost and overflowed and report.step:
-        sentence += (
-            " That only covers finite gradients. How much smaller the scale has to be for the "
-            "steps that overflowed is unknown; a dynamic loss scale finds it."
-        )
-    elif not lost:
-        fates = [(row.fate(dtype, 2.0**now), row) for row in rows]
-        fate, worst = max(fates, key=lambda each: each[0].share("zero") + each[0].share("infinite"))
-        if fate.zero or fate.infinite:
-            sentence += f" At 2^{now}, {_loss(worst, dtype, 2.0**now)}."
-    return lost, [sentence[0].upper() + sentence[1:], *then], scale
+    fates = [(row.fate(dtype, 2.0**now), row) for row in rows]
+    fate, worst = max(fates, key=lambda each: each[0].share("zero") + each[0].share("infinite"))
+    if not lost and (fate.zero or fate.infinite):
+        sentence += f" At 2^{now}, {_loss(worst, dtype, 2.0**now)}."
+    return lost, [sentence], scale
 
 
 def _allowed(row: Row, dtype: str, tolerance: float, now: int) -> Window:
@@ -545,10 +499,6 @@ def _loss(row: Row, dtype: str, loss_scale: float) -> str:
     lost, how = (fate.infinite, "beyond") if fate.infinite else (fate.zero, "below")
     name = f"`{row.path}`" if row.kind == "gradient" else f"the gradient of `{row.path}`'s output"
     return f"{_share(lost, fate.values)} of {name} is {how} {dtype}"
-
-
-def _others(rows: Sequence[object]) -> str:
-    return f" (and of {len(rows) - 1} more)" if len(rows) > 1 else ""
 
 
 def _share(count: int, total: int) -> str:

@@ -12,7 +12,7 @@ from keras_mp import keras_api
 from keras_mp.numerics.counting import ExponentHistograms
 from keras_mp.numerics.first_bad import FirstBadOperation
 from keras_mp.numerics.histogram import EVERYWHERE
-from keras_mp.numerics.report import Advice, Report, advise
+from keras_mp.numerics.report import Report
 from keras_mp.numerics.results import Result
 from keras_mp.support import attributes, validation
 from keras_mp.support.figures import new_figure
@@ -151,16 +151,6 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
             read = self._histograms.read()
             if read.counted:
                 self.history.append(read)
-
-    def advice(self, dtype: str | None = None, tolerance: float = 0.001) -> Advice:
-        """Returns what follows from the report: a loss scale, and layers that need float32.
-
-        Args:
-            dtype: "float16" or "bfloat16". Defaults to the one that was computed in.
-            tolerance: float. Which share of a gradient may become zero. Defaults to 0.001.
-        """
-        report = self.report()
-        return advise(report, dtype or report.dtype, tolerance)
 
     def _lines(self, rows: int | None) -> list[str]:
         parts = [str(each) for each in self.found]
