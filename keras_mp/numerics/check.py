@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -113,44 +112,37 @@ class Check(Result):
         if self.report is None:
             why = " ".join(self.notes) or "The step has to be mended first."
             raise ValueError(f"The model was not run at its loss scale. {why}")
-        found, owner = Advice([], {}, None), functools.partial(policy_path, self.model)
-        for hazard in (_FORWARD, _BACKWARD):
-            culprits = {
-                each.path: each.why.removesuffix(".")
-                for each in (self.comparison.findings if self.comparison else ())
-                if each.hazard == hazard and each.path != LOSS
-            }
-            # A scale, or another layer, may explain what is off in the backward pass.
-            if not found.sentences:
-                found = advise(self.report, tolerance, culprits, owner)
-        return found
+        findings = self.comparison.findings if self.comparison else ()
+        compared = [each for each in findings if each.path != LOSS]
+        forward, backward = (
+            {each.path: each.why.removesuffix(".") for each in compared if each.hazard == hazard}
+            for hazard in (_FORWARD, _BACKWARD)
+        )
+        owner = functools.partial(policy_path, self.model)
+        return advise(self.report, tolerance, forward, backward, owner)
 
-    def _lines(self, rows: int | None) -> list[str]:
-        found, head = list(self.findings), f"Check of {self.name!r}, policy {self.policy}: "
-        number, hidden = len(found), 0
-        head += f"{number} finding{'s' * (number > 1)}." if found else "nothing found."
+    def _lines(self, rows: int | None) -> Iterator[str]:
+        found, what = self.findings, "nothing found"
+        if found:
+            what = f"{len(found)} finding{'s' * (len(found) > 1)}"
+        yield f"Check of {self.name!r}, policy {self.policy}: {what}."
+        groups = [(each.where, [each]) for each in found]
         if rows is not None:
             groups = text_tables.merged(
                 found, lambda each: each.where, lambda each: (each.hazard, each.cure)
             )
-            hidden = sum(len(group) for _, group in groups[rows:])
-            found = [
-                group[0]._replace(
-                    where=where,
-                    why=f"{len(group)} times. The first: " * (len(group) > 1) + group[0].why,
-                )
-                for where, group in groups[:rows]
-            ]
-        texts = [f"[{i}] {each}" for i, each in enumerate(found, 1)]
-        texts += [f"Not looked at: {note}" for note in self.notes]
-        table = [self.comparison.to_text(None)] if rows is None and self.comparison else []
-        if rows is not None:
-            lines = (
-                [text_tables.wrapped(line, "    ") for line in of.splitlines()] for of in texts
-            )
-            texts = ["\n".join(itertools.chain.from_iterable(of)) for of in lines]
-        more = text_tables.more(hidden, "finding")
-        return ["\n\n".join([head, *texts, *more, *table])]
+        texts = []
+        for i, (where, group) in enumerate(groups[:rows], 1):
+            times = f"{len(group)} times. The first: " * (len(group) > 1)
+            texts.append(f"[{i}] {group[0]._replace(where=where, why=times + group[0].why)}")
+        for text in (*texts, *(f"Not looked at: {note}" for note in self.notes)):
+            yield ""
+            for line in text.splitlines():
+                yield from [line] if rows is None else text_tables.wrapped(line, "    ")
+        if rows is None:
+            yield from ["", self.comparison.to_text(None)] if self.comparison else []
+        elif more := list(text_tables.more(sum(len(each) for _, each in groups[rows:]), "finding")):
+            yield from ["", *more]
 
     def __repr__(self) -> str:
         return f"<Check of {self.name!r}: {len(self.findings)} findings>"

@@ -8,7 +8,6 @@ it was given. More than 16 units of what rounding explains are a finding.
 import dataclasses
 import difflib
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -33,9 +32,9 @@ from keras_mp.numerics.records import (
     Distance,
     are_finite,
     array,
+    off,
     relative,
     rms,
-    sample,
     underflow,
 )
 from keras_mp.numerics.report import MANY_ZEROS, Report, Row
@@ -45,7 +44,6 @@ from keras_mp.numerics.run import (
     Call,
     Run,
     Runner,
-    check_same_calls,
     explain,
     first_scale,
     is_floating,
@@ -215,7 +213,11 @@ def compare(narrow: Runner, wide: Runner) -> tuple[Comparison, Report]:
         run = narrow.run_as_trained()
         progress.begin("the reference")
         other = wide.run()
-        check_same_calls(run, other)
+        if len(run.calls) != len(other.calls):
+            raise ValueError(
+                "A model in 16 bits and its reference do not call the same layers. Expected "
+                f"{[c.path for c in other.calls]}. Received: {[c.path for c in run.calls]}"
+            )
         progress.begin("the reference, with noise")
         unit = UNIT_ROUNDOFF[run.dtype]
         calls = explain(other.measured(), lambda noise: wide.run(noise=noise).measured(), unit)
@@ -263,36 +265,26 @@ def _culprits(
     for i, ((call, wide), row) in enumerate(zip(pairs, rows)):
         if any(culprit.call in call.inside for culprit in forward):
             continue
-        if _is_far(row.output) and not are_finite(call.inputs) and are_finite(wide.inputs):
-            if not forward:
-                what = f"what it takes is beyond {call.dtype}"
-                forward.append(TooFar(call, wide, "forward", row.output.units, what))
+        before, made = off(call.inputs, wide.inputs), row.output or Distance(0.0, 0.0)
+        rises = not call.inside and made.relative > _RISES * max(before, least)
+        if not (always or rises or made.units > _LOOKED_AT):
             continue
-        taken, made = 0.0, 0.0
-        if row.output is not None and not call.inside:
-            taken, made = _off_before(call, wide), row.output.relative
-        rises = made > _RISES * max(taken, least)
-        if not (always or rises or (row.output is not None and row.output.units > _LOOKED_AT)):
-            continue
-        alone = _alone(call, wide)
-        if alone is None:
-            continue
-        own, times = alone
-        if _is_far(own.output):
+        output, gradient, times = _alone(call, wide)
+        if _is_far(output):
             # Max pooling turns NaN into finite numbers, which are no evidence either.
-            if not forward or _off_before(call, wide) <= 1:
-                forward.append(TooFar(call, wide, "forward", own.output.units))
-        elif row.output is not None and rises and (times > _AMPLIFIES or made > _OFF):
+            if not forward or before <= 1:
+                forward.append(TooFar(call, wide, "forward", output.units))
+        elif rises and (times > _AMPLIFIES or made.relative > _OFF):
             narrow, exact = _maker(pairs[: i + 1])
             what = (
-                f"{'it' if narrow is call else f'`{call.path}`'} amplifies rounding by "
-                f"{times:,.0f}; its inputs are off by {taken:.2%}, its outputs by {made:.1%} of "
-                "their size"
+                f"{'It' if narrow is call else f'`{call.path}`'} amplifies rounding by "
+                f"{times:,.0f}; its inputs are off by {before:.2%}, its outputs by "
+                f"{made.relative:.1%} of their size"
             )
-            forward.append(TooFar(narrow, exact, "forward", row.output.units, what))
+            forward.append(TooFar(narrow, exact, "forward", made.units, what))
         # The gradient that a layer is to blame for is that of what it takes.
-        elif _is_far(own.gradient) and not any(each.call in call.inside for each in backward):
-            backward.append(TooFar(call, wide, "backward", own.gradient.units))
+        elif _is_far(gradient) and not any(each.call in call.inside for each in backward):
+            backward.append(TooFar(call, wide, "backward", gradient.units))
     far = [(pair, row) for pair, row in zip(pairs, rows) if row.units > LIMIT]
     if far and not forward and not backward:
         # The first output, or else the gradient that came first.
@@ -305,19 +297,19 @@ def _culprits(
     return list(culprits.values())
 
 
-def _alone(call: Call, wide: Call) -> tuple[ComparedLayer, float] | None:
+def _alone(call: Call, wide: Call) -> tuple[Distance | None, Distance | None, float]:
     """Makes a call again in both dtypes, on the inputs in 16 bits.
 
     Returns:
-        How far it is off by itself; and how many times as far as its inputs its outputs move. None
-        if that tells nothing: the layer draws random numbers in a way of its own or has a state, or
-        its inputs are spoilt already.
+        How far its outputs and its gradients are off by themselves, and how many times as far as
+        its inputs its outputs move. None where that tells nothing: the layer draws random numbers
+        in a way of its own or has a state, or what it takes is spoilt already.
     """
     upstream = call.gradients
     narrow = replay(call, call.layer, upstream)
     before, again = ([each.numpy().tobytes() for each in of.outputs] for of in (call, narrow))
     if before != again or not are_finite(call.inputs):
-        return None
+        return None, None, 0.0
 
     def measured(replayed: Run) -> Call:
         return replayed.calls[-1].measure(replayed.gradients)
@@ -329,13 +321,7 @@ def _alone(call: Call, wide: Call) -> tuple[ComparedLayer, float] | None:
     outputs = (each for (side, _), each in exact.quantities.items() if side == "forward")
     moved = max((each.explained / each.size for each in outputs if each.size), default=0.0)
     gradient = own.gradient if are_finite(upstream) else None
-    return own._replace(gradient=gradient), moved / (NOISE * unit)
-
-
-def _off_before(call: Call, wide: Call) -> float:
-    """Returns how far the inputs of a call are apart in the two runs."""
-    pairs = zip(call.inputs, wide.inputs)
-    return max((relative(sample(narrow), sample(exact)) for narrow, exact in pairs), default=0.0)
+    return own.output, gradient, moved / (NOISE * unit)
 
 
 def _maker(pairs: Sequence[_Pair]) -> _Pair:
@@ -363,11 +349,7 @@ def _finding(culprit: TooFar, model: tf.keras.Model) -> Finding:
     cure = cure_in(model, call.path, call.kind)
     cure = f"Change that line, or {cure}" if line else cure
     hazard = f"a difference in the {culprit.side} pass"
-    return Finding(hazard, at, line, f"{_sentence(why)}.", f"{_sentence(cure)}.", units)
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
+    return Finding(hazard, at, line, f"{why}.", f"{cure[0].upper()}{cure[1:]}.", units)
 
 
 def _of_other_weights(culprit: TooFar) -> str:
@@ -375,7 +357,7 @@ def _of_other_weights(culprit: TooFar) -> str:
     found = [relative(array(narrow), array(other)) for narrow, other in zip(*both)]
     if not any(found):
         return ""
-    return f"its weights differ from those of the reference by up to {max(found):.2%}"
+    return f"Its weights differ from those of the reference by up to {max(found):.2%}"
 
 
 def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
@@ -395,13 +377,14 @@ def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
     )
     kinds = ([op.kind for op in ops] for ops in (narrow, wide))
     blocks = difflib.SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks()
-    found, most = (f"its output in {dtype} is further off than rounding explains", None), 2.0
+    found, most = (f"Its output in {dtype} is further off than rounding explains", None), 2.0
     for start, other, count in blocks:
         for op, exact in zip(narrow[start : start + count], wide[other : other + count]):
-            given = [not kept[0].of([each]) for each in op.inputs]
-            if lost := _lost_input(op.kind, _both(op.inputs, exact.inputs, given), dtype):
+            given = [each for each in zip(op.inputs, exact.inputs) if not kept[0].of(each[:1])]
+            if lost := _lost_input(op.kind, _both(given), dtype):
                 return lost, op.origin.line
-            inputs, outputs = _both(op.inputs, exact.inputs), _both(op.outputs, exact.outputs)
+            inputs = _both(zip(op.inputs, exact.inputs))
+            outputs = _both(zip(op.outputs, exact.outputs))
             before, after = (
                 max((relative(*each) for each in of), default=0.0) for of in (inputs, outputs)
             )
@@ -413,16 +396,10 @@ def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
     return found
 
 
-def _both(
-    narrow: Iterable[tf.Tensor], wide: Iterable[tf.Tensor], which: Iterable[bool] | None = None
-) -> list[_Both]:
+def _both(pairs: Iterable[tuple[tf.Tensor, tf.Tensor]]) -> list[_Both]:
     """Returns the floating-point tensors with the same shape in both, as arrays."""
-    tensors = zip(narrow, wide, itertools.repeat(True) if which is None else which)
-    return [
-        (array(n), array(w))
-        for n, w, is_wanted in tensors
-        if is_wanted and is_floating(n) and is_floating(w) and n.shape == w.shape
-    ]
+    floating = ((n, w) for n, w in pairs if is_floating(n) and is_floating(w))
+    return [(array(n), array(w)) for n, w in floating if n.shape == w.shape]
 
 
 def _lost_input(kind: str, inputs: Sequence[_Both], dtype: str) -> str:
@@ -451,12 +428,12 @@ def _not_finite(kind: str, inputs: Sequence[_Both], outputs: Sequence[_Both], dt
     of_terms = f", a sum over {terms:,} values," if terms > 1 else ""
     if reached > float(tf.as_dtype(dtype).max):
         return (
-            f"overflow: {kind}{of_terms} reaches {reached:.3g}; the largest {dtype} is "
+            f"Overflow: {kind}{of_terms} reaches {reached:.3g}; the largest {dtype} is "
             f"{_largest(dtype)}"
         )
     if terms > 1:
         only = f"though the result is only {reached:.3g}"
-        return f"overflow inside of {kind}{of_terms} {only}: {bad} in {dtype}"
+        return f"Overflow inside of {kind}{of_terms} {only}: {bad} in {dtype}"
     is_pole = kind in _POLES and any((values == 0).any() for values, _ in inputs)
     of_zero = " of zero" if is_pole else ""
     return f"{kind}{of_zero}: {bad} in {dtype}; in float32 they reach {reached:.3g}"
@@ -464,7 +441,7 @@ def _not_finite(kind: str, inputs: Sequence[_Both], outputs: Sequence[_Both], dt
 
 def _inexact(kind: str, inputs: Sequence[_Both], outputs: Sequence[_Both], dtype: str) -> str:
     narrow, wide = max(outputs, key=lambda values: relative(*values))
-    off, size, terms = relative(narrow, wide), rms(wide), _terms(kind, inputs, outputs)
+    error, size, terms = relative(narrow, wide), rms(wide), _terms(kind, inputs, outputs)
     largest = max((rms(values[np.isfinite(values)]) for _, values in inputs), default=0.0)
     # The distance between neighbouring numbers of this size.
     spacing = 0.0
@@ -474,16 +451,16 @@ def _inexact(kind: str, inputs: Sequence[_Both], outputs: Sequence[_Both], dtype
         f"{kind} of numbers of about {largest:.3g}, which are multiples of {spacing:.1g} in {dtype}"
     )
     if kind in _DIFFERENCES and len(inputs) == 2 and largest > _CANCELS * size:
-        return f"cancellation: {of_numbers}, leaves {size:.1g}, off by {off:.1%}"
+        return f"Cancellation: {of_numbers}, leaves {size:.1g}, off by {error:.1%}"
     zeros = underflow(narrow, wide)
     if zeros > _FEW_ZEROS:
         return (
-            f"underflow: {zeros:.0%} of the results of {kind} are 0 in {dtype} and not in "
+            f"Underflow: {zeros:.0%} of the results of {kind} are 0 in {dtype} and not in "
             f"float32, where they are about {size:.1g}"
         )
     if terms > 1:
-        return f"{kind}, a sum over {terms:,} values in {dtype}, is off by {off:.2%}"
-    return f"{of_numbers}, is off by {off:.2%}"
+        return f"{kind}, a sum over {terms:,} values in {dtype}, is off by {error:.2%}"
+    return f"{of_numbers}, is off by {error:.2%}"
 
 
 def _terms(kind: str, inputs: Sequence[_Both], outputs: Sequence[_Both]) -> int:

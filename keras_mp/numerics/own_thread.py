@@ -50,8 +50,9 @@ _FUNCTION = type(tf.function(len))
 Draw = Callable[..., tf.Tensor]
 
 
-# It has the attribute `has_its_own` in a thread with random numbers of its own.
-_thread = threading.local()
+# In a thread with random numbers of its own, `take` is a function that is called with the numbers
+# that are drawn in eager; what it returns takes their place.
+thread = threading.local()
 
 
 @contextlib.contextmanager
@@ -61,7 +62,7 @@ def random_numbers(seed: int = 0) -> Iterator[None]:
     Args:
         seed: int. The same seed gives the same numbers.
     """
-    if hasattr(_thread, "has_its_own"):
+    if hasattr(thread, "take"):
         yield
         return
     seeds = itertools.count(1)
@@ -83,6 +84,13 @@ def random_numbers(seed: int = 0) -> Iterator[None]:
 
         return draw
 
+    def shown(original: Draw) -> Draw:
+        def draw(*args: Any, **kwargs: Any) -> tf.Tensor:
+            drawn = original(*args, **kwargs)
+            return thread.take(drawn) if tf.executing_eagerly() else drawn
+
+        return draw
+
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         public = tf.compat.v1.get_seed
@@ -94,7 +102,10 @@ def random_numbers(seed: int = 0) -> Iterator[None]:
             if name.startswith(("stateful_", "rng_")) and "fallback" not in name:
                 enter(wrapped.here(_OF_GENERATORS, name, with_copy))
         enter(keras_api.own_seeds(seed))
-        enter(attributes.replaced(_thread, "has_its_own", True))
+        for module in (_WITH_STATE, _OF_GENERATORS, *_OF_SEEDS):
+            for name in filter(_draws, list(vars(module))):
+                enter(wrapped.here(module, name, shown))
+        enter(attributes.replaced(thread, "take", lambda drawn: drawn))
         yield
 
 
@@ -130,39 +141,10 @@ def _without_state(stateless: Draw, original: Draw) -> Draw:
     return draw
 
 
-@contextlib.contextmanager
-def drawing(take: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
-    """Shows a function the random numbers that this thread draws in eager.
-
-    Args:
-        take: called with the numbers; what it returns takes their place.
-    """
-
-    def shown(original: Draw) -> Draw:
-        def draw(*args: Any, **kwargs: Any) -> tf.Tensor:
-            drawn = original(*args, **kwargs)
-            return take(drawn) if tf.executing_eagerly() else drawn
-
-        return draw
-
-    with contextlib.ExitStack() as stack:
-        for module, name in _all_draws():
-            stack.enter_context(wrapped.here(module, name, shown))
-        yield
-
-
-# Each call of a layer that is run again asks for it.
-@functools.cache
-def _all_draws() -> list[tuple[Any, str]]:
-    modules = (_WITH_STATE, _OF_GENERATORS, *_OF_SEEDS)
-    pairs = ((module, *each) for module in modules for each in vars(module).items())
-    return [(module, name) for module, name, function in pairs if _draws(name, function)]
-
-
-def _draws(name: str, function: Any) -> bool:
+def _draws(name: str) -> bool:
     is_one_of_them = any(distribution in name for distribution in _DISTRIBUTIONS)
     is_plain = not name.startswith("_") and "parameterized" not in name
-    return is_one_of_them and is_plain and not name.endswith("fallback") and callable(function)
+    return is_one_of_them and is_plain and not name.endswith("fallback")
 
 
 def eager_functions() -> contextlib.AbstractContextManager[None]:

@@ -209,6 +209,11 @@ def sample(value: tf.Tensor | tf.Variable | np.ndarray) -> np.ndarray:
     return array(tf.gather(flat, _sampled(size)) if size > _MOST_VALUES else flat)
 
 
+def off(narrow: Iterable[tf.Tensor], wide: Iterable[tf.Tensor]) -> float:
+    """Returns how far tensors are from those of a reference: the one that is furthest off."""
+    return max((relative(sample(n), sample(w)) for n, w in zip(narrow, wide)), default=0.0)
+
+
 @dataclasses.dataclass
 class Quantity:
     """What is known of a tensor of a run.

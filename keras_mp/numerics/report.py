@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from keras_mp.numerics.histogram import (
@@ -367,7 +367,8 @@ class Advice(NamedTuple):
 def advise(
     report: Report,
     tolerance: float,
-    culprits: Mapping[str, str],
+    forward: Mapping[str, str],
+    backward: Mapping[str, str],
     owner: Callable[[str], str | None],
 ) -> Advice:
     """Returns advice on how to keep a model from losing what a check has seen it lose in 16 bits.
@@ -381,7 +382,8 @@ def advise(
     Args:
         report: the `Report` of a check.
         tolerance: float, from 0 to 1. Which share of a gradient may become zero.
-        culprits: dict of paths of layers that are known to be wrong in 16 bits, and why.
+        forward: dict of paths of layers that are known to be wrong in 16 bits, and why.
+        backward: the same of the backward pass, which a scale, or another layer, may explain.
         owner: returns the path of the layer whose policy a layer has; None if it has no path.
 
     Raises:
@@ -390,20 +392,28 @@ def advise(
     validation.number("tolerance", tolerance, at_least=0, at_most=1)
     dtype, where = report.dtype, report.where
     rows = [row for row in report.rows_in_16_bits if row.key not in report.noise]
-    lost, then, loss_scale = [*_overflowing(rows, dtype, where), *culprits.items()], [], None
-    if not culprits and not any(owner(path) for path, _ in lost):
+
+    def owners(lost: Iterable[tuple[str, str]]) -> dict[str, str]:
+        whys: dict[str, str] = {}
+        for path, why in lost:
+            if layer := owner(path):
+                whys.setdefault(layer, why)
+        return whys
+
+    then, loss_scale, whys = [], None, owners([*_overflowing(rows, dtype, where), *forward.items()])
+    if not whys:
         scaled = [row for row in rows if row.is_scaled]
         lost, then, loss_scale = _of_windows(report, scaled, tolerance)
-    whys: dict[str, str] = {}
-    for path, why in lost:
-        if layer := owner(path):
-            whys.setdefault(layer, why)
+        whys = owners(lost)
+    is_lost = bool(whys or loss_scale)
+    if not whys and not then:
+        whys = owners(backward.items())
     sentences = [f"Run `{layer}` in float32: {why}." for layer, why in whys.items()] + then
     fates = [row.histogram.fate("bfloat16") for row in rows]
     # Nothing is known about what was not finite.
     is_unknown = any(row.histogram.infinities + row.histogram.nans for row in rows)
     is_kept = not is_unknown and not any(fate.zero or fate.infinite for fate in fates)
-    if dtype == "float16" and not culprits and (whys or loss_scale) and is_kept:
+    if dtype == "float16" and is_lost and not forward and is_kept:
         sentences.append(
             "bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of "
             f"{sum(fate.values for fate in fates):,} values none becomes zero or infinite, "

@@ -6,7 +6,6 @@ layers, with what went in, what came out, and the gradients, all of it on the de
 `call` of each layer is watched: its arguments have been cast by then.
 """
 
-import bisect
 import contextlib
 import dataclasses
 import functools
@@ -35,7 +34,7 @@ from keras_mp.numerics.records import (
     are_finite,
 )
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
-from keras_mp.support import marks
+from keras_mp.support import attributes, marks
 
 LOSS = "loss"
 
@@ -221,7 +220,7 @@ class Watch(LayerObserver):
         named = {id(layer): (path, layer) for path, layer in reversed(list(_named(root)))}
         with (
             layer_observers.attached(self, named.values()),
-            own_thread.drawing(self._take),
+            attributes.replaced(own_thread.thread, "take", self._take),
             own_thread.eager_functions(),
         ):
             yield
@@ -434,24 +433,17 @@ class Runner:
             loss_scale: the first one; None for that with which the model would begin to train.
         """
         first = first_scale(self.model) if loss_scale is None else loss_scale
-        halvings = math.ceil(math.log2(max(first, 1.0)))
-        scales = [max(1.0, first / 2**times) for times in range(1, halvings + 1)]
-        run = self.run(first)
-        if run.is_sound or not scales:
-            return run
-        sound: list[Run] = []
-
-        def is_sound(scale: float) -> bool:
-            run = self.run(scale)
-            if not run.is_sound:
-                return False
-            sound[:] = [run]
-            return True
-
-        # What overflows at one scale does so at all that are larger. So the last one that was sound
-        # has the largest scale of these.
-        bisect.bisect_left(scales[:-1], True, key=is_sound)
-        return sound[0] if sound else self.run(scales[-1])
+        found = self.run(first)
+        # What overflows at one scale does so at all that are larger.
+        fewest, most = 1, 0 if found.is_sound else math.ceil(math.log2(max(first, 1.0)))
+        while fewest <= most:
+            halvings = (fewest + most) // 2
+            run = self.run(max(1.0, first / 2**halvings))
+            if run.is_sound:
+                found, most = run, halvings - 1
+            else:
+                found, fewest = found if found.is_sound else run, halvings + 1
+        return found
 
 
 def runner_of(
@@ -577,12 +569,3 @@ def replay(
 
     batch = Batch(map_floating(given, (call.args, call.kwargs)))
     return Runner(layer, batch, forward, [*call.numbers]).run(noise=noise)
-
-
-def check_same_calls(run: Run, reference: Run) -> None:
-    """Raises a ValueError if two runs have called different layers."""
-    if len(run.calls) != len(reference.calls):
-        raise ValueError(
-            "A model in 16 bits and its reference do not call the same layers. Expected "
-            f"{[c.path for c in reference.calls]}. Received: {[c.path for c in run.calls]}"
-        )

@@ -22,18 +22,10 @@ from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics import own_thread, patterns
 from keras_mp.numerics.batches import Batch, Batches, Structure
 from keras_mp.numerics.census import census
-from keras_mp.numerics.histogram import format_of, round_down
-from keras_mp.numerics.records import MOST_NOISE, array, jitter, relative, share_off
+from keras_mp.numerics.histogram import format_of
+from keras_mp.numerics.records import MOST_NOISE, array, jitter, off, relative, share_off
 from keras_mp.numerics.results import Result
-from keras_mp.numerics.run import (
-    GivenLoss,
-    Run,
-    check_same_calls,
-    compiled,
-    replay,
-    runner_of,
-)
-from keras_mp.step.schedule import INITIAL_LOSS_SCALE
+from keras_mp.numerics.run import GivenLoss, Run, compiled, runner_of
 from keras_mp.support import text_tables, validation
 from keras_mp.support.dtypes import FLOATING
 from keras_mp.support.progress import Progress
@@ -84,14 +76,12 @@ class TunedLayer(NamedTuple):
         policy: str.
         multiplications: int. How many it makes in the forward pass of a batch, in matrix products
             and convolutions.
-        error: float. How far it is off in 16 bits by itself, given the inputs and the upstream
-            gradient that it has in float32; None if it was left out.
         reason: str. Of a layer in float32, how far off the model would be with it in 16 bits.
 
     Example:
 
     >>> from keras_mp.numerics.tune import TunedLayer
-    >>> TunedLayer("dense", "Dense", "mixed_float16", 64, 0.0003, "").is_in_16_bits
+    >>> TunedLayer("dense", "Dense", "mixed_float16", 64, "").is_in_16_bits
     True
     """
 
@@ -99,7 +89,6 @@ class TunedLayer(NamedTuple):
     kind: str
     policy: str
     multiplications: int
-    error: float | None
     reason: str
 
     @property
@@ -128,7 +117,7 @@ class Tuned(Result):
     Example:
 
     >>> from keras_mp.numerics.tune import TunedLayer
-    >>> layer = TunedLayer("dense", "Dense", "mixed_float16", 8, 0.0, "")
+    >>> layer = TunedLayer("dense", "Dense", "mixed_float16", 8, "")
     >>> tuned = keras_mp.numerics.Tuned("model", "float16", 0.05, (layer,), (), (), {}, None)
     >>> tuned
     <Tuned 'model': 1 of 1 layers in mixed_float16>
@@ -185,9 +174,9 @@ class Tuned(Result):
         scale = f"; initial loss scale: {self.loss_scale:g}" if self.loss_scale else ""
         yield f"Tolerance: {self.tolerance:g}{scale}"
         yield ""
-        header = ("Layer", "Policy", "Multiplications", "Error alone", "Reason")
+        header = ("Layer", "Policy", "Multiplications", "Reason")
         layers = list(map(_row, self.layers))
-        yield from text_tables.shortened(header, layers, rows, left=(0, 1, 4))
+        yield from text_tables.shortened(header, layers, rows, left=(0, 1, 3))
 
 
 def tune(
@@ -218,11 +207,10 @@ def tune(
     for with nor on those that are held out. Layers whose policies hold on the former and not on
     the latter go back to float32.
 
-    Each layer's own error is measured first: it gets the inputs and upstream gradients that it has
-    in float32, in both dtypes. Layers of many multiplications and little error come first. The loss
-    is scaled by 2^15, or by less where gradients would overflow. Once 100 models have been made and
-    run, groups of layers are not divided any more. Everything runs in eager; the model is not
-    changed.
+    Layers of many multiplications and little error come first: their outputs are hardly further
+    off than their inputs. The loss is scaled by 2^15, or by less where gradients would overflow.
+    Once 100 models have been made and run, groups of layers are not divided any more. Everything
+    runs in eager; the model is not changed.
 
     Args:
         model: of `tf.keras`, Sequential or functional, built. Models inside of it are tuned layer
@@ -295,36 +283,34 @@ def tune(
 
         def cost(path: str) -> tuple[bool, bool, float]:
             """The key to sort by: infinite errors last, then error per multiplication."""
-            error, products = own[path], work[path]
+            error, products = search.added.get(path, 0.0), work[path]
             return math.isinf(error), not products, error / max(products, 1)
 
         with Progress("tune", parts=None) as progress:
             policy = f"mixed_{dtype}"
-            own = dict.fromkeys(candidates, 0.0)
-            search = _Search(model, reference, units, policy, loss, tolerance, progress, own)
-            references = [search.reference_of(batch) for batch in made]
+            search = _Search(model, reference, units, policy, loss, tolerance, progress)
+            references = [search.reference_of(batch, candidates) for batch in made]
             chosen = search.add(sorted(candidates, key=cost), [], references[: len(given)])
             reasons, search.refused = search.refused, {}
             kept = search.add(chosen, [], references)
             reasons |= {path: f"held out: {why}" for path, why in search.refused.items()}
-            errors = [search.errors(kept, each) for each in references]
+            errors, scales = zip(*(search.errors(kept, each) for each in references))
         layers = []
         for path, layer in units.items():
             name, reason = "float32", reasons.get(path, "left out, or not included")
             if path in kept:
                 name, reason = policy, "within the tolerance"
-            numbers = name, work[path], own.get(path), reason
-            layers.append(TunedLayer(path, type(layer).__name__, *numbers))
+            layers.append(TunedLayer(path, type(layer).__name__, name, work[path], reason))
         return Tuned(
             model.name,
             dtype,
             tolerance,
             tuple(layers),
-            tuple(errors[: len(given)]),
-            tuple(errors[len(given) :]),
+            errors[: len(given)],
+            errors[len(given) :],
             search.policies(kept),
             convert(model, search.policies(kept)),
-            min(of.scale for of in references) if dtype == "float16" and kept else None,
+            min(scales) if dtype == "float16" and kept else None,
         )
 
 
@@ -399,9 +385,9 @@ class _Reference(NamedTuple):
         numbers: random numbers that were drawn, in the dtypes of a model in 16 bits.
         results: what `_results` returns of its run.
         noise: set of the keys of gradients that are rounding noise.
-        scale: float. The largest loss scale at which no gradient of float32 overflows in float16,
-            or that with which training begins if that is smaller.
-        errors: dict of how far models are from it, by their layers in 16 bits.
+        scale: float. The loss scale at which no gradient overflows with all layers in 16 bits.
+        errors: dict of how far models are from it, and their loss scales, by their layers in 16
+            bits.
     """
 
     batch: Batch
@@ -409,7 +395,7 @@ class _Reference(NamedTuple):
     results: _Results
     noise: set[tuple[str, str]]
     scale: float
-    errors: dict[frozenset[str], Errors]
+    errors: dict[frozenset[str], tuple[Errors, float]]
 
 
 @dataclasses.dataclass
@@ -424,8 +410,9 @@ class _Search:
         loss: of the user, or None.
         tolerance: float.
         progress: Progress, which is told what is run.
-        own: dict of the errors by themselves of the layers that may be in 16 bits, by their paths.
         refused: dict of the paths of layers that were too far off, with how far they were.
+        added: dict of how much further off the outputs of each layer are than its inputs, by its
+            path.
     """
 
     model: tf.keras.Model
@@ -435,8 +422,8 @@ class _Search:
     loss: GivenLoss | None
     tolerance: float
     progress: Progress
-    own: dict[str, float]
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    added: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # One model at a time, for all batches.
@@ -444,12 +431,12 @@ class _Search:
             lambda chosen: compiled(self.model, self.policies(chosen), "sgd")
         )
 
-    def reference_of(self, batch: Batch) -> _Reference:
-        """Runs a batch in float32, and layers by themselves in 16 bits."""
+    def reference_of(self, batch: Batch, candidates: Collection[str]) -> _Reference:
+        """Runs a batch in float32, and with all layers that may be so in 16 bits."""
         self.progress.begin("a batch in both dtypes")
         numbers: list[tf.Tensor] = []
         # This run draws the random numbers, and all dtypes hold those of the narrowest one.
-        narrow = self._run(self.own, batch, numbers)
+        narrow = self._run(candidates, batch, numbers)
         runner = runner_of(self.reference, self.model, batch, numbers, self.loss)
         wide = runner.run()
         if not math.isfinite(wide.loss):
@@ -457,7 +444,6 @@ class _Search:
                 f"Expected batches with a finite loss in float32. Received one whose loss is "
                 f"{wide.loss}: keras_mp.numerics.check, with it, says why."
             )
-        check_same_calls(narrow, wide)
         results, moved = _results(wide), _results(runner.run(noise=jitter()))
         noise = {
             key
@@ -465,10 +451,14 @@ class _Search:
             if key[0] == "gradients"
             and (relative(moved[key], value) > MOST_NOISE or not value.any())
         }
-        scale = _scale_for(wide.all_gradients())
-        self._run_alone(narrow, wide, scale)
-        found = _Reference(batch, numbers, results, noise, scale, {})
-        found.errors[frozenset(self.own)] = _apart(narrow, found)
+        paths = {id(layer): path for path, layer in self.units.items()}
+        for call, exact in zip(narrow.calls, wide.calls):
+            if path := paths.get(id(exact.layer)):
+                made = off(call.outputs, exact.outputs)
+                added = made - off(call.inputs, exact.inputs) if made < math.inf else made
+                self.added[path] = max(self.added.get(path, 0.0), added)
+        found = _Reference(batch, numbers, results, noise, narrow.loss_scale, {})
+        found.errors[frozenset(candidates)] = _apart(narrow, found), narrow.loss_scale
         return found
 
     def add(self, group: list[str], chosen: list[str], where: Sequence[_Reference]) -> list[str]:
@@ -485,7 +475,7 @@ class _Search:
         if not group:
             return chosen
         both = [*chosen, *group]
-        errors = (self.errors(both, each) for each in where)
+        errors = (self.errors(both, each)[0] for each in where)
         failure = next((str(each) for each in errors if not each.largest <= self.tolerance), None)
         if failure is None:
             return both
@@ -497,12 +487,13 @@ class _Search:
         first, second = group[:middle], group[middle:]
         return self.add(second, self.add(first, chosen, where), where)
 
-    def errors(self, chosen: Sequence[str], reference: _Reference) -> Errors:
-        """Returns how far a model is from float32 on a batch."""
+    def errors(self, chosen: Sequence[str], reference: _Reference) -> tuple[Errors, float]:
+        """Returns how far a model is from float32 on a batch, and its loss scale."""
         batch, numbers, *_, scale, known = reference
         if frozenset(chosen) not in known:
             self.progress.begin(f"{len(chosen)} layers in {self.policy}")
-            known[frozenset(chosen)] = _apart(self._run(chosen, batch, numbers, scale), reference)
+            run = self._run(chosen, batch, numbers, scale)
+            known[frozenset(chosen)] = _apart(run, reference), run.loss_scale
         return known[frozenset(chosen)]
 
     def policies(self, chosen: Collection[str]) -> dict[str, str]:
@@ -527,32 +518,6 @@ class _Search:
                 "layers that do not in `leave_out`, or give batches that suit it. The error is: "
                 f"{batches_of.reason(error)}"
             ) from error
-
-    def _run_alone(self, narrow: Run, wide: Run, scale: float) -> None:
-        """Runs each layer in both dtypes, on the inputs that it had in float32."""
-        paths = {id(self.units[path]): path for path in self.own}
-        for call, exact_call in zip(narrow.calls, wide.calls, strict=True):
-            path = paths.get(id(exact_call.layer))
-            if path is None:
-                continue
-            upstream = exact_call.gradients
-            exact = replay(exact_call, exact_call.layer, upstream)
-            scaled = [None if each is None else each * scale for each in upstream]
-            one = replay(exact_call, call.layer, scaled)
-            gradients = [one.gradients[each] for each in exact.gradients if each in one.gradients]
-            self.own[path] = max(
-                self.own[path],
-                relative(_joined(one.outputs), _joined(exact.outputs)),
-                relative(_joined(gradients) / scale, _joined(exact.gradients.values())),
-            )
-
-
-def _scale_for(gradients: Iterable[tf.Tensor]) -> float:
-    """Returns the largest usual loss scale at which gradients do not overflow in float16."""
-    sizes = (float(tf.reduce_max(tf.abs(each))) for each in gradients)
-    largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
-    scale = round_down(float(tf.float16.max) / largest) if largest else INITIAL_LOSS_SCALE
-    return max(1.0, min(INITIAL_LOSS_SCALE, scale))
 
 
 def _results(run: Run) -> _Results:
@@ -583,10 +548,9 @@ def _joined(tensors: Iterable[tf.Tensor]) -> np.ndarray:
 
 
 def _row(layer: TunedLayer) -> text_tables.RankedRow:
-    error = "-" if layer.error is None else share_off(layer.error)
     name, products = f"{layer.path} ({layer.kind})", f"{layer.multiplications:,}"
     return text_tables.RankedRow(
-        (name, layer.policy, products, error, layer.reason),
+        (name, layer.policy, products, layer.reason),
         (float(not layer.is_in_16_bits), float(layer.multiplications)),
         (layer.kind, layer.policy),
     )

@@ -43,10 +43,8 @@ def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_pat
     assert (len(tuned.errors), len(tuned.held_out)) == (3, 1)
     assert all(0 < each.largest <= 0.05 for each in (*tuned.errors, *tuned.held_out))
     rows = {layer.path: layer for layer in tuned.layers}
-    assert rows["norm"].error == 1.0  # it divides by infinity
     assert rows["norm"].reason.endswith(" off")
     assert (rows["first"].multiplications, rows["last"].multiplications) == (8 * 6 * 16, 8 * 16 * 2)
-    assert 0 < rows["first"].error < 0.002
     for was, weight in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(was, weight)
     assert tune(model, batches()) == tuned
@@ -64,9 +62,7 @@ def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_pat
     np.testing.assert_array_equal(tuned.model.predict(x), loaded.predict(x))
     text = str(tuned)
     assert "model: 4 of 5 layers in mixed_float16, 95.5% of the multiplications" in text
-    assert re.search(
-        r"^norm \(Norm\) +float32 +48 +1.0e\+00 +(outputs|gradients of) ", text, re.MULTILINE
-    )
+    assert re.search(r"^norm \(Norm\) +float32 +48 +(outputs|gradients of) ", text, re.MULTILINE)
     assert 1 <= tuned.loss_scale <= 2.0**15
     assert f"; initial loss scale: {tuned.loss_scale:g}" in text
     assert max(map(len, text.splitlines())) <= 100
@@ -159,7 +155,6 @@ def test_nested_models_shared_layers_and_patterns():
         assert set(inside) <= {"float32" if policy == "float32" else "float16"}, path
     assert {path for path, unit in units.items() if not unit.is_in_16_bits} == {"inner/b", "norm"}
     assert units["norm"].reason == "left out, or not included"
-    assert units["norm"].error is None
     # It is called twice.
     assert units["inner/a"].multiplications == 2 * 8 * 6 * 6
     assert units["around"].multiplications > 0
