@@ -135,7 +135,7 @@ def multiplied_sizes(made: tf.Operation) -> tuple[int, ...]:
     inputs, outputs = _shapes(made)
     try:
         if made.type == "MatMul":
-            return (*outputs[0], math.prod(inputs[0]) // outputs[0][0])
+            return (*outputs[0], math.prod(inputs[0]) // max(outputs[0][0], 1))
         return inputs[1][-2:] if made.type == "Conv2D" else ()
     except (TypeError, IndexError):
         return ()
