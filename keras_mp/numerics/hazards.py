@@ -191,7 +191,7 @@ def inputs(step: TracedStep) -> Iterator[Observed]:
             continue
         source, rounded = operation.inputs[0], operation.outputs[0]
         size, rank = source.shape.num_elements(), source.shape.rank
-        given = before(source, ("Identity", "ExpandDims", "Cast"), until=LOW_PRECISION)
+        given = before(source, ("Identity", "ExpandDims", "Cast"))
         if given.op.type != "Placeholder" or not size or rank < 2:
             continue
         takers = [taker for taker in rounded.consumers() if taker in step.forward]

@@ -229,15 +229,14 @@ def trace(
         return step.get_concrete_function(batch.data)
 
 
-def before(tensor: tf.Tensor, types: Container[str], until: Container[tf.DType] = ()) -> tf.Tensor:
+def before(tensor: tf.Tensor, types: Container[str]) -> tf.Tensor:
     """Returns the tensor from which operations have made this one.
 
     Args:
         tensor: tensor of the graph.
         types: names of operations, which are followed from their results to their first inputs.
-        until: dtypes, of which a tensor is not followed further. Defaults to none.
     """
-    while tensor.op.type in types and tensor.dtype not in until:
+    while tensor.op.type in types:
         tensor = tensor.op.inputs[0]
     return tensor
 
