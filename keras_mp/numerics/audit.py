@@ -6,7 +6,7 @@ put it into `HAZARDS`, causes before their consequences, and plant the defect in
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,11 +88,11 @@ def audit(model: tf.keras.Model, given: Sequence[Batch]) -> tuple[Finding, ...]:
                 if finding is None:
                     raise
                 found.append([finding])
-    firsts: dict[Hashable, Finding] = {}
+    firsts: dict[Any, Finding] = {}
     for each in itertools.chain.from_iterable(found):
-        firsts.setdefault(each.place, each)
+        firsts.setdefault(each[:3], each)
     if len(found) > 1:
-        counts = Counter(place for one in found for place in {each.place for each in one})
+        counts = Counter(place for one in found for place in {each[:3] for each in one})
         for place, each in firsts.items():
             on = f"On {counts[place]} of {len(found)} batches."
             firsts[place] = each._replace(why=f"{each.why} ({on})")

@@ -265,7 +265,13 @@ def _culprits(
     for i, ((call, wide), row) in enumerate(zip(pairs, rows)):
         if any(culprit.call in call.inside for culprit in forward):
             continue
-        before, made = off(call.inputs, wide.inputs), row.output or Distance(0.0, 0.0)
+        made = row.output or Distance(0.0, 0.0)
+        if _is_far(made) and not are_finite(call.inputs) and are_finite(wide.inputs):
+            if not forward:
+                what = f"What it takes is beyond {call.dtype}"
+                forward.append(TooFar(call, wide, "forward", made.units, what))
+            continue
+        before = off(call.inputs, wide.inputs)
         rises = not call.inside and made.relative > _RISES * max(before, least)
         if not (always or rises or made.units > _LOOKED_AT):
             continue
@@ -307,7 +313,8 @@ def _alone(call: Call, wide: Call) -> tuple[Distance | None, Distance | None, fl
     """
     upstream = call.gradients
     narrow = replay(call, call.layer, upstream)
-    before, again = ([each.numpy().tobytes() for each in of.outputs] for of in (call, narrow))
+    both = call, narrow.calls[-1]
+    before, again = ([each.numpy().tobytes() for each in of.outputs] for of in both)
     if before != again or not are_finite(call.inputs):
         return None, None, 0.0
 

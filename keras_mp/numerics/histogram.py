@@ -155,13 +155,12 @@ class Histogram:
 
     Args:
         bins: array of integers of the shape [279, 6]: zeros, exponents from -149 to 127, and
-            infinities and NaN. `Histogram.of` makes a histogram of values.
+            infinities and NaN. `Histogram.count` counts those of a tensor.
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_mp.numerics.histogram import Histogram
-    >>> histogram = Histogram.of(np.float32([0, 1e-9, 1e-5, 1.0, 70000.0]))
+    >>> histogram = Histogram.count(tf.constant([0, 1e-9, 1e-5, 1.0, 70000.0]))
     >>> histogram.fate("float16")
     Fate(values=4, zero=1, subnormal=1, infinite=1)
     >>> histogram.fate("float16", scale=1 / 8).infinite
@@ -179,21 +178,6 @@ class Histogram:
         self._counts = counts.reshape(-1)[self._places]
         self.total, self.zeros = int(counts.sum()), int(counts[0].sum())
         self.infinities, self.nans = counts[-1, :2].tolist()
-
-    @classmethod
-    def of(cls, values: np.ndarray | Sequence[float]) -> "Histogram":
-        """Counts values.
-
-        Args:
-            values: array, or what makes one. Those of float64 are rounded to float32 first.
-
-        Returns:
-            A `Histogram`.
-        """
-        with np.errstate(over="ignore"):
-            rounded = np.asarray(values).astype(np.float32)
-        with tf.init_scope():  # in eager, while a function is traced too
-            return cls.count(tf.constant(rounded))
 
     @classmethod
     def count(cls, tensor: tf.Tensor) -> "Histogram":

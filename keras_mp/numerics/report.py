@@ -52,10 +52,9 @@ class Row(NamedTuple):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_mp.numerics.histogram import Histogram
     >>> from keras_mp.numerics.report import Row
-    >>> row = Row("gradient", "dense/kernel", "float16", Histogram.of(np.float32([2.0**-20])))
+    >>> row = Row("gradient", "dense/kernel", "float16", Histogram.count(tf.constant([2.0**-20])))
     >>> str(row.window("float16"))
     '2^-4..2^35'
     """
@@ -149,11 +148,10 @@ class Report(Result):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_mp.numerics import Report
     >>> from keras_mp.numerics.histogram import Histogram
     >>> from keras_mp.numerics.report import Row
-    >>> row = Row("gradient", "dense/kernel", "float16", Histogram.of(np.float32([2.0**-20])))
+    >>> row = Row("gradient", "dense/kernel", "float16", Histogram.count(tf.constant([2.0**-20])))
     >>> report = Report([row], step=100, counted=1, loss_scale=2.0**15)
     >>> report.window("float16").margins(report.loss_scale)
     (19.0, 20.0)

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -46,11 +46,6 @@ class Finding(NamedTuple):
     def path(self) -> str:
         """`where` without what stands in parentheses: the path, if it is a layer."""
         return self.where.partition(" (")[0]
-
-    @property
-    def place(self) -> Hashable:
-        """The hazard, the layer and the line: equal for findings about the same thing."""
-        return self.hazard, self.where, self.line
 
     def __str__(self) -> str:
         at = ""

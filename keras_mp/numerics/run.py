@@ -334,11 +334,6 @@ class Run(NamedTuple):
         """The coarsest dtype of all calls."""
         return max((call.dtype for call in self.calls), key=UNIT_ROUNDOFF.__getitem__)
 
-    @property
-    def outputs(self) -> list[tf.Tensor]:
-        """The floating-point tensors that the last call returned."""
-        return self.calls[-1].outputs
-
     def measured(self) -> list[Call]:
         """Measures all calls, with the gradients of the weights of their layers."""
         names = {id(weight): name for name, weight in named_weights(self.model).items()}

@@ -148,9 +148,11 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
     def _read_own_steps(self) -> None:
         """Keeps what was counted in a loop of the program's since the last time."""
         if self._histograms is not None:
-            read = self._histograms.read()
-            if read.counted:
-                self.history.append(read)
+            self._keep(self._histograms.read())
+
+    def _keep(self, report: Report) -> None:
+        if report.counted:
+            self.history.append(report)
 
     def _lines(self, rows: int | None) -> list[str]:
         parts = [str(each) for each in self.found]
@@ -303,5 +305,4 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
         if self._in_fit is not None:
             report = self._in_fit.read()
             report.step = self._before_fit + self._made
-            if report.counted:
-                self.history.append(report)
+            self._keep(report)

@@ -78,7 +78,7 @@ def cases_of(dtype):
         bins = found.reshape(histogram.ROWS, histogram.COLUMNS)
         assert bins[0].sum() == (rounded == 0).sum()
         assert bins[-1, 0] == np.isinf(rounded).sum()
-        assert histogram.Histogram(bins) == histogram.Histogram.of(rounded)
+        assert histogram.Histogram(bins) == histogram.Histogram.count(tf.constant(rounded))
 
     cases = {
         "to 16 bits": Case(

@@ -7,7 +7,7 @@ import tensorflow as tf
 import keras_mp
 from tests.common import IS_KERAS_3, mirrored, once
 from tests.numerics.test_reports import distributions
-from tests.numerics.tools import ExponentHistograms, Histogram, count_exponents
+from tests.numerics.tools import ExponentHistograms, Histogram, count_exponents, histogram_of
 
 K = tf.keras
 watch = keras_mp.numerics.watch
@@ -49,7 +49,7 @@ def scaling(scale=2.0**12, **kwargs):
 def test_a_device_counts_as_numpy_does(jit_compile):
     values = np.concatenate(list(distributions().values()))
     count = tf.function(count_exponents, jit_compile=jit_compile)
-    expected = Histogram.of(values)
+    expected = histogram_of(values)
     assert Histogram(count(tf.constant(values)).numpy().reshape(expected.bins.shape)) == expected
 
 
@@ -59,9 +59,9 @@ def test_16_bit_values_are_counted_exactly():
     # Few values are looked at one by one.
     for values in (every, every[::-7], tf.concat([every, every[99:999]], 0)):
         bins = count_exponents(values, tf.constant(8.0)).numpy()
-        bins = bins.reshape(Histogram.of([]).bins.shape)
+        bins = bins.reshape(histogram_of([]).bins.shape)
         with np.errstate(invalid="ignore"):  # as NumPy says of NaN
-            expected = Histogram.of(values.numpy().astype(np.float32) / 8)
+            expected = histogram_of(values.numpy().astype(np.float32) / 8)
         assert Histogram(bins) == expected
 
 
@@ -83,10 +83,10 @@ def test_a_loop_of_ones_own(how):
     assert [row.dtype for row in report.rows[4:]] == ["float16", "float16", "float32"]
     for place, path in enumerate(gradients):
         values = [scaled[place].numpy().ravel() / 2.0**12 for _, scaled in (seen[0], seen[2])]
-        assert report["gradient", path].histogram == Histogram.of(np.concatenate(values))
+        assert report["gradient", path].histogram == histogram_of(np.concatenate(values))
         assert report["gradient", path].dtype == "float16"
     values = [outputs.numpy().ravel() for outputs, _ in (seen[0], seen[2])]
-    assert report["output", "last"].histogram == Histogram.of(np.concatenate(values))
+    assert report["output", "last"].histogram == histogram_of(np.concatenate(values))
     assert "call" not in vars(model.layers[1])
     empty = histograms.read()
     assert (empty.step, empty.counted, empty.rows) == (3, 0, [])
@@ -117,7 +117,7 @@ def test_gradients_are_seen_unscaled_however_they_come(how):
                 gradients = optimizer.get_unscaled_gradients(gradients)
             optimizer.apply_gradients(zip(gradients, variables))
     report = histograms.read()
-    assert report["output gradient", "last"].histogram == Histogram.of(expected.numpy())
+    assert report["output gradient", "last"].histogram == histogram_of(expected.numpy())
     # The gradient of the last bias is the sum of those of the outputs.
     [exponent, *_] = report["gradient", "inner/second/bias"].histogram.exponents
     assert -8 < exponent < 2

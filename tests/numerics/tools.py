@@ -113,6 +113,12 @@ def saved(folder, model, **batch):
     return files
 
 
+def histogram_of(values):
+    """Returns the histogram of an array, rounded to float32, which the device counts."""
+    with np.errstate(over="ignore"):
+        return Histogram.count(tf.constant(np.asarray(values).astype(np.float32)))
+
+
 def of_keras(dtype="float16"):
     """Returns Keras's own mixed policy: in its layers all operations compute in 16 bits."""
     return tf.keras.mixed_precision.Policy(f"mixed_{dtype}")
