@@ -24,12 +24,15 @@ _IN_FLOAT32 = (
     "stft",
     "tanh_shrink",
 )
+# They compute the size of a kernel, or coordinates, in the dtype of images.
+_OF_IMAGES_IN_FLOAT32 = ("gaussian_blur", "elastic_transform")
 
 
 def exact_functions() -> list[Any]:
     """Returns Keras's own functions that need float32 as a whole."""
     found = [getattr(keras.ops, name, None) for name in _IN_FLOAT32]
-    return [each for each in (*found, getattr(keras.ops.image, "gaussian_blur", None)) if each]
+    found += [getattr(keras.ops.image, name, None) for name in _OF_IMAGES_IN_FLOAT32]
+    return [each for each in found if each]
 
 
 def input_casts(policy_class: type) -> tuple[Name | Method, ...]:

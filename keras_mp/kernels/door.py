@@ -75,9 +75,11 @@ def _as_tensor(value: Any, low: tf.DType, has_list: bool, is_first: bool = False
         return value
     if isinstance(value, tf.Variable) or hasattr(value, "__tf_tensor__"):
         return tf.convert_to_tensor(value)
-    if isinstance(value, list | tuple) and has_list and any(map(tf.is_tensor, _flat(value))):
+    if not isinstance(value, list | tuple) or not any(map(tf.is_tensor, _flat(value))):
+        return tf.convert_to_tensor(value, low)
+    if has_list:
         return [_as_tensor(each, low, has_list) for each in value]
-    return tf.convert_to_tensor(value, low)
+    return tf.convert_to_tensor(value)  # Of tensors of two dtypes, TensorFlow makes none.
 
 
 class _Choice:

@@ -34,6 +34,7 @@ MIXTURES = {
     "conv1d": lambda x: tf.nn.conv1d(x[:, :, None], WIDE[None], 1, "SAME"),
     "clip_by_value": lambda x: tf.clip_by_value(x, WIDE - 1, WIDE),
     "add_n": lambda x: tf.add_n([x, WIDE]),
+    "a list as one tensor": lambda x: tf.exp([x, WIDE]),
     "squared_difference": lambda x: tf.math.squared_difference(x, WIDE),
     "scatter": lambda x: tf.tensor_scatter_nd_update(x, [[0]], WIDE * 2),
     "divide_no_nan": lambda x: tf.math.divide_no_nan(x, WIDE),
