@@ -159,9 +159,10 @@ def make_step(
             return _operation([applied, *(scaler.accumulated() if scaler else ())])
 
         def complete() -> Operation:
-            # A function of its own could not meet other replicas, nor be part of a graph of
-            # TensorFlow 1.
-            must_stay = host.in_v1_graph() or _replicas_may_meet()
+            # A function of its own could not ask other replicas what was not finite there, nor be
+            # part of a graph of TensorFlow 1.
+            count = tf.distribute.get_strategy().num_replicas_in_sync
+            must_stay = host.in_v1_graph() or len(steps) < count
             return tf.cond(finite, make, skip if must_stay else host.as_one_operation(skip))
 
         if finite is None:
@@ -333,13 +334,6 @@ def _write_if(finite: tf.Tensor, update: Callable[[], Any]) -> None:
     )
     traced()
     kept.put_back(finite)
-
-
-def _replicas_may_meet() -> bool:
-    """Whether several replicas or workers run this code, each for itself."""
-    if not tf.distribute.has_strategy():
-        return False
-    return not tf.distribute.in_cross_replica_context() or replicas.number_of_workers() > 1
 
 
 def _operation(result: Any) -> Operation:
