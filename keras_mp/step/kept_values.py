@@ -34,9 +34,7 @@ class KeptValues:
         """
         if not tf.executing_eagerly():
             return bool(self)
-        return any(
-            tf.reduce_any(tf.not_equal(read(handle, old.dtype), old)) for handle, old in self._old
-        )
+        return any(_differ(read(handle, old.dtype), old) for handle, old in self._old)
 
     def put_back(self, unless: tf.Tensor | None = None) -> None:
         """Restores the values, in any context and also for all replicas.
@@ -53,3 +51,12 @@ class KeptValues:
         """Releases the values in eager, where an update copies each value that is held."""
         if tf.executing_eagerly():
             self._old.clear()
+
+
+def _differ(value: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
+    """Whether any number of two tensors differs.
+
+    NaN, which is not equal to itself, does not.
+    """
+    are_nan = tf.not_equal(value, value) & tf.not_equal(old, old)
+    return tf.reduce_any(tf.not_equal(value, old) & tf.logical_not(are_nan))

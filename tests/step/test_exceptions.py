@@ -265,11 +265,12 @@ def test_other_wrappers(name, kind, mode):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_training_step_that_raises_puts_back_what_the_forward_pass_wrote(name, nested):
-    program = Program(name)
-    statistic = tf.Variable(0.0, trainable=False)
+    program, other = Program(name), tf.Module()
+    statistic, other.diverged = tf.Variable(0.0, trainable=False), tf.Variable(np.nan)
 
     def step():
-        with keras_mp.training_step(statistic, [program.v]), contextlib.ExitStack() as stack:
+        watched = keras_mp.training_step(statistic, [program.v], other)
+        with watched, contextlib.ExitStack() as stack:
             if nested:
                 stack.enter_context(keras_mp.training_step(program.v))
             statistic.assign_add(1.0)
