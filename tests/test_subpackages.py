@@ -112,7 +112,7 @@ ATTACHED = {
     *("master_weights", "plots", "extensions"),
 }
 # Lines of code.
-LARGEST_CORE = {"loss_scale_optimizer": 3314, "grad_scaler": 2844, "policy": 1021}
+LARGEST_CORE = {"loss_scale_optimizer": 3306, "grad_scaler": 2836, "policy": 1021}
 
 
 def modules():

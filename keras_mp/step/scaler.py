@@ -13,7 +13,6 @@ from keras_mp.step import replicas
 from keras_mp.step.loss_scales import DynamicLossScale, LossScale, state_variable
 from keras_mp.step.schedule import LossScaleState, bad_steps_after
 from keras_mp.step.skip_report import SkippedStep, SkipReport
-from keras_mp.support import validation
 from keras_mp.support.host import chosen
 
 Truth = bool | tf.Tensor
@@ -59,11 +58,7 @@ class Scaler:
         with tf.init_scope():
             self.steps_skipped = state_variable(0, tf.int64, "steps_skipped")
             self._moved: Any = loss_scale if loss_scale.moves or not self.can_skip else _Counter()
-        self.report = SkipReport(
-            self,
-            validation.integer_or_none("warn_after_skips", warn_after_skips),
-            validation.integer_or_none("raise_after_skips", raise_after_skips),
-        )
+        self.report = SkipReport(self, warn_after_skips, raise_after_skips)
 
     @property
     def skips_in_a_row(self) -> tf.Variable:
@@ -89,7 +84,8 @@ class Scaler:
             list of operations.
         """
         if finite is True or skipped is None:
-            return [] if is_moved else self._moved.move(True)
+            # A good outcome is no worse than any: `update` of a shared scaler asks for the worst.
+            return [] if is_moved or self.is_shared else self._moved.move(True)
         before = self.loss_scale()
         moved = self._move_after_skip(finite, skipped, is_moved)
         added = tf.cast(chosen(finite, lambda: 0, lambda: 1), tf.int64)
@@ -137,13 +133,6 @@ class SharedScaler(Scaler):
         super().__init__(loss_scale, **arguments)
         with tf.init_scope():
             self._worst = state_variable(_GOOD, tf.int64, "worst_verdict")
-
-    def outcome(
-        self, finite: Truth, skipped: SkippedStep | None = None, is_moved: bool = False
-    ) -> list[Any]:
-        """Notes the outcome of a step, and counts and reports a skipped one."""
-        # GOOD is no worse than any outcome.
-        return [] if finite is True else super().outcome(finite, skipped, is_moved)
 
     def _move_after_skip(self, finite: Truth, skipped: SkippedStep, is_moved: bool) -> list[Any]:
         outcome = chosen(skipped.loss_is_finite, lambda: _OVERFLOWED, lambda: _BAD)

@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras_mp.step import overflow, replicas
 from keras_mp.step.finiteness import COUNTS
 from keras_mp.step.loss_scales import DynamicLossScale, state_variable
-from keras_mp.support import host, messages, new_variables
+from keras_mp.support import host, messages, new_variables, validation
 from keras_mp.support.host import chosen
 from keras_mp.support.references import reference
 
@@ -73,15 +73,18 @@ class SkipReport:
     """
 
     def __init__(self, scaler: Any, warn_after: int | None, raise_after: int | None) -> None:
-        self._scaler, self.warn_after, self.raise_after = scaler, warn_after, raise_after
+        self._scaler = scaler
         self.paths: Callable[[], dict[int, str]] = dict
         self._told: set[str] = set()
+        self.set_limits(warn_after, raise_after)
         # How many steps were skipped when the note was read last.
         self._looked_at = 0.0
         self._notes: list[_Note] = []
 
-    def warn_again(self) -> None:
-        """Warns of skips in a row again, after `warn_after` or the like has changed."""
+    def set_limits(self, warn_after: int | None, raise_after: int | None) -> None:
+        """Checks and sets both limits, after which skips in a row may be warned of again."""
+        self.warn_after = validation.integer_or_none("warn_after_skips", warn_after)
+        self.raise_after = validation.integer_or_none("raise_after_skips", raise_after)
         self._told.discard("row")
 
     def note(

@@ -129,8 +129,7 @@ class ScalerProperties:
 
     @warn_after_skips.setter
     def warn_after_skips(self, value: int | None) -> None:
-        self._scaler.report.warn_after = validation.integer_or_none("warn_after_skips", value)
-        self._scaler.report.warn_again()
+        self._scaler.report.set_limits(value, self.raise_after_skips)
 
     @property
     def raise_after_skips(self) -> int | None:
@@ -142,8 +141,7 @@ class ScalerProperties:
 
     @raise_after_skips.setter
     def raise_after_skips(self, value: int | None) -> None:
-        self._scaler.report.raise_after = validation.integer_or_none("raise_after_skips", value)
-        self._scaler.report.warn_again()
+        self._scaler.report.set_limits(self.warn_after_skips, value)
 
     def _config_of_scaler(self) -> dict[str, Any]:
         """Returns the arguments about sums and skipped steps."""
