@@ -112,7 +112,7 @@ ATTACHED = {
     *("master_weights", "plots", "extensions"),
 }
 # Lines of code.
-LARGEST_CORE = {"loss_scale_optimizer": 3306, "grad_scaler": 2836, "policy": 1021}
+LARGEST_CORE = {"loss_scale_optimizer": 3303, "grad_scaler": 2833, "policy": 1021}
 
 
 def modules():

@@ -223,39 +223,32 @@ def places_of(variable: tf.Variable) -> list[ReplicaPlace]:
     return [ReplicaPlace(i, i // len(names), names[i % len(names)]) for i in range(count)]
 
 
-def losses(places: Sequence[ReplicaPlace], counts: np.ndarray) -> tuple[LossOfReplica, ...]:
-    """Returns the losses of all replicas.
-
-    Args:
-        places: sequence of the replicas.
-        counts: array of shape [replicas, 2], or with one more row.
-    """
-    return tuple(LossOfReplica(place, _kind_of(*row)) for place, row in zip(places, counts))
-
-
 def _kind_of(infs: float, nans: float) -> str:
     if infs in (NO_EXAMPLES, UNKNOWN):
         return _NO_EXAMPLES if infs == NO_EXAMPLES else "not known"
     return "NaN" if nans else "Inf" if infs else "finite"
 
 
-def gradients(
-    sizes: dict[str, int | None], places: Sequence[ReplicaPlace], counts: np.ndarray
-) -> tuple[OverflowedGradient, ...]:
-    """Returns the gradients that were not finite, on each replica.
+def report(
+    sizes: dict[str, int | None], places: Sequence[ReplicaPlace], counts: np.ndarray, **step: Any
+) -> Overflow:
+    """Returns the report of a step.
 
     Args:
         sizes: the number of values of each variable, by its name.
         places: sequence of the replicas.
-        counts: array of shape [replicas, variables, 2], or with one more row for their sums.
+        counts: array of shape [replicas, 1 + variables, 2], as `count_of_replicas` makes it: of the
+            losses, then of the gradients. It may have one more row for sums of gradients.
+        **step: what else an `Overflow` has.
     """
+    losses = tuple(LossOfReplica(place, _kind_of(*row[0])) for place, row in zip(places, counts))
     found = []
-    for i, (name, size) in enumerate(sizes.items()):
+    for i, (name, size) in enumerate(sizes.items(), 1):
         rows = [row for row in zip([*places, None], counts[:, i]) if row[1].any()]
         # What is on a replica is in the sum, too.
         for place, (infs, nans) in [row for row in rows if row[0]] or rows:
             found.append(OverflowedGradient(name, place, _number(infs), _number(nans), size))
-    return tuple(found)
+    return Overflow(losses=losses, gradients=tuple(found), **step)
 
 
 def _number(count: float) -> int | None:

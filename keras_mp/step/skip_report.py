@@ -265,13 +265,11 @@ class _Note:
         vector = tf.convert_to_tensor(self.vector).numpy()
         header = total, _, _, loss_scale = vector[:_HEADER].tolist()
         times = vector[_HEADER:_TIMES]
-        counts = vector[_TIMES:].reshape(self._shape)
-        report = overflow.Overflow(
+        report = overflow.report(
+            *(self._sizes, self._places, vector[_TIMES:].reshape(self._shape)),
             step=None if times[-1] == _UNKNOWN else int(times[-1]),
             steps_skipped=int(total),
             loss_scale=loss_scale,
-            losses=overflow.losses(self._places, counts[:, 0]),
-            gradients=overflow.gradients(self._sizes, self._places, counts[:, 1:]),
         )
         return header, times, report
 
