@@ -107,20 +107,6 @@ def test_replicas_that_compute_in_one_function_and_apply_in_another(name, calls)
     assert float(value(v)) == 4
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_without_any_call_is_reported_at_its_line_and_by_functions_once(name, mode):
-    optimizer, v = scaling(name)
-
-    def step():
-        optimizer.apply_gradients([(tf.constant(1.0), v)])
-
-    step = placed(mode, step)
-    with our_warnings() as caught:
-        for _ in range(3):
-            step()
-    assert [w.filename for w in caught] == [__file__] * (3 if mode == "eager" else 1)
-
-
 def test_copies_begin_anew(name):
     if name.startswith("new") and not IS_KERAS_3:
         pytest.skip("Keras 2 copies only its legacy optimizers.")
