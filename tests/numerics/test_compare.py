@@ -449,8 +449,6 @@ def test_the_last_layer_is_named_where_its_gradient_overflows():
 @common.once
 def test_nothing_is_said_of_what_is_not_finite():
     model, (x, y) = small_model(), batch()
-    with pytest.raises(ValueError, match=r"Received: x of the shape \(0, 8\)"):
-        compare(model, x[:0], y[:0], policy="mixed_float16")
     for bad in ((x * math.nan, y), (x, y + math.inf)):
         assert not compare(model, *bad, policy="mixed_float16").is_judged
     # It handles them.
