@@ -237,3 +237,13 @@ def test_a_function_that_was_traced_and_is_gone_has_scaled_nothing(name):
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="Neither"):
         optimizer.apply_gradients([(tf.constant(0.5), v)])
     assert float(v) == 7.5
+
+
+@once
+def test_a_function_that_is_only_traced_has_no_part_in_a_step_of_eager_code(name):
+    optimizer, v = scaling(name)
+    optimizer.scale_loss(v)
+    other = tf.function(lambda: optimizer.get_scaled_loss(v))
+    other.get_concrete_function()
+    optimizer.apply_gradients([(tf.constant(0.5 * SCALE), v)])  # Quietly.
+    assert float(v) == 7.5
