@@ -212,11 +212,6 @@ def test_one_batch_is_cut_to_tune_with():
 
 
 @common.once
-def test_the_public_names():
-    assert len(keras_mp.numerics.__all__) <= 12
-
-
-@common.once
 def test_several_optimizers_and_a_scaler_are_known_to_a_block():
     model, scaler = small_model(dense(8)), keras_mp.GradScaler()
     weights = model.trainable_variables
