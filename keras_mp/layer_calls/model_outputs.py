@@ -129,8 +129,14 @@ def call(
     # A layer without others inside computes what it returns.
     is_exact = not is_outermost and _computes_itself(layer)
     calls = collections.deque(maxlen=_CALLS) if is_outermost else _thread.calls
+    region = reach.region()
+    if dtype is None and region is not None and not region.gradients_only:
+        # A layer without a 16-bit policy stays in its region.
+        in_reach = reach.current()
+    else:
+        in_reach = dtype
     with (
-        reach.entered(dtype, is_exact),
+        reach.entered(in_reach, is_exact),
         replaced(_thread, "layers", ids),
         replaced(_thread, "policy", policy),
         replaced(_thread, "calls", calls),

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests.common import digits, distance
-from tests.op_autocast.common import region
+from tests.op_autocast.common import is_rounded, normal, region
 
 K = tf.keras
 
@@ -74,6 +74,22 @@ def test_within_a_mixed_policy_nothing_changes():
             with region(dtype):
                 losses.append(model.fit(x, y, 32, 1, shuffle=False, verbose=0).history["loss"])
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("policy", "of_last"), [("float32", None), (None, "mixed_float16")])
+def test_layers_without_a_mixed_policy_are_in_the_region(policy, of_last):
+    """Calls of all layers are seen from the first one in 16 bits on."""
+    K.layers.Dense(1, dtype=keras_mp.Policy("mixed_float16"))(tf.ones([1, 2]))
+    with keras_mp.policy_scope(policy):
+        last = K.layers.Dense(2, dtype=of_last and keras_mp.Policy(of_last))
+        inputs = K.Input([4])
+        hidden = K.layers.Dense(4)(inputs)
+        model = K.Model(inputs, [hidden, last(hidden)])
+    for call in (model, tf.function(model)):
+        with region("bfloat16"):
+            hidden, _ = call(normal(3, 4))
+        assert is_rounded(hidden)
+        assert not is_rounded(call(normal(3, 4))[0])
 
 
 def test_float16_with_loss_scaling():
