@@ -222,7 +222,7 @@ EXACT = ops(
     *("divisions without remainder", "reciprocals", "roots", "exponentials", "logarithms"),
     *("log softmax", "cross entropies", "softplus", "exponential units", "interpolations"),
     "other functions that 16 bits end",
-) | {"AvgPool3D"}
+) | {"AvgPool3D", "Where"}
 # `sampled_softmax_loss` moves the lowest float32 number to where it hides a class. Where places are
 # the same, `ScatterNd` adds.
 MOVES = (

@@ -84,6 +84,7 @@ PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
         "signal.kaiser_window signal.kaiser_bessel_derived_window",
         lambda own, c: own(400, dtype=c(IMAGES).dtype),
     ),
+    "where": lambda c: tf.where(c(ROWS - ROWS[0, 0])),
     "math.bincount": lambda c: tf.math.bincount(ZEROS, c(MANY[:, 0])),
     "math.bincount, dtype": lambda c: tf.math.bincount(ZEROS[:3000], dtype=c(MANY).dtype),
     "sparse.bincount": lambda c: tf.sparse.to_dense(
