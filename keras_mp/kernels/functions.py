@@ -23,7 +23,7 @@ from keras_mp.variables import scope
 _REFUSING = ("range", "signal.rfft", "signal.rfft2d", "signal.rfft3d")
 # They multiply matrices, or images by a few numbers.
 _MULTIPLYING = (
-    *("linalg.expm", "linalg.lstsq", "image.ssim", "image.ssim_multiscale"),
+    *("linalg.expm", "linalg.lstsq", "linalg.pinv", "image.ssim", "image.ssim_multiscale"),
     *("image.rgb_to_grayscale", "image.rgb_to_yuv", "image.yuv_to_rgb", "image.rgb_to_yiq"),
     "image.yiq_to_rgb",
 )

@@ -85,6 +85,8 @@ PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
         lambda own, c: own(400, dtype=c(IMAGES).dtype),
     ),
     "where": lambda c: tf.where(c(ROWS - ROWS[0, 0])),
+    # Large numbers have small inverses.
+    "linalg.pinv": lambda c: tf.linalg.pinv(c(tf.abs(FRAMES[:, :12]))),
     "math.bincount": lambda c: tf.math.bincount(ZEROS, c(MANY[:, 0])),
     "math.bincount, dtype": lambda c: tf.math.bincount(ZEROS[:3000], dtype=c(MANY).dtype),
     "sparse.bincount": lambda c: tf.sparse.to_dense(
