@@ -11,7 +11,6 @@ import keras_mp
 from tests import steps
 from tests.common import (
     FAMILIES,
-    IS_KERAS_3,
     assert_all_equal,
     batches,
     make_optimizer,
@@ -427,21 +426,3 @@ def test_batches_without_examples_leave_the_scale_of_a_train_step(how):
     model.fit(batches((x * np.inf, y)), verbose=0, shuffle=False)
     assert float(scaler.loss_scale()) == 2.0**14
     assert np.isfinite(value(statistics.moving_mean)).all()
-
-
-@pytest.mark.skipif(not IS_KERAS_3, reason="Only optimizers of Keras 3 accumulate.")
-@pytest.mark.parametrize("mode", ["eager", "function"])
-def test_an_optimizer_that_accumulates_by_itself(mode):
-    scaler = keras_mp.GradScaler(GROWING())
-    optimizer, v = tf.keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), tf.Variable(8.0)
-    optimizer.build([v])
-
-    step = placed(mode, steps.scaler(scaler, optimizer, lambda factor: v * factor, [v]))
-    scales = []
-    for factor in (1.0, 1.0, np.nan, 1.0, 1.0, 3.0):
-        step(tf.constant(factor))
-        scales.append(float(scaler.loss_scale()) / 2.0**10)
-    assert float(v) == 8 - 1 - 2
-    # Two good steps, of two gradients each, would double it; a bad one halves it when it is made.
-    assert scales == [1, 1, 1, 0.5, 0.5, 0.5]
-    assert int(scaler.steps_skipped) == 1

@@ -41,7 +41,10 @@ def step_function(optimizer, v, mode, calls="keras_3"):
 @keras_3_only
 @pytest.mark.parametrize(
     ("mode", "calls"),
-    [("eager", "keras_3"), ("function", "minimize"), ("function", "rfc"), ("jit", "keras_3")],
+    [
+        *(("eager", "keras_3"), ("function", "minimize"), ("function", "rfc"), ("jit", "keras_3")),
+        *(("eager", "scaler"), ("function", "scaler")),
+    ],
 )
 def test_accumulated_gradients_are_one_step_with_one_verdict(mode, calls):
     inf, nan = np.inf, np.nan
@@ -55,27 +58,29 @@ def test_accumulated_gradients_are_one_step_with_one_verdict(mode, calls):
     control_step = step_function(control, control_v, mode, calls="unscaled")
     inner, v = make()
     scale = keras_mp.DynamicLossScale(1024, increment_period=2)
-    optimizer = keras_mp.LossScaleOptimizer(inner, scale)
-    step = step_function(optimizer, v, mode, calls)
+    loss = lambda gradient: tf.reduce_sum(v * gradient)  # noqa: E731
+    way = steps.with_scale(calls, scale, loss, [v], make=lambda rate: inner)
+    scales, compiled = way.scales, placed(mode, way)
+    step = lambda gradient: compiled(tf.constant(gradient, tf.float32))  # noqa: E731
     skipped = 0
     for window in windows:
         is_good = np.isfinite(sum(window))
         for factor in window:  # What is accumulated is no step yet.
-            assert float(optimizer.loss_scale) == 1024 / 2**skipped
-            assert int(optimizer.steps_skipped) == skipped
+            assert float(scale) == 1024 / 2**skipped
+            assert int(scales.steps_skipped) == skipped
             step([factor, -factor])
             if is_good:
                 control_step([factor, -factor])
         skipped += not is_good
         np.testing.assert_array_equal(v.numpy(), control_v.numpy())
-        assert_all_equal(state(optimizer), state(control))
-        assert int(optimizer.steps_skipped) == skipped
-        assert bool(optimizer.last_step_skipped) == (not is_good)
-        assert int(value(optimizer.iterations)) == int(value(control.iterations))
+        assert_all_equal(state(inner), state(control))
+        assert int(scales.steps_skipped) == skipped
+        assert bool(scales.last_step_skipped) == (not is_good)
+        assert int(value(inner.iterations)) == int(value(control.iterations))
     assert skipped == 4
     for factor in (1, 2, 3, 4, 5, 6):  # Two good steps double the scale.
         step([factor, -factor])
-    assert float(optimizer.loss_scale) == 1024 / 2**4 * 2
+    assert float(scale) == 1024 / 2**4 * 2
 
 
 @keras_3_only
