@@ -414,14 +414,14 @@ def operations_of(graph):
     return len(graph.node) + sum(len(function.node_def) for function in graph.library.function)
 
 
-def test_a_graph_has_no_more_operations_than_with_keras():
-    cell = overhead.Cell("graph", "SGD", 20, 256)
+def graph_of_step(wrapper, cell):
+    step = overhead.make_step(cell, wrapper, overhead.make_variables(cell))
+    return step.func.get_concrete_function(*step.args).graph.as_graph_def()
 
+
+def test_a_graph_has_no_more_operations_than_with_keras():
     def count(wrapper):
-        graphs = []
-        for _ in range(2):
-            step = overhead.make_step(cell, wrapper, overhead.make_variables(cell))
-            graphs.append(step.func.get_concrete_function(*step.args).graph.as_graph_def())
+        graphs = [graph_of_step(wrapper, overhead.Cell("graph", "SGD", 20, 256)) for _ in range(2)]
         # Functions that all graphs share are traced once in a process.
         first, second = ({f.signature.name: f for f in g.library.function} for g in graphs)
         shared = sum(len(second[name].node_def) for name in {*first} & {*second})
@@ -432,13 +432,9 @@ def test_a_graph_has_no_more_operations_than_with_keras():
 
 def test_a_variable_adds_few_operations_to_what_counts_in_a_skipped_step():
     def added_by_one(wrapper):
-        counts = []
-        for count in (20, 21):
-            cell = overhead.Cell("graph", "SGD", count, 1)
-            step = overhead.make_step(cell, wrapper, overhead.make_variables(cell))
-            graph = step.func.get_concrete_function(*step.args).graph
-            counts.append(operations_of(graph.as_graph_def()))
-        return counts[1] - counts[0]
+        cells = [overhead.Cell("graph", "SGD", count, 1) for count in (20, 21)]
+        few, more = (operations_of(graph_of_step(wrapper, cell)) for cell in cells)
+        return more - few
 
     assert added_by_one("keras_mp") - added_by_one("bare") <= 3
 
