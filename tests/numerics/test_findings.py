@@ -74,37 +74,19 @@ class Inside(L.Layer):
         return self.off(x)
 
 
-@pytest.fixture(scope="module")
-def off():
-    """A model with a layer that is off, and what `check` says of it."""
-    model = made(relu("in"), lambda: Off(name="off"))
-    return model, check(model, (X, Y))
-
-
-@pytest.mark.parametrize(
-    ("path", "cure"),
-    [("off", '{"off": "float32"}'), ("around/off", '{"around": "float32"}')],
-    ids=["layer", "inside"],
-)
-def test_each_cure_can_be_pasted(path, cure, off):
-    model, checked = off
-    if path != "off":
-        model = made(relu("in"), lambda: Inside(name="around"))
-        checked = check(model, (X, Y))
+@pytest.mark.parametrize(("layer", "name", "path"), [(Off, "off", ""), (Inside, "around", "/off")])
+def test_a_difference_has_a_line_and_a_cure_that_can_be_pasted(layer, name, path):
+    model = made(relu("in"), lambda: layer(name=name))
+    checked = check(model, (X, Y))
     [finding] = checked.findings
-    assert finding.path == path
-    assert cure in finding.cure
-    line = finding.cure[finding.cure.index("keras_mp.convert(") : -1]
-    assert not check(eval(line), (X, Y), loss=FROM_LOGITS).findings
-
-
-def test_a_difference_has_a_line(off):
-    checked = off[1]
-    [finding] = checked.findings
+    assert finding.path == name + path
     assert finding.line == (__file__, line_with("return (x + tf.cast(3000.0"))
     assert str(checked).count("test_findings.py:") == 1
     [described] = json.loads(checked.to_json())["findings"]
     assert described["line"] == {"file": __file__, "number": finding.line.number}
+    assert f'{{"{name}": "float32"}}' in finding.cure
+    line = finding.cure[finding.cure.index("keras_mp.convert(") : -1]
+    assert not check(eval(line), (X, Y), loss=FROM_LOGITS).findings
 
 
 class Adds(L.Layer):
