@@ -91,15 +91,12 @@ X = np.random.default_rng(0).normal(size=[3, 4, 5]).astype("float32")
     ("model", "before", "after"),
     [
         ("functional", "mixed_float16", "float32"),
-        ("functional", "float32", "mixed_bfloat16"),
         ("functional", "mixed_bfloat16", "mixed_float16"),
         ("sequential", "mixed_bfloat16", "float32"),
         ("sequential", "float32", "float64"),
-        ("unbuilt", "mixed_float16", "float32"),
         ("unbuilt", "float32", "mixed_bfloat16"),
         ("subclassed", "mixed_bfloat16", "float32"),
         ("subclassed", "float32", "mixed_bfloat16"),
-        ("subclassed", "float32", "float64"),
     ],
 )
 def test_same_weights_and_nearly_the_same_outputs(model, before, after):
@@ -175,28 +172,17 @@ class LosesUnits(K.layers.Dense):
         return {"name": self.name, "dtype": "float32"}
 
 
-class RaisesInConfig(K.layers.Dense):
-    def get_config(self):
-        raise KeyError("no such setting")
-
-
-@pytest.mark.parametrize(
-    ("cls", "reason"),
-    [
-        (LosesUnits, "TypeError: .*missing 1 required positional argument: 'units'"),
-        (RaisesInConfig, "KeyError: 'no such setting'"),
-    ],
-)
-def test_the_layer_that_is_to_blame_is_named(cls, reason):
-    culprit = cls(2, name="culprit")
+def test_the_layer_that_is_to_blame_is_named():
+    culprit = LosesUnits(2, name="culprit")
     sequential = K.Sequential([K.Input([3]), K.layers.Dense(4), culprit])
     inputs = K.Input([5, 3])
     functional = K.Model(inputs, K.layers.TimeDistributed(sequential)(inputs))
-    expected = f"since its layer 'culprit' cannot .* the class {cls.__name__} a `get_config`"
+    expected = "since its layer 'culprit' cannot .* the class LosesUnits a `get_config`"
+    reason = "TypeError: .*missing 1 required positional argument: 'units'"
     for model in (sequential, functional):
         with pytest.raises(ValueError, match=rf"(?s){expected}.* Received: {reason}") as raised:
             keras_mp.convert(model, "mixed_bfloat16")
-        assert isinstance(raised.value.__cause__, (TypeError, KeyError))
+        assert isinstance(raised.value.__cause__, TypeError)
 
 
 def test_a_layer_of_the_name_of_an_operation():

@@ -249,7 +249,7 @@ def test_a_fixed_scale_skips_nothing_and_a_fixed_manager_does():
     v = tf.Variable(1.0)
     managed = wrapped(loss_scale=v1.FixedLossScaleManager(8))
     managed.minimize(lambda: v * INF)
-    assert (float(v), int(managed.steps_skipped)) == (1, 1)
+    assert (float(v), int(managed.steps_skipped), float(managed.loss_scale())) == (1, 1, 8)
     fixed = wrapped(loss_scale=8)
     fixed.minimize(lambda: v * INF)
     assert (float(v), int(fixed.steps_skipped)) == (-INF, 0)
@@ -420,7 +420,7 @@ def graph_of(make):
     return graph, v, optimizer, train
 
 
-def test_a_saver_writes_the_names_of_the_inner_optimizer(tmp_path):
+def test_variables_are_the_inner_ones_and_the_scale_s_as_a_saver_names_them(tmp_path):
     plain, v, _, train = graph_of(adam)
     with plain.as_default(), session(plain) as run:
         run.run(train)
@@ -432,17 +432,11 @@ def test_a_saver_writes_the_names_of_the_inner_optimizer(tmp_path):
         every = {each.op.name for each in V1.global_variables()}
         ours = {each.op.name for each in optimizer.loss_scale_variables()}
         assert every == names | ours
+        assert {each.op.name for each in optimizer.variables()} == every - {"v"}
         assert ours == {"current_loss_scale", "good_steps", "bad_steps", "steps_skipped"}
         kept = [each for each in V1.global_variables() if each.op.name not in ours]
         V1.train.Saver(kept).restore(run, path)
         assert run.run(v).tolist() == after.tolist()
-
-
-def test_variables_are_the_inner_ones_and_the_scale_s():
-    v, optimizer = trained(lambda: wrapped(adam(), growing()), steps=1)
-    assert len(optimizer.variables()) == len(optimizer.inner_optimizer.variables()) + 4
-    assert optimizer.get_slot_names() == ["m", "v"]
-    assert optimizer.get_slot(v, "m") is optimizer.inner_optimizer.get_slot(v, "m")
 
 
 def test_a_monitored_session_with_hooks(tmp_path):
@@ -523,11 +517,9 @@ FAST = {"incr_every_n_steps": 1, "decr_every_n_nan_or_inf": 1}
         (8, SLOW, "-++-+-++-", [8, 8, 8, 4, 4, 4, 4, 4, 2], "012010120", "111001110"),
         (8, SLOW, "-+++-", [8, 8, 8, 16, 16], "01200", "11101"),
         (3.5, {**FAST, "incr_ratio": 1.5}, "++", [5.25, 7.875], "00", "00"),
-        (1000, {**FAST, "decr_ratio": 1e-30}, "-+-", [1, 2, 1], "000", "000"),
         (1.5, {**FAST, "decr_ratio": 0.8}, "---", [np.float32(1.2), 1, 1], "000", "000"),
         (0.5, FAST, "--+", [0.5, 0.5, 1], "000", "000"),  # below 1 from the start
         (2.0**126, FAST, "++-", [2.0**127, 2.0**127, np.float32(0.8) * 2.0**127], "000", "000"),
-        (8, {**FAST, "incr_ratio": 1e30}, "++", [np.float32(8e30)] * 2, "00", "00"),
     ],
 )
 def test_the_schedule(first, arguments, verdicts, scales, good, bad):
@@ -548,13 +540,6 @@ def test_in_a_graph_an_update_is_an_operation_and_variables_have_their_names():
         assert names == ["loss_scale", "good_steps", "bad_steps"]
 
 
-def test_a_fixed_manager():
-    manager = v1.FixedLossScaleManager(5000)
-    assert isinstance(manager, v1.LossScaleManager)
-    manager.update_loss_scale(tf.constant(False))
-    assert float(manager.get_loss_scale()) == 5000
-
-
 def test_a_manager_is_saved_with_its_variables(tmp_path):
     manager = v1.ExponentialUpdateLossScaleManager(8, 2)
     manager.update_loss_scale(True)
@@ -567,9 +552,7 @@ def test_a_manager_is_saved_with_its_variables(tmp_path):
 @pytest.mark.parametrize("how", [{"run_eagerly": True}, {"jit_compile": False}])
 def test_a_batch_without_examples_is_not_counted(how):
     keras_mp.set_global_policy("mixed_float16")
-    manager = v1.ExponentialUpdateLossScaleManager(
-        2.0**10, 100, decr_every_n_nan_or_inf=2, decr_ratio=0.5
-    )
+    manager = growing_by(2.0**10, 100, decr_every_n_nan_or_inf=2, decr_ratio=0.5)
     loss_scale = v1.ManagedLossScale(manager)
     layers = tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)
     optimizer = keras_mp.LossScaleOptimizer("sgd", loss_scale)
