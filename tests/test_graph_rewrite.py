@@ -120,12 +120,10 @@ def test_a_mixed_policy_before():
 @needs_bfloat16_rewrite
 def test_a_mixed_policy_after():
     enable(K.optimizers.SGD(), dtype="bfloat16")
-    with pytest.raises(ValueError, match="The graph rewrite to bfloat16 is on"):
+    is_refused = pytest.raises(ValueError, match="The graph rewrite to bfloat16 is on")
+    with is_refused:
         keras_mp.set_global_policy("mixed_float16")
-    with (
-        pytest.raises(ValueError, match="The graph rewrite to bfloat16 is on"),
-        keras_mp.policy_scope("mixed_bfloat16"),
-    ):
+    with is_refused, keras_mp.policy_scope("mixed_bfloat16"):
         pass
     assert keras_mp.global_policy().name == "float32"
     keras_mp.set_global_policy("float64")
@@ -325,10 +323,8 @@ def test_a_model_takes_one_batch():
         with pytest.raises(TypeError, match="Expected one batch after the model, by position"):
             graph_rewrite.report(model, *args, **kwargs)
     specs = tf.TensorSpec([8, 4]), tf.TensorSpec([8, 1])
-    assert (
-        graph_rewrite.report(model, *specs).by_dtype()["bfloat16"]["MatMul"]
-        == graph_rewrite.report(model, x, y).by_dtype()["bfloat16"]["MatMul"]
-    )
+    of_specs, of_arrays = (graph_rewrite.report(model, *each) for each in (specs, (x, y)))
+    assert of_specs.by_dtype()["bfloat16"]["MatMul"] == of_arrays.by_dtype()["bfloat16"]["MatMul"]
     uncompiled = K.Sequential([K.Input([4]), K.layers.Dense(1)])
     with pytest.raises(ValueError, match="Expected a model that is compiled"):
         graph_rewrite.report(uncompiled, x, y)

@@ -236,28 +236,21 @@ def test_a_subclassed_model_before_and_after_it_is_built():
     assert others[1] == "Parameters: 216, trainable: 144"
 
 
-def test_shared_layers_appear_once_and_integers_are_left_alone():
+def test_shared_layers_appear_once_and_text_and_integers_are_left_alone():
     keras_mp.set_global_policy("mixed_float16")
-    inputs = K.Input([3], dtype="int32", name="ids")
+    text = L.TextVectorization(output_sequence_length=3, name="text")
+    text.adapt(["a few words"])
+    inputs = K.Input([1], dtype="string", name="words")
     shared = L.Dense(8, name="shared")
-    x = L.Embedding(1000, 8, name="embedding")(inputs)
+    x = L.Embedding(1000, 8, name="embedding")(text(inputs))
     x = shared(shared(L.TimeDistributed(shared, name="wrapper")(x)))
-    rows, _, others = table(K.Model(inputs, x))
-    assert rows["ids (InputLayer)"][2] == "int32"
+    rows, notes, others = table(K.Model(inputs, x))
+    assert rows["words (InputLayer)"][2] == "string"
+    assert rows["text (TextVectorization)"][2] == "int64"
     assert rows["embedding (Embedding)"] == ["float16", "float32", "float16", "8,000", ""]
     assert sum("shared" in layer for layer in rows) == 1
-    assert others[1] == "Parameters: 8,072, trainable: 8,072"
-
-
-def test_text():
-    keras_mp.set_global_policy("mixed_float16")
-    text = L.TextVectorization(output_sequence_length=4, name="text")
-    text.adapt(["a few words"])
-    inputs = K.Input([1], dtype="string")
-    rows, notes, _ = table(K.Model(inputs, L.Embedding(10, 8, name="embedding")(text(inputs))))
-    assert rows["text (TextVectorization)"][2] == "int64"
-    assert rows["embedding (Embedding)"][3] == "80"
     assert not notes
+    assert others[1] == "Parameters: 8,072, trainable: 8,072"
 
 
 def test_a_trained_and_loaded_model(tmp_path):

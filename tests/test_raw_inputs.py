@@ -42,8 +42,6 @@ BOXED = {
     },
 }
 
-_Case = tuple[Callable[[], Any], Any]
-
 
 def _embedding() -> Any:
     return layers.Embedding(
@@ -59,7 +57,7 @@ def _mean_of_what_is_kept() -> Any:
     return Mixes(lambda x: pooling(x, mask=tf.reduce_any(x != -1, -1)))
 
 
-CASES: dict[str, _Case] = {
+CASES: dict[str, tuple[Callable[[], Any], Any]] = {
     "Normalization": (lambda: layers.Normalization(mean=[2005.5], variance=[85.25]), YEARS),
     "Normalization far": (lambda: layers.Normalization(mean=[80000.0], variance=[9e5]), FAR),
     "Rescaling": (lambda: layers.Rescaling(1 / 65535, offset=-0.5), DEEP),
@@ -221,12 +219,9 @@ def test_models_pass_on_what_they_were_given(kind: str, dtype: str) -> None:
         embedded = _model(kind, _embedding())
     right = tf.cast((YEARS - 2005.5) / np.sqrt(np.float32(85.25)), dtype).numpy()
     for found in (model(YEARS), model.predict(YEARS, verbose=0)):
-        np.testing.assert_allclose(
-            np.asarray(found, "float32"),
-            right.astype("float32"),
-            rtol=2 ** (-7 if dtype[0] == "b" else -10),
-        )
-        assert len(np.unique(np.asarray(found, "float32"))) == 32
+        found, rtol = np.asarray(found, "float32"), 2 ** (-7 if dtype[0] == "b" else -10)
+        np.testing.assert_allclose(found, right.astype("float32"), rtol=rtol)
+        assert len(np.unique(found)) == 32
     ids = np.array([[257], [1025]], "float32")
     for given in (ids, ids.astype("int32")):
         found = np.ravel(np.asarray(embedded(given), "float32"))
@@ -327,9 +322,8 @@ def test_arrays_of_numpy_are_raw_data_and_constants(
 def test_variables_are_float32_under_any_policy() -> None:
     norm = layers.Normalization(dtype=keras_mp.Policy("bfloat16"))
     norm.adapt(YEARS)
-    assert {tf.as_dtype(v.dtype) for v in norm.variables if tf.as_dtype(v.dtype).is_floating} == {
-        tf.float32
-    }
+    dtypes = {tf.as_dtype(v.dtype) for v in norm.variables}
+    assert {dtype for dtype in dtypes if dtype.is_floating} == {tf.float32}
     assert norm(YEARS).dtype == tf.bfloat16
 
 
