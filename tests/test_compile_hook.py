@@ -354,3 +354,26 @@ def test_clipping_before_the_sum_over_replicas_is_said(argument, name):
     assert all(f"{argument!r} of its optimizer" in each for each in found)
     cured = moved(wrapped)  # Without a warning, and as Keras 2 clips.
     assert (IS_KERAS_3 and argument != "clipvalue") == (abs(cured - plain).max() > 0.1)
+
+
+def test_losses_and_metrics_of_a_program_get_float32_predictions():
+    """Of a model that returns 16 bits."""
+    dtypes = []
+
+    class Sees(tf.keras.metrics.Metric):
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            dtypes.append(tf.as_dtype(y_pred.dtype))
+
+        def result(self):
+            return 0.0
+
+    def loss(y_true, y_pred):
+        dtypes.append(tf.as_dtype(y_pred.dtype))
+        return tf.reduce_mean(tf.square(y_pred), -1)
+
+    with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", model_outputs=None)):
+        model = sequential()
+    model.compile("sgd", loss, metrics=[Sees()])
+    model.fit(X, Y, verbose=0)
+    assert model(X).dtype == tf.float16
+    assert set(dtypes) == {tf.float32}

@@ -348,3 +348,5 @@ def test_a_sequential_model_without_input_reads_float32():
     model(x)
     converted = keras_mp.convert(model, "float32")
     np.testing.assert_array_equal(converted.predict(x, verbose=0), x)
+    # Without keras_mp, a loaded model goes by it.
+    assert [tf.as_dtype(each.dtype) for each in converted.inputs] == [tf.float32]
