@@ -275,7 +275,10 @@ def _culprits(
         rises = not call.inside and made.relative > _RISES * max(before, least)
         if not (always or rises or made.units > _LOOKED_AT):
             continue
-        output, gradient, times = _alone(call, wide)
+        alone = _alone(call, wide)
+        if alone is None:
+            continue
+        output, gradient, times = alone
         if _is_far(output):
             # Max pooling turns NaN into finite numbers, which are no evidence either.
             if not forward or before <= 1:
@@ -303,20 +306,20 @@ def _culprits(
     return list(culprits.values())
 
 
-def _alone(call: Call, wide: Call) -> tuple[Distance | None, Distance | None, float]:
+def _alone(call: Call, wide: Call) -> tuple[Distance | None, Distance | None, float] | None:
     """Makes a call again in both dtypes, on the inputs in 16 bits.
 
     Returns:
         How far its outputs and its gradients are off by themselves, and how many times as far as
-        its inputs its outputs move. None where that tells nothing: the layer draws random numbers
-        in a way of its own or has a state, or what it takes is spoilt already.
+        its inputs its outputs move. None if that tells nothing: the layer draws random numbers in a
+        way of its own or has a state, or what it takes is spoilt already.
     """
     upstream = call.gradients
     narrow = replay(call, call.layer, upstream)
     both = call, narrow.calls[-1]
     before, again = ([each.numpy().tobytes() for each in of.outputs] for of in both)
     if before != again or not are_finite(call.inputs):
-        return None, None, 0.0
+        return None
 
     def measured(replayed: Run) -> Call:
         return replayed.calls[-1].measure(replayed.gradients)

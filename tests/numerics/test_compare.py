@@ -229,6 +229,19 @@ def test_both_draw_the_same_numbers():
     assert 0 < comparison.layers[2].output.relative < 1e-3
 
 
+def test_a_layer_with_random_numbers_of_its_own_is_not_blamed():
+    numbers = np.random.default_rng(0)
+
+    class Own(L.Layer):
+        def call(self, x):
+            drawn = tf.numpy_function(lambda: np.float32(numbers.random()), [], tf.float32)
+            return x * tf.cast(tf.ensure_shape(drawn, []), x.dtype)
+
+    model = sequential(dense(4), Own, dense(1), policy="mixed_float16")
+    found = compare(model, np.ones([8, 8], "float32"), np.ones([8, 1], "float32"))
+    assert not [each for each in found.findings if "amplifies" in each.why]
+
+
 def test_metrics_are_as_they_were():
     strategy = common.mirrored(2)
     with strategy.scope():
