@@ -170,6 +170,19 @@ def rounds(x, dtype="bfloat16"):
     return np.array_equal(x, tf.cast(tf.cast(x, dtype), "float32"))
 
 
+class OwnDense(L.Dense):
+    """A product of a program: what Keras's own layers multiply can be made again."""
+
+    def call(self, x):
+        return super().call(x)
+
+
+def functional_in_float32(last):
+    with keras_mp.policy_scope("float32"):
+        x = tf.keras.Input([8])
+        return tf.keras.Model(x, last(x))
+
+
 ENDS = {
     "Dense, tanh": lambda: [L.Dense(4, "tanh")],
     "Dense, SiLU": lambda: [L.Dense(4, tf.nn.silu)],
@@ -178,6 +191,7 @@ ENDS = {
     "layer of the program": lambda: [Mixes(lambda x: x * x * x)],
     "layer in a layer": lambda: [Outer(L.Dense(5, "softmax"))],
     "model": lambda: [tf.keras.Sequential([tf.keras.Input([8]), L.Dense(5, "softmax")])],
+    "model of float32": lambda: [functional_in_float32(OwnDense(5))],
     "subclassed, with a function": lambda: [L.Dense(5), tf.nn.softmax],
     "EinsumDense": lambda: [L.Reshape([2, 4]), L.EinsumDense("abc,cd->abd", [2, 3], bias_axes="d")],
     "Conv2D": lambda: [L.Reshape([2, 2, 2]), L.Conv2D(2, 2, bias_initializer="normal")],

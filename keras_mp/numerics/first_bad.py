@@ -122,7 +122,7 @@ class FirstBadOperation:
     checks.
 
     Args:
-        *scaled: models, optimizers or `GradScaler`s whose loss scale may have to fall.
+        *scaled: a model, optimizers or `GradScaler`s whose loss scale may have to fall.
         include: iterable of str. Which operations may be the first: patterns of their types, such
             as `"Log"`, and of paths of layers, such as `"decoder/*"`. Defaults to None: all.
         exclude: iterable of str. Which operations may not, by the same patterns; those that use
@@ -177,7 +177,7 @@ class FirstBadOperation:
         self._exclude = patterns.listed("exclude", exclude)
         self._raises = validation.boolean("raises", raises)
         self._has_seen_any = False
-        self._models = [each for each in scaled if isinstance(each, tf.keras.Model)]
+        self._watched = next((each for each in scaled if isinstance(each, tf.keras.Model)), None)
         self._scaled = scaled
         self._scales: list[tuple[DynamicLossScale, float]] = []
         self._graphs = GraphRecorder()
@@ -192,13 +192,13 @@ class FirstBadOperation:
         if hasattr(_thread, "is_in_block"):
             raise RuntimeError(
                 "Expected one `watch` block at a time, since each would also check the "
-                "operations of the other. Pass all models and optimizers to one of them."
+                "operations of the other. Pass all optimizers to one of them."
             )
         self._scales = [(scale, float(scale())) for scale in _dynamic_scales(self._scaled)]
         self._forget_traces()
         self._block.callback(self._forget_traces)
-        for model in self._models:
-            self._block.enter_context(origins.naming(model))
+        if self._watched is not None:
+            self._block.enter_context(origins.naming(self._watched))
         self._block.enter_context(op_callbacks.observed(self._observe))
         self._block.enter_context(attributes.replaced(_thread, "is_in_block", True))
         return self
@@ -311,7 +311,7 @@ class FirstBadOperation:
             cause = "an input"
         elif found.operation in op_table.ops("constants"):
             cause = "a constant"
-        elif not self._models:
+        elif self._watched is None:
             return ""
         are = f"reach {size:.3g}" if math.isfinite(size) else "are not finite"
         return causes.SAID[cause].format(dtype=found.dtype, are=are)
@@ -328,7 +328,7 @@ class FirstBadOperation:
         self._spoilt.note(bad, True)
 
     def _forget_traces(self) -> None:
-        for model in self._models:
+        if (model := self._watched) is not None:
             model.train_function = model.test_function = model.predict_function = None
 
     def _observe(

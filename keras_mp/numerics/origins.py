@@ -102,8 +102,7 @@ def naming(model: tf.keras.Model) -> Iterator[None]:
     in the graph, and a layer that is shared has a scope for each call.
 
     Args:
-        model: of `tf.keras`. What it computes between its layers has its name. A layer of several
-            models has its path in the first of them.
+        model: of `tf.keras`. What it computes between its layers has its name.
     """
     named = {model.name: model, **layers_by_path(model)}.items()
     hook = gradients.record_operation

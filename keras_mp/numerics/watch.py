@@ -96,14 +96,14 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
             keras_api.check_model(model)
         self.read_freq = validation.epoch_or_integer("read_freq", read_freq)
         self.history: list[Report] = []
-        self._watched, self._optimizer = model, optimizer
+        self._optimizer = optimizer
         self._counting: dict[str, Any] = {"every": validation.integer("every", every)}
         self._counting |= {"gradients": gradients, "weights": weights, "outputs": outputs}
         self._counting["output_gradients"] = output_gradients
-        # Made now, in the scope of a strategy, and not in a replica.
-        self._histograms = None if model is None or optimizer is None else self._made_histograms()
         scaled = [each for each in (model, *tf.nest.flatten(optimizer)) if each is not None]
         super().__init__(*scaled, include=include, exclude=exclude, raises=raises)
+        # Made now, in the scope of a strategy, and not in a replica.
+        self._histograms = None if model is None or optimizer is None else self._made_histograms()
         # In a `fit`: what counts, the function that runs steps in which it does, and what that
         # replaces in an execution; how many steps were made in it, in it before this epoch, in it
         # when histograms were last read because of `read_freq`, and before this `fit`.

@@ -32,9 +32,8 @@ class KeptValues:
 
         In eager, the value of the weight tells.
         """
-        if not tf.executing_eagerly():
-            return bool(self)
-        return any(_differ(read(handle, old.dtype), old) for handle, old in self._old)
+        is_eager = tf.executing_eagerly()
+        return any(not is_eager or _differ(read(at, old.dtype), old) for at, old in self._old)
 
     def put_back(self, unless: tf.Tensor | None = None) -> None:
         """Restores the values, in any context and also for all replicas.
@@ -53,10 +52,11 @@ class KeptValues:
             self._old.clear()
 
 
-def _differ(value: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
-    """Whether any number of two tensors differs.
+def _differ(new: tf.Tensor, old: tf.Tensor) -> bool | tf.Tensor:
+    """Whether any number of two eager tensors differs, or their shape.
 
     NaN, which is not equal to itself, does not.
     """
-    are_nan = tf.not_equal(value, value) & tf.not_equal(old, old)
-    return tf.reduce_any(tf.not_equal(value, old) & tf.logical_not(are_nan))
+    if new.shape != old.shape:
+        return True
+    return tf.reduce_any(tf.where(tf.equal(old, old), tf.not_equal(new, old), tf.equal(new, new)))

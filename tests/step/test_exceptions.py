@@ -276,6 +276,20 @@ def test_a_training_step_that_raises_puts_back_what_the_forward_pass_wrote(name,
     assert (float(statistic), float(program.v)) == (1, 0.5)
 
 
+def test_a_weight_of_another_shape_hides_no_exception(name):
+    del name
+    module = tf.Module()
+    module.grows = tf.Variable([0.0, 0.0], shape=[None])
+
+    def step():
+        with keras_mp.training_step(module):
+            module.grows.assign([1.0, 2.0, 3.0])
+            raise RuntimeError(BROKEN)
+
+    with pytest.raises(RuntimeError, match=BROKEN):
+        step()
+
+
 def in_threads(count, run):
     """Calls `run(i, meet)` in so many threads at once; `meet` waits for all of them."""
     barrier = threading.Barrier(count)
