@@ -324,10 +324,6 @@ def test_each_worker_says_what_overflowed_on_another(together):
 SUMS = ["float32", "bfloat16"]
 # The optimizers of two workers that differ, and what both are told.
 UNEVEN = {
-    "fixed scales": (
-        lambda inner, index: keras_mp.LossScaleOptimizer(inner, [64, 128][index]),
-        ["FixedLossScale", "64.0", "128.0"],
-    ),
     "periods": (
         lambda inner, index: keras_mp.LossScaleOptimizer(
             inner, keras_mp.DynamicLossScale(increment_period=2 + index)
