@@ -183,15 +183,10 @@ def _note_lazily(known: Operation, args: Sequence[Any], pairs: Sequence[Any], re
     faces.lazily(known.name, args, pairs, results, kind, known.is_move)
 
 
-_ARITHMETIC = {
-    *("SegmentMax", "SegmentMin", "UnsortedSegmentMax", "UnsortedSegmentMin"),
-    *("TensorScatterMax", "TensorScatterMin", "MulNoNan", "Dilation2D", "SparseReduceMax"),
-    *("SparseDenseCwiseAdd", "SparseDenseCwiseMul", "SparseTensorDenseAdd"),
-    *op_table.ops(
-        *("additions", "multiplications", "signs", "softmax", "sigmoids"),
-        *("maxima of two", "maxima over axes", "selections", "roundings"),
-    ),
-} - {"BiasAdd", "BiasAddV1"}
+_ARITHMETIC = op_table.ops(
+    *("additions", "multiplications", "signs", "softmax", "sigmoids", "other arithmetic"),
+    *("maxima of two", "maxima over axes", "selections", "roundings"),
+) - {"BiasAdd", "BiasAddV1"}
 # Operations whose results have faces that are made when they are taken. A relu that is 0 stops a
 # gradient that is infinite in float16; in eager it would keep one more tensor for that.
 _LAZY = op_table.MOVES | _ARITHMETIC

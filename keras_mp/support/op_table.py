@@ -95,6 +95,16 @@ _TABLE = {
         "ReverseV2 Roll SpaceToBatch SpaceToBatchND SpaceToDepth Split SplitV Tile Unpack"
     ),
     "moves by index": "DynamicPartition DynamicStitch ScatterNd",
+    # What regions leave alone.
+    "other moves": (
+        "SparseToDense TensorScatterUpdate RaggedTensorToTensor SparseConcat SparseReorder "
+        "SparseSlice SparseFillEmptyRows ExtractImagePatches ExtractVolumePatches StatelessShuffle"
+    ),
+    "other arithmetic": (
+        "SegmentMax SegmentMin UnsortedSegmentMax UnsortedSegmentMin TensorScatterMax "
+        "TensorScatterMin MulNoNan Dilation2D SparseReduceMax SparseDenseCwiseAdd "
+        "SparseDenseCwiseMul SparseTensorDenseAdd"
+    ),
     "interpolations": "ResizeBilinear CropAndResize",
     # Operations that only test numbers, or make new ones.
     "shapes": "Rank Shape ShapeN Size",
@@ -228,11 +238,9 @@ EXACT = ops(
 MOVES = (
     ops(
         *("identities", "identities without a gradient", "identities that check", "reshapes"),
-        *("views", "moves", "moves by index"),
+        *("views", "moves", "moves by index", "other moves"),
     )
-    | {"SparseToDense", "TopK", "TopKV2", "TensorScatterUpdate", "RaggedTensorToTensor"}
-    | {"SparseConcat", "SparseReorder", "SparseSlice", "SparseFillEmptyRows"}
-    | {"ExtractImagePatches", "ExtractVolumePatches", "StatelessShuffle"}
+    | {"TopK", "TopKV2"}
 ) - {"ScatterNd"}
 READS = frozenset({*ops("reads of variables"), "ResourceGather", "ResourceGatherNd"})
 
