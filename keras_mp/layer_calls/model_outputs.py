@@ -129,14 +129,11 @@ def call(
     # A layer without others inside computes what it returns.
     is_exact = not is_outermost and _computes_itself(layer)
     calls = collections.deque(maxlen=_CALLS) if is_outermost else _thread.calls
+    # A layer without a 16-bit policy stays in a region of the program.
     region = reach.region()
-    if dtype is None and region is not None and not region.gradients_only:
-        # A layer without a 16-bit policy stays in its region.
-        in_reach = reach.current()
-    else:
-        in_reach = dtype
+    stays = dtype is None and region is not None and not region.gradients_only
     with (
-        reach.entered(in_reach, is_exact),
+        reach.entered(reach.current() if stays else dtype, is_exact),
         replaced(_thread, "layers", ids),
         replaced(_thread, "policy", policy),
         replaced(_thread, "calls", calls),
