@@ -40,8 +40,7 @@ class Row(NamedTuple):
 ROWS = [
     Row(name, section.partition("\n")[0], why, tried_by)
     for section in PAGE.read_text().split("\n## ")[1:]
-    for line in re.findall(r"^\| `.*$", section, re.MULTILINE)
-    for name, why, tried_by in [[cell.strip().strip("`") for cell in line.split("|")[1:-1]]]
+    for name, why, tried_by in re.findall(r"^- `(.*?)`: (.*?)(?:: `(.*)`)?$", section, re.M)
 ]
 
 

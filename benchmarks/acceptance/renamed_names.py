@@ -76,12 +76,10 @@ def _link(source: str, target: str) -> None:
 
 def names(keras: str) -> list[str]:
     """Returns the names of the table that this Keras concerns, without the modules they are in."""
-    rows = re.findall(
-        r"^\| `([^`]*)` \| ([^|]*) \|.*$",
-        (ROOT / "docs/private_names.md").read_text(),
-        re.MULTILINE,
-    )
-    return sorted({name.rpartition(".")[2] for name, of in rows if of != _OTHERS[keras]})
+    sections = (ROOT / "docs/private_names.md").read_text().split("\n## ")[1:]
+    ours = [each for each in sections if not each.startswith(_OTHERS[keras])]
+    paths = re.findall(r"^- `(.*?)`: ", "\n".join(ours), re.MULTILINE)
+    return sorted({path.rpartition(".")[2] for path in paths})
 
 
 def _run(copy: Copy, keras: str, *arguments: str) -> str:
