@@ -148,7 +148,7 @@ def test_the_window_and_the_path_of_the_scale_through_it():
     assert heights(window(reports, history=history))["loss scale"] == [2, 3, 4]
     nothing = report(row(values=[0.0]), step=30)
     assert heights(window([*reports, nothing]))["too small below"] == [6, 6, 4]
-    with pytest.raises(ValueError, match="at least one report"):
+    with pytest.raises(ValueError, match="Nothing was read yet"):
         window([])
 
 

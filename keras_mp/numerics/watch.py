@@ -1,29 +1,43 @@
-"""What happens while a model trains? Exponents, and the first operation that is not finite."""
+"""What happens while a model trains? Exponents, and the first operation that is not finite.
+
+While that is looked for, TensorFlow calls back for each operation that runs in eager or becomes a
+part of a graph, and it gets a row of a table (`operation_table.py`). When a function returns to
+eager, the measurements are read, and it is decided whether to stop.
+"""
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+import operator
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
+from keras_mp.loss_scale import DynamicLossScale
+from keras_mp.loss_scale_optimizer import wrappers_among
+from keras_mp.numerics import operation_table, origins, patterns
 from keras_mp.numerics.counting import ExponentHistograms
-from keras_mp.numerics.first_bad import FirstBadOperation
+from keras_mp.numerics.first_bad import READS, NotFiniteError, first_error
 from keras_mp.numerics.histogram import EVERYWHERE
+from keras_mp.numerics.operation_table import ByTensor, EagerRecorder, GraphRecorder, Range
 from keras_mp.numerics.report import Report
 from keras_mp.numerics.results import Result
-from keras_mp.support import attributes, validation
+from keras_mp.support import attributes, kept_casts, messages, op_callbacks
 from keras_mp.support.figures import new_figure
+from keras_mp.support.function_graphs import is_of_function
+from keras_mp.support.validation import boolean, epoch_or_integer, integer
 
-_TrainFunction = Callable[[tf.data.Iterator], Mapping[str, tf.Tensor]]
+# Which operation of the program an error is about.
+_place = operator.attrgetter("operation.operation", "operation.layer", "operation.line")
+# It has the attribute `is_in_block` in a thread that is in a block.
+_thread = threading.local()
 
-# More marks in a picture would cover each other.
-_MOST_MARKED = 50
 
-
-class watch(FirstBadOperation, keras_api.BaseCallback, Result):
+class watch(keras_api.BaseCallback, Result):
     """Watches a model while it trains: in `fit`, or in a loop of your own.
 
     As a callback of `fit`, or by `step` in a loop of your own, it counts the exponents of
@@ -33,6 +47,27 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
 
         with keras_mp.numerics.watch(model) as watching:
             model.fit(x, y, callbacks=[watching])
+
+    The block goes on, where `tf.debugging.enable_check_numerics` stops, if
+
+    - gradients overflow and a dynamic loss scale is going to fall for it. Pass the model, the
+      optimizer or the `GradScaler`, so that it is known. At the smallest loss scale it stops;
+    - what is not finite has no effect: a softmax makes zeros of the -inf of a mask, or `tf.where`
+      does not take the logarithm of zero.
+
+    It stops when the function that was called from eager code has returned, at the end of a batch
+    of `fit` for example. In eager code it stops at the end of the block, or after some thousand
+    operations.
+
+    Functions are watched if they are traced inside of the block; those of the model are traced
+    anew, and once more after it. Other functions keep their checks: make them anew when you have
+    found what you looked for. Outside of the block nothing is changed, and nothing costs time.
+    Replicas are watched one by one.
+
+    Functions with `jit_compile=True` are watched too: the checks are compiled with them. XLA then
+    has to keep each result, which it would otherwise have fused with the next one, and which it may
+    have kept in float32 meanwhile. So an overflow may be found that does not happen without the
+    checks.
 
     Args:
         model: a model of `tf.keras`. It may be left out where there is a `fit`.
@@ -46,9 +81,10 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
         output_gradients: the same for the gradients of outputs. Defaults to False.
         weights: the same for trainable variables. Defaults to False.
         read_freq: `"epoch"` (the default), or an int, the number of batches between reads in `fit`.
-        include: patterns of operations and layers that the context manager looks at. Defaults to
-            all.
-        exclude: patterns of those that it does not look at.
+        include: iterable of str. Which operations may be the first: patterns of their types, such
+            as `"Log"`, and of paths of layers, such as `"decoder/*"`. Defaults to None: all.
+        exclude: iterable of str. Which operations may not, by the same patterns; those that use
+            their results may. Defaults to none.
         raises: bool. Whether it stops the program. If False, it warns, and `found` keeps what was
             found. Defaults to True.
 
@@ -57,12 +93,14 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
             continues it.
         found: list of `NotFiniteError`s, the first operation of each step that was not finite, each
             operation once.
-        planned: int. How many steps had gradients that overflowed as the loss scale expects.
+        planned: int. How many steps had gradients that overflowed as the loss scale expects. With
+            several steps per execution, how many executions.
 
     Raises:
         NotFiniteError: from the block, the first operation that is not finite.
         TypeError: an argument is of another type.
         ValueError: a number or a path is wrong, or a `fit` has two of these callbacks.
+        RuntimeError: the block is inside of another one.
 
     Example:
 
@@ -91,26 +129,161 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
         exclude: Iterable[str] = (),
         raises: bool = True,
     ) -> None:
-        keras_api.BaseCallback.__init__(self)
+        super().__init__()
         if model is not None:
             keras_api.check_model(model)
-        self.read_freq = validation.epoch_or_integer("read_freq", read_freq)
+        self._watched, self._optimizer = model, optimizer
+        self._scaled = [each for each in (model, *tf.nest.flatten(optimizer)) if each is not None]
+        for each in self._scaled:
+            is_one = isinstance(each, tf.keras.Model) or hasattr(each, "apply_gradients")
+            if not (is_one or hasattr(each, "loss_scale")):
+                raise TypeError(
+                    "Expected models, optimizers or `GradScaler`s, whose loss scale may fall. "
+                    f"Received: {each!r} (of type {type(each)})"
+                )
+        self.read_freq = epoch_or_integer("read_freq", read_freq)
         self.history: list[Report] = []
-        self._optimizer = optimizer
-        self._counting: dict[str, Any] = {"every": validation.integer("every", every)}
+        self.found: list[NotFiniteError] = []
+        self.planned = 0
+        self._counting: dict[str, Any] = {"every": integer("every", every)}
         self._counting |= {"gradients": gradients, "weights": weights, "outputs": outputs}
         self._counting["output_gradients"] = output_gradients
-        scaled = [each for each in (model, *tf.nest.flatten(optimizer)) if each is not None]
-        super().__init__(*scaled, include=include, exclude=exclude, raises=raises)
-        # Made now, in the scope of a strategy, and not in a replica.
-        self._histograms = None if model is None or optimizer is None else self._made_histograms()
+        self._histograms: ExponentHistograms | None = None
+        if model is not None and optimizer is not None:
+            self.step()  # Histograms are made now, in the scope of a strategy, not in a replica.
         # In a `fit`: what counts, the function that runs steps in which it does, and what that
         # replaces in an execution; how many steps were made in it, in it before this epoch, in it
         # when histograms were last read because of `read_freq`, and before this `fit`.
-        self._in_fit: ExponentHistograms | None = None
-        self._counting_steps: _TrainFunction | None = None
-        self._plain_steps: _TrainFunction | None = None
+        self._in_fit: Any = None
+        self._counting_steps: Any = None
+        self._plain_steps: Any = None
         self._made = self._before_epoch = self._last_read = self._before_fit = 0
+        # In a block.
+        self._include = patterns.listed("include", ["*"] if include is None else include)
+        self._exclude = patterns.listed("exclude", exclude)
+        self._raises = boolean("raises", raises)
+        self._scales: list[tuple[DynamicLossScale, float]] = []
+        self._graphs, self._eager = GraphRecorder(), EagerRecorder()
+        # What is not finite for a reason that is known: functions in which something was found have
+        # returned it, or it comes of that.
+        self._spoilt = ByTensor()
+        self._has_seen_any = False
+        self._lock = threading.RLock()
+        self._block = contextlib.ExitStack()
+
+    def __enter__(self) -> "watch":
+        if hasattr(_thread, "is_in_block"):
+            raise RuntimeError(
+                "Expected one `watch` block at a time, since each would also check the "
+                "operations of the other. Pass all optimizers to one of them."
+            )
+        self._scales = [(scale, float(scale())) for scale in self._dynamic_scales()]
+        self._forget_traces()
+        self._block.callback(self._forget_traces)
+        if self._watched is not None:
+            self._block.enter_context(origins.naming(self._watched))
+        self._block.enter_context(op_callbacks.observed(self._observe))
+        self._block.enter_context(attributes.replaced(_thread, "is_in_block", True))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._block.close()
+        if kind is not None:
+            return
+        self._check()
+        if not self._has_seen_any:
+            messages.warn(
+                "`watch` has seen no operation. It watches only functions that are traced inside "
+                "of its block: create or trace the tf.function there."
+            )
+        if self._graphs.not_watched:
+            messages.warn(
+                f"`watch` looks at {operation_table.CAPACITY:,} operations of functions, and has "
+                f"found nothing in them. {self._graphs.not_watched:,} that were traced later were "
+                "not watched: use it around a part of the program, or a smaller model."
+            )
+
+    def _dynamic_scales(self) -> Iterator[DynamicLossScale]:
+        """Yields those of the model, and of optimizers and `GradScaler`s."""
+        for each in self._scaled:
+            for owner in wrappers_among(getattr(each, "optimizer", each)) or [each]:
+                if isinstance(scale := getattr(owner, "loss_scale", None), DynamicLossScale):
+                    yield scale
+
+    def _forget_traces(self) -> None:
+        if (model := self._watched) is not None:
+            model.train_function = model.test_function = model.predict_function = None
+
+    @op_callbacks.unobserved()
+    def _check(self) -> bool:
+        """Reads what was measured, and returns whether something was not finite.
+
+        For operations that have run in eager; functions are looked at when they return.
+
+        Raises:
+            NotFiniteError: one of them is the first whose result is not finite.
+        """
+        scales = self._scales
+        self._scales = [(scale, float(scale())) for scale, _ in scales]
+        may_fall = any(before > max(1, scale.min_loss_scale) for scale, before in scales)
+        with self._lock:
+            reads = [*self._graphs.read(), *self._eager.read()]
+        error = first_error(reads, self._is_checked, bool(scales), self._watched is not None)
+        if error is None:
+            return False
+        if error.operation.is_gradient and may_fall:
+            self.planned += 1
+            return True
+        if _place(error) not in map(_place, self.found):
+            self.found.append(error)
+            if not self._raises:
+                messages.warn(str(error))
+        if self._raises:
+            raise error
+        return True
+
+    def _is_checked(self, row: Range) -> bool:
+        is_included, is_excluded = (
+            any(patterns.matches(each, chosen) for each in (row.operation, row.layer))
+            for chosen in (self._include, self._exclude)
+        )
+        return is_included and not is_excluded
+
+    def _observe(
+        self, kind: Any, inputs: Any, _: Any, outputs: Any, op_name: Any = None, graph: Any = None
+    ) -> None:
+        """The callback for TensorFlow."""
+        del op_name
+        is_ours = not op_callbacks.are_off() if graph is None else is_of_function(graph)
+        if not is_ours:
+            return
+        kind = kind.decode() if isinstance(kind, bytes) else kind
+        if graph is None and kind.startswith(("__inference_", "__forward_", "__backward_")):
+            self._eager.use(self._eager.row_of.of(inputs))
+            if self._graphs.rows and self._check():
+                self._spoil(outputs)
+            return
+        with self._lock:
+            self._has_seen_any = True
+            if graph is not None:
+                self._graphs.record(graph, kind, inputs, outputs)
+                return
+            if self._eager.is_full():
+                self._check()
+            # Metrics, say, keep what a function has made.
+            if (self.found and kind in READS) or self._spoilt.of(inputs):
+                self._spoil(outputs)
+            else:
+                self._eager.record(kind, inputs, outputs)
+
+    @op_callbacks.unobserved()
+    def _spoil(self, values: Iterable[tf.Tensor]) -> None:
+        """Notes those that are not finite, and those that may hold such, such as an `Optional`."""
+        for each in values:
+            is_bad = each.dtype == tf.variant
+            if each.dtype.is_floating:
+                is_bad = not tf.reduce_all(kept_casts.is_finite(each))
+            self._spoilt.note([each] * is_bad, True)
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager around a step of a loop of your own, which is counted.
@@ -122,17 +295,15 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
         Raises:
             ValueError: there is no model, or it is not built.
         """
-        if self._histograms is None:
-            with tf.init_scope():
-                self._histograms = self._made_histograms()
-        return self._histograms.step()
-
-    def _made_histograms(self) -> ExponentHistograms:
         if self._watched is None:
             raise ValueError(
                 "Expected the model whose steps are counted: watch(model). Received: model=None"
             )
-        return ExponentHistograms(self._watched, optimizer=self._optimizer, **self._counting)
+        if self._histograms is None:
+            with tf.init_scope():
+                counting = {**self._counting, "optimizer": self._optimizer}
+                self._histograms = ExponentHistograms(self._watched, **counting)
+        return self._histograms.step()
 
     def report(self) -> Report:
         """Returns a `Report` of what was counted.
@@ -140,23 +311,19 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
         Raises:
             ValueError: nothing was counted yet.
         """
-        self._read_own_steps()
+        self._read(self._histograms)
         if not self.history:
             raise ValueError("Nothing was read yet: pass the callback to `fit` first.")
         return functools.reduce(Report.__add__, self.history)
 
-    def _read_own_steps(self) -> None:
-        """Keeps what was counted in a loop of the program's since the last time."""
-        if self._histograms is not None:
-            self._keep(self._histograms.read())
-
-    def _keep(self, report: Report) -> None:
-        if report.counted:
-            self.history.append(report)
+    def _read(self, histograms: ExponentHistograms | None, **changes: int) -> None:
+        """Keeps what was counted since the last time."""
+        if histograms is not None and (report := histograms.read()).counted:
+            self.history.append(dataclasses.replace(report, **changes))
 
     def _lines(self, rows: int | None) -> list[str]:
         parts = [str(each) for each in self.found]
-        self._read_own_steps()
+        self._read(self._histograms)
         if self.history:
             parts.append(self.report().to_text(rows=rows))
         return ["\n\n".join(parts) or "Nothing was counted, and all results were finite."]
@@ -181,35 +348,30 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
         Returns:
             The `Axes`.
         """
-        self._read_own_steps()
-        if not self.history:
-            raise ValueError("Expected at least one report. Received: []")
-        steps = [report.step for report in self.history]
-        dtype = dtype or self.history[-1].dtype
-        windows = [report.window(dtype, tolerance) for report in self.history]
-        ax = new_figure(__name__, (8, 4)).subplots() if ax is None else ax
-        path: Any = getattr(history, "history", history)
-        if path is None:
-            path = {"step": steps, "loss_scale": [report.loss_scale for report in self.history]}
+        report = self.report()
+        dtype = dtype or report.dtype
+        steps, scales = zip(*((report.step, report.loss_scale) for report in self.history))
+        path: Any = getattr(history, "history", history) or {"step": steps, "loss_scale": scales}
         scales = np.log2(path["loss_scale"])
+        windows = [report.window(dtype, tolerance) for report in self.history]
         # An open end is drawn at the edge of the picture.
-        ends = [end for each in windows for end in each if abs(end) < EVERYWHERE.high]
-        bottom, top = min([*scales, *ends]) - 2, max([*scales, *ends]) + 2
-        low, high = np.clip(np.transpose(windows), bottom, top)
-        marker = "." if len(steps) <= _MOST_MARKED else None
-        ax.plot(steps, low, color="tab:orange", label="too small below", marker=marker)
-        ax.plot(steps, high, color="tab:red", label="overflows above", marker=marker)
+        ends = [*scales, *(end for each in windows for end in each if abs(end) < EVERYWHERE.high)]
+        edges = min(ends) - 2, max(ends) + 2
+        low, high = np.clip(np.transpose(windows), *edges)
+        ax = new_figure(__name__, (8, 4)).subplots() if ax is None else ax
+        ax.plot(steps, low, ".-", color="tab:orange", label="too small below")
+        ax.plot(steps, high, ".-", color="tab:red", label="overflows above")
         ax.fill_between(steps, low, high, where=low <= high, color="tab:green", alpha=0.15)
-        ax.plot(path["step"], scales, color="tab:blue", label="loss scale", marker=marker)
+        ax.plot(path["step"], scales, ".-", color="tab:blue", label="loss scale")
         title = f"Loss scales at which {dtype} loses nothing"
-        ax.set(ylim=(bottom, top), xlabel="step", ylabel="loss scale (exponent of 2)", title=title)
+        ax.set(ylim=edges, xlabel="step", ylabel="loss scale (exponent of 2)", title=title)
         ax.legend()
         ax.grid(alpha=0.3)
         return ax
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what was not finite, and the report, as JSON has them."""
-        self._read_own_steps()
+        self._read(self._histograms)
         found = [str(each) for each in self.found]
         return {"found": found, "report": self.report().to_dict() if self.history else None}
 
@@ -240,7 +402,8 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
             logs: not used.
         """
         model: Any = self.model
-        other = getattr(model.train_function, "__self__", None)
+        plain = model.train_function
+        other = getattr(plain, "__self__", None)
         # All callbacks of a `fit` share their parameters. An error has ended any other `fit`.
         if isinstance(other, watch) and other.params is self.params:
             raise ValueError(
@@ -249,10 +412,9 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
             )
         if not model.built:
             return  # Keras 2 builds a model with its first batch, which is not counted then.
-        plain = model.train_function
         if self._in_fit is None:
             self._in_fit = ExponentHistograms(model, **self._counting)
-            with self._counting_step(self._in_fit):
+            with self._counting_step():
                 model.make_train_function(force=True)
             self._counting_steps, model.train_function = model.train_function, plain
         if self._in_fit.is_due(self._made, keras_api.steps_per_execution(model)):
@@ -269,7 +431,7 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
             self._made += keras_api.steps_per_execution(self.model)
         if isinstance(self.read_freq, int) and self._made >= self._last_read + self.read_freq:
             self._last_read = self._made
-            self._read()
+            self._read(self._in_fit, step=self._before_fit + self._made)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads what was counted in the rest of the epoch.
@@ -282,27 +444,18 @@ class watch(FirstBadOperation, keras_api.BaseCallback, Result):
         in_epoch = (self.params or {}).get("steps")
         if in_epoch is not None:
             self._made = min(self._made, self._before_epoch + in_epoch)
-        self._read()
+        self._read(self._in_fit, step=self._before_fit + self._made)
 
-    def _counting_step(
-        self, histograms: ExponentHistograms
-    ) -> contextlib.AbstractContextManager[None]:
+    def _counting_step(self) -> contextlib.AbstractContextManager[None]:
         """Wraps the step that Keras makes a function of, while it makes or traces it."""
         # As a decorator, which enters it in each call.
-        counted = histograms.step()(self.model.train_step)
+        counted = self._in_fit.step()(self.model.train_step)
         # Keras 3 keeps the method that it finds now, which goes on counting after the block.
         return attributes.replaced(self.model, "train_step", counted)
 
-    def _count(self, iterator: tf.data.Iterator) -> Mapping[str, tf.Tensor]:
+    def _count(self, iterator: tf.data.Iterator) -> Any:
         """Runs one execution of `fit` that counts; the next one is Keras's own again."""
         self.model.train_function = self._plain_steps
-        histograms, steps = cast(Any, self._in_fit), cast(_TrainFunction, self._counting_steps)
-        histograms.go_on_from(self._made)
-        with self._counting_step(histograms):
-            return steps(iterator)
-
-    def _read(self) -> None:
-        if self._in_fit is not None:
-            report = self._in_fit.read()
-            report.step = self._before_fit + self._made
-            self._keep(report)
+        self._in_fit.go_on_from(self._made)
+        with self._counting_step():
+            return self._counting_steps(iterator)

@@ -24,22 +24,25 @@ def observed(callback: Callable[..., Any]) -> Iterator[None]:
             inputs, attributes and outputs; in a graph also `op_name=` and `graph=`.
     """
     operations.add_callback(callback)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(operations.remove_callback, callback)
         yield
-    finally:
-        operations.remove_callback(callback)
+
+
+def are_off() -> bool:
+    """Whether the callbacks of this thread are off. In eager, TensorFlow calls them even so."""
+    return features.is_on(UNOBSERVED) and operations.context().invoking_op_callbacks
 
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """Switches off all callbacks, also those of `tf.debugging`."""
-    if not features.is_on(UNOBSERVED):
+    if are_off() or not features.is_on(UNOBSERVED):
         yield
         return
     context: Any = operations.context()
-    before = context.invoking_op_callbacks
     context.invoking_op_callbacks = True
     try:
         yield
     finally:
-        context.invoking_op_callbacks = before
+        context.invoking_op_callbacks = False

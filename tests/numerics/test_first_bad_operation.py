@@ -14,19 +14,18 @@ import keras_mp
 from tests import common, steps
 from tests.numerics.tools import (
     ExponentHistograms,
-    FirstBadOperation,
     audit,
     of_keras,
     sequential,
 )
 
 L = tf.keras.layers
-NotFiniteError = keras_mp.numerics.NotFiniteError
+NotFiniteError, watch = keras_mp.numerics.NotFiniteError, keras_mp.numerics.watch
 
 
 def named(run, *watched, **how):
     """The error that a block raises for what runs in it."""
-    with pytest.raises(NotFiniteError) as raised, FirstBadOperation(*watched, **how):
+    with pytest.raises(NotFiniteError) as raised, watch(*watched, **how):
         run()
     return raised.value
 
@@ -44,7 +43,7 @@ def program(**kwargs):
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_the_operation_its_line_and_its_inputs(jit_compile):
     step = program(jit_compile=jit_compile)
-    with FirstBadOperation():
+    with watch():
         # The logarithm of zero goes nowhere.
         assert step(tf.constant([0.0, 1.0])) == 2
         with pytest.raises(NotFiniteError) as raised:
@@ -62,20 +61,20 @@ def test_the_operation_its_line_and_its_inputs(jit_compile):
 @common.once
 def test_nothing_is_left_behind():
     step = program()
-    with pytest.raises(ZeroDivisionError), FirstBadOperation():
+    with pytest.raises(ZeroDivisionError), watch():
         raise ZeroDivisionError
     assert tf.executing_eagerly()
     assert not op_callbacks.should_invoke_op_callbacks()
     assert np.isinf(step(tf.constant([3.0])))
     nothing = pytest.warns(keras_mp.MixedPrecisionWarning, match="has seen no operation")
-    with nothing, FirstBadOperation():
+    with nothing, watch():
         step(tf.constant([3.0]))
 
 
 @common.once
 def test_one_block_at_a_time():
-    with FirstBadOperation():
-        with pytest.raises(RuntimeError, match="one `watch` block at a time"), FirstBadOperation():
+    with watch():
+        with pytest.raises(RuntimeError, match="one `watch` block at a time"), watch():
             pass
         # The outer one goes on.
         with pytest.raises(NotFiniteError):
@@ -113,7 +112,7 @@ def test_bad_inputs_and_bad_weights_are_named_themselves():
     assert named(lambda: step(tf.constant(math.inf))).operation.operation == "Placeholder"
     step = tf.function(lambda x: tf.cast(x, tf.float16) * 2)
     passed_in = pytest.raises(NotFiniteError, match="already not finite when it was passed in")
-    with FirstBadOperation():
+    with watch():
         with passed_in as raised:
             step(tf.constant(math.nan))
         assert raised.value.operation.operation == "Placeholder"
@@ -131,10 +130,10 @@ def test_bad_inputs_and_bad_weights_are_named_themselves():
 
 def test_what_it_can_watch_the_scale_of():
     with pytest.raises(TypeError, match="Received: 'x'"):
-        FirstBadOperation("x")
+        watch(optimizer="x")
     optimizer = keras_mp.LossScaleOptimizer("sgd")
-    model = tf.keras.Sequential([L.Dense(1)])
-    FirstBadOperation(optimizer, tf.keras.optimizers.SGD(), keras_mp.GradScaler(), model)
+    watch(None, [optimizer, tf.keras.optimizers.SGD(), keras_mp.GradScaler()])
+    watch(tf.keras.Sequential([L.Dense(1)]))
 
 
 def infinite(x):
@@ -158,42 +157,42 @@ def test_operations_to_look_at_and_to_leave_out(how):
     assert first(exclude=["Log", "Sin"]) == "Sum"
     assert first(include="far*") == "Sin"
     assert first(include=["far*"], exclude=["Sin"]) == "Sum"
-    with FirstBadOperation(include=["near*"], exclude=["Log"]) as watch:
+    with watch(include=["near*"], exclude=["Log"]) as watching:
         infinite(tf.constant([0.0, 1.0]))
-    assert watch.found == []
+    assert watching.found == []
     with pytest.raises(TypeError, match="for `exclude`. Received: \\[3\\]"):
-        FirstBadOperation(exclude=[3])
+        watch(exclude=[3])
 
 
 @common.once
 def test_what_is_found_is_told_once_and_the_program_goes_on():
     step = tf.function(infinite)
     told = pytest.warns(keras_mp.MixedPrecisionWarning, match="  Log in near .* 1 not finite")
-    with told as warnings, FirstBadOperation(raises=False) as watch:
+    with told as warnings, watch(raises=False) as watching:
         for _ in range(3):
             assert np.isnan(step(tf.constant([0.0, 1.0])))
         assert step(tf.constant([1.0, 1.0])) == 0
         infinite(tf.constant([-1.0, 1.0]))
     assert len(warnings) == 1
-    assert [each.operation.operation for each in watch.found] == ["Log"]
+    assert [each.operation.operation for each in watching.found] == ["Log"]
 
 
 @common.once
 def test_eager_code_stops_where_it_is_checked():
-    with FirstBadOperation() as watch:
+    with watch() as watching:
         x = tf.nn.softmax(tf.constant([-math.inf, 1.0]) * 2)
-        watch._check()
+        watching._check()
         tf.sqrt(-x)
         with pytest.raises(NotFiniteError) as raised:
-            watch._check()
+            watching._check()
         assert (raised.value.operation.operation, raised.value.operation.bad) == ("Sqrt", 1)
-        watch._check()
+        watching._check()
 
 
 @common.once
 def test_what_eager_code_gives_to_a_function_is_seen_there():
     step = tf.function(lambda x, mask: tf.nn.softmax(x + mask))
-    with FirstBadOperation():
+    with watch():
         mask = tf.constant([1.0, 0.0]) * 1e38 * -10
         for _ in range(2):
             assert step(tf.constant([1.0, 2.0]), mask).numpy().tolist() == [0, 1]
@@ -211,12 +210,12 @@ def test_it_goes_on_while_the_loss_scale_falls(jit_compile):
         return tf.reduce_sum(tf.cast(weight, tf.float16) * tf.cast(factor, tf.float16))
 
     step = tf.function(steps.rfc(optimizer, loss, [weight]), jit_compile=jit_compile)
-    with FirstBadOperation(optimizer) as watch:
+    with watch(optimizer=optimizer) as watching:
         step(tf.constant(8.0))  # 2**17 is too much, and so is 2**16.
         step(tf.constant(8.0))
-        assert (watch.planned, float(scale())) == (2, 2.0**12)
+        assert (watching.planned, float(scale())) == (2, 2.0**12)
         step(tf.constant(8.0))
-        assert watch.planned == 2
+        assert watching.planned == 2
         with pytest.raises(NotFiniteError) as raised:
             step(tf.constant(100.0))
         assert raised.value.operation.is_gradient
@@ -234,9 +233,9 @@ def test_it_goes_on_with_several_steps_per_execution():
     model = sequential(*layers, shape=[1], steps_per_execution=2, **how)
     # The gradient of the first step is too large with this scale, and the second's is not.
     x = np.array([[4], [0]], "float32")
-    with FirstBadOperation(model) as watch:
+    with watch(model) as watching:
         model.fit(x, np.zeros([2, 1]), batch_size=1, shuffle=False, verbose=0)
-        assert watch.planned == 1
+        assert watching.planned == 1
         # Not planned: what is computed of the input, in the first of two steps.
         x[0] = 1e30
         with pytest.raises(NotFiniteError) as raised:
@@ -298,7 +297,7 @@ def test_what_is_not_watched_is_said(monkeypatch):
     warned = pytest.warns(
         keras_mp.MixedPrecisionWarning, match="looks at 8 operations .* found noth"
     )
-    with warned, FirstBadOperation():
+    with warned, watch():
         tf.function(lambda x: tf.sqrt(x) * 2 + tf.exp(x) * tf.sin(x) - tf.cos(x))(tf.constant(1.0))
 
 
@@ -376,7 +375,7 @@ def test_the_layer_of_a_custom_gradient(how):
     assert (found.operation, found.layer, found.is_gradient) == ("RealDiv", "bad", True)
     assert found.line.startswith("test_first_bad_operation.py:")
     before = record.record_operation
-    with FirstBadOperation(model):
+    with watch(model):
         tf.identity(1.0)
     assert record.record_operation is before
     assert not hasattr(before, "__wrapped__")
@@ -384,7 +383,7 @@ def test_the_layer_of_a_custom_gradient(how):
 
 @common.once
 def test_the_results_of_a_block_are_the_programs_to_drop():
-    with FirstBadOperation():
+    with watch():
         dropped = weakref.ref(tf.ones([2]) * 2)
         assert dropped() is None
 

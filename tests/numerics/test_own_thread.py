@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests import common
-from tests.numerics.tools import FirstBadOperation, audit, census, compare, sequential, step_times
+from tests.numerics.tools import audit, census, compare, sequential, step_times
 
 L = tf.keras.layers
 
@@ -169,7 +169,7 @@ def test_a_layer_may_call_its_arguments_as_the_tools_call_theirs():
     assert compare(model, X, reference=model).layers[0].path.endswith("named")
     assert was_eager  # so that the operations inside of functions are seen
     assert all(was_eager)
-    with FirstBadOperation(model):
+    with keras_mp.numerics.watch(model):
         model(X)
 
 

@@ -18,7 +18,6 @@ from keras_mp.numerics import compare as comparing
 from keras_mp.numerics.census import census
 from keras_mp.numerics.check import Check
 from keras_mp.numerics.counting import ExponentHistograms
-from keras_mp.numerics.first_bad import FirstBadOperation
 from keras_mp.numerics.histogram import EVERYWHERE, FORMATS, Histogram, Window, count_exponents
 from keras_mp.numerics.profile import StepTimes, class_of, step_times
 from keras_mp.numerics.records import Quantity, underflow

@@ -4,7 +4,6 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.numerics.first_bad import FirstBadOperation
 from keras_mp.support import host
 from tests.common import once
 
@@ -43,7 +42,7 @@ def test_what_is_shared_is_not_traced_with_an_observer_of_the_first_caller(obser
         return [len(function.node_def) for function in graph.library.function]
 
     if observer == "ours":
-        with pytest.raises(keras_mp.numerics.NotFiniteError), FirstBadOperation():
+        with pytest.raises(keras_mp.numerics.NotFiniteError), keras_mp.numerics.watch():
             tf.function(lambda x: tf.sqrt(shared(x)))(tf.constant([0.0]))
     else:
         tf.debugging.enable_check_numerics()
