@@ -61,8 +61,8 @@ def test_nothing_is_said_of_finite_numbers_or_of_what_has_no_effect():
             {"infinite": [2, 3], "zeros": [1], "wide": {2: 4}},
             *("an underflow in the forward pass", "Square"),
             "3 results of Square are 0 in float16, whose smallest number is 6e-08, but not in "
-            "float32. Log of them is the first result that is not finite: 4 of Log are infinite; "
-            "so is the loss.",
+            "float32. Log of them is the first result that is not finite: 4 results of Log are "
+            "infinite; so is the loss.",
         ),
         (
             {"nan": [2, 3], "wide": {2: 1}, "loss": 0.0, "gradients": 1.0},
@@ -107,7 +107,7 @@ def test_a_constant_is_said_where_it_is_used_first():
 
     said = judged(chain(masked), infinite=[1, 2], nan=[3])
     assert (said.hazard, said.at) == ("a constant that is infinite in 16 bits", "Mul")
-    assert "is -inf in float16, and with it 2 results of Sum in out are NaN" in said.why
+    assert "is -inf in float16, and with it, in out, 2 results of Sum are NaN" in said.why
     # A mask of which a softmax makes zeros is not to blame for another NaN.
     other = chain(lambda x: tf.nn.softmax(masked(x)) * tf.math.log(x))
     assert [each.type for each in other[4:]] == ["Softmax", "Log", "Mul"]
