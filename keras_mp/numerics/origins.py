@@ -13,26 +13,23 @@ import re
 import threading
 import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.hooks import faces, wrapped
-from keras_mp.kernels import door
+from keras_mp.hooks import wrapped
 from keras_mp.layer_calls import layer_observers, model_outputs
 from keras_mp.layer_calls.layer_observers import LayerCall, LayerObserver
 from keras_mp.models.layer_paths import layers_by_path
-from keras_mp.support import attributes, messages, op_table
+from keras_mp.support import attributes, op_table
 from keras_mp.support.autograph import do_not_convert
-from keras_mp.support.messages import Line
+from keras_mp.support.messages import Line, is_library, library_of
 from keras_mp.tensorflow_api import gradients
 
 _GRADIENT = "gradient_tape"
 # Files of tools, and what is around the call of a layer that tools observe.
 _TOOLS = (os.path.dirname(__file__) + os.sep, layer_observers.__file__)
-# They stand in for functions of TensorFlow, whatever their own are called.
-_DOOR = (door.__file__, faces.__file__)
 # They hand on the numbers that they get.
 MOVES = op_table.ops("identities", "reshapes", "views")
 # They move or rename numbers, and compute none.
@@ -40,30 +37,22 @@ _SAFE = op_table.ops(
     *("arguments", "constants", "reads of variables", "fills", "no numbers"),
     *op_table.SAME_NUMBERS,
 )
-# What is in the place of TensorFlow's functions, or hands on to them: the code that calls it makes
-# the operation.
-_LIKE_TENSORFLOW = tuple(
-    os.path.join(*path)
-    for path in (
-        *(("src", each, "") for each in ("ops", "backend", "utils")),
-        *(("keras_mp", "hooks", "installer.py"), ("keras_mp", "op_autocast", "promotion.py")),
-        *(("keras_mp", "kernels", f"{each}.py") for each in ("regions", "backward")),
+# What is in the place of TensorFlow's functions, or hands on to them; files whose functions call
+# gradient functions; and pipelines.
+_LIKE_TENSORFLOW, _GRADIENT_FILES, _DATA = (
+    tuple(path.replace("/", os.sep) for path in paths.split())
+    for paths in (
+        "src/ops/ src/backend/ src/utils/ keras_mp/hooks/ keras_mp/kernels/ keras_mp/op_autocast/",
+        "tensorflow/python/eager/backprop.py tensorflow/python/ops/gradients_util.py",
+        "tensorflow/python/data/",
     )
 )
-# Functions of these files call gradient functions.
-_GRADIENT_FILES = tuple(
-    os.path.join("tensorflow", "python", *path)
-    for path in (("eager", "backprop.py"), ("ops", "gradients_util.py"))
-)
-_DATA_FOLDER = os.path.join("tensorflow", "python", "data", "")
 # They call every layer.
 _BASE_LAYERS = ("layer.py", "base_layer.py")
 
 
 # A function that was running when an operation was made: its file, the line in it, its name.
 Frame = tuple[str, int, str]
-
-_T = TypeVar("_T")
 
 
 class _ThreadState(threading.local):
@@ -79,21 +68,6 @@ class _ThreadState(threading.local):
 _thread = _ThreadState()
 
 
-class _Running(LayerObserver):
-    """Notes which layers a thread is calling."""
-
-    def inputs(self, call: LayerCall) -> None:
-        _thread.running = (*_thread.running, call.path)
-
-    def outputs(self, call: LayerCall, outputs: Any) -> Any:
-        self.failed(call)
-        return outputs
-
-    def failed(self, call: LayerCall) -> None:
-        del call
-        _thread.running = _thread.running[:-1]
-
-
 @contextlib.contextmanager
 def naming(model: tf.keras.Model) -> Iterator[None]:
     """Lets `running_layer` name the layers of a model, inside of the block.
@@ -107,7 +81,7 @@ def naming(model: tf.keras.Model) -> Iterator[None]:
     named = {model.name: model, **layers_by_path(model)}.items()
     hook = gradients.record_operation
     with (
-        layer_observers.attached(_Running(), named, to_all_threads=True),
+        layer_observers.attached(Layers(None), named, to_all_threads=True),
         wrapped.everywhere(hook.owner, hook.attribute, _with_layer_in_backward_pass),
     ):
         yield
@@ -121,7 +95,7 @@ def running_layer() -> str:
     return _thread.running[-1] if _thread.running else ""
 
 
-def _with_layer_in_backward_pass(record_operation: Callable[..., _T]) -> Callable[..., _T]:
+def _with_layer_in_backward_pass(record_operation: Callable[..., Any]) -> Callable[..., Any]:
     """Makes the layer known again while a gradient function of the program runs.
 
     TensorFlow gives the operations of this function no scope of the forward pass.
@@ -129,25 +103,21 @@ def _with_layer_in_backward_pass(record_operation: Callable[..., _T]) -> Callabl
 
     @functools.wraps(record_operation)
     def recorded(
-        op_type: str,
-        output_tensors: Sequence[tf.Tensor],
-        input_tensors: Sequence[tf.Tensor],
-        backward_function: Callable[..., Any],
-        forward_function: Callable[..., Any] | None = None,
-    ) -> _T:
+        op_type: Any, outputs: Any, inputs: Any, backward_function: Any, *more: Any, **how: Any
+    ) -> Any:
         running = _thread.running
 
-        def backward(*gradients: tf.Tensor | None) -> Any:
+        def gradient(*upstream: tf.Tensor | None) -> Any:
             with attributes.replaced(_thread, "running", running):
-                return backward_function(*gradients)
+                return backward_function(*upstream)
 
-        return record_operation(op_type, output_tensors, input_tensors, backward, forward_function)
+        return record_operation(op_type, outputs, inputs, gradient, *more, **how)
 
     return recorded
 
 
 class Layers(LayerObserver):
-    """Finds the layer that an operation belongs to, by the scopes in its name.
+    """Notes which layers a thread is calling, and finds that of an operation by its name.
 
     What a layer is called does not tell its scope: Keras 3 enters "dense_1" for a layer "dense"
     whose name is taken in the graph. So the scopes are those that are seen in calls.
@@ -175,8 +145,13 @@ class Layers(LayerObserver):
         self._scopes: dict[str, str] = {}
         self._found.cache_clear()
 
+    def inputs(self, call: LayerCall) -> None:
+        """Notes that the thread is calling a layer."""
+        _thread.running = (*_thread.running, call.path)
+
     def outputs(self, call: LayerCall, outputs: Any) -> Any:
         """Notes in which scope a layer was called, and whether for outputs of the model."""
+        _thread.running = _thread.running[:-1]
         if not keras_api.is_symbolic() and (scope := tf.get_current_name_scope()):
             # A layer that calls `call` of another one, in its own scope, returns after it.
             self._scopes[scope] = call.path
@@ -186,6 +161,7 @@ class Layers(LayerObserver):
 
     def failed(self, call: LayerCall) -> None:
         """Notes which call has raised an error first."""
+        _thread.running = _thread.running[:-1]
         self.raised = self.raised or call
 
     def name(self, name: str) -> str:
@@ -204,11 +180,16 @@ class Layers(LayerObserver):
     def _find(self, scopes: str) -> str:
         parts = [part for part in scopes.split("/") if part != _GRADIENT]
         # Replicas, and what calls a function, have names before these scopes.
-        for end in range(len(parts), 0, -1):
-            for start in range(end):
-                if path := self._scopes.get("/".join(parts[start:end]), ""):
-                    return path
-        return ""
+        spans = ((start, end) for end in range(len(parts), 0, -1) for start in range(end))
+        paths = (self._scopes.get("/".join(parts[start:end])) for start, end in spans)
+        return next(filter(None, paths), "")
+
+
+def _around(scope: str) -> Iterator[str]:
+    """Yields a scope, and those that it is in."""
+    while scope:
+        yield scope
+        scope = scope.rpartition("/")[0]
 
 
 def forward_name(name: str, kind: str, known: Container[str]) -> str:
@@ -223,17 +204,11 @@ def forward_name(name: str, kind: str, known: Container[str]) -> str:
     Returns:
         str; "" for none.
     """
-    # The name scope of a gradient is the name of the operation that it is of.
+    # The name scope of a gradient is the name of the operation that it is of; or the two are beside
+    # each other, SqrtGrad and Sqrt.
     scope = layers_of_scope(name).rpartition("/")[0]
-    if scope in known:
-        return scope
-    # Or the two are next to each other, SqrtGrad and Sqrt.
     beside = f"{scope}/{kind.removesuffix('Grad')}".strip("/")
-    if beside in known:
-        return beside
-    while scope and scope not in known:
-        scope = scope.rpartition("/")[0]
-    return scope
+    return next((each for each in (scope, beside, *_around(scope)) if each in known), "")
 
 
 def is_of_backward_pass(name: str) -> bool:
@@ -260,25 +235,19 @@ def line_of(operation: tf.Operation) -> Line | None:
     Returns:
         The line; None if only TensorFlow, Keras and keras_mp had a part in it.
     """
-    for file, number, _ in _inside_of_tools(operation):
-        if not messages.is_library(file):
-            return Line(file, number)
-    return None
+    lines = (Line(file, number) for file, number, _ in _inside_of_tools(operation))
+    return next((line for line in lines if not is_library(line.file)), None)
 
 
 def is_users(operation: tf.Operation) -> bool:
     """Whether a program's code made an operation, and not Keras or keras_mp.
 
-    What is in the place of TensorFlow's functions is looked through, as is TensorFlow.
+    What is in the place of TensorFlow's functions is looked through, as TensorFlow is.
 
     Args:
         operation: `tf.Operation`.
     """
-    packages = (
-        messages.library_of(file)
-        for file, _, _ in _inside_of_tools(operation)
-        if not any(part in file for part in _LIKE_TENSORFLOW)
-    )
+    packages = (library_of(file) for file, _, _ in _inside_of_tools(operation))
     return next((each is None for each in packages if each not in ("tensorflow", "python")), False)
 
 
@@ -290,7 +259,7 @@ def is_made_in(operation: tf.Operation, functions: Sequence[str]) -> bool:
         functions: names of functions.
     """
     frames = _inside_of_tools(operation)
-    return any(name in functions and messages.is_library(file) for file, _, name in frames)
+    return any(name in functions and is_library(file) for file, _, name in frames)
 
 
 class Origin(NamedTuple):
@@ -323,27 +292,23 @@ def of_stack(frames: Iterable[Frame]) -> Origin:
     Args:
         frames: the innermost first.
     """
-    is_gradient, is_data, line = False, False, None
+    seen: dict[str, Line] = {}
     for file, number, _ in frames:
         kind = _kind_of_file(file)
         # A gradient has a line only if it is a custom one; the line below is that of the tool.
-        if kind == "tool" and (line is not None or is_gradient):
+        if kind == "tool" and not seen.keys().isdisjoint(("shown", "gradient")):
             break
-        if kind == "shown" and line is None:
-            line = Line(file, number)
-        is_gradient = is_gradient or kind == "gradient"
-        is_data = is_data or kind == "data"
-    return Origin(is_gradient, line, is_data)
+        seen.setdefault(kind, Line(file, number))
+    return Origin("gradient" in seen, seen.get("shown"), "data" in seen)
 
 
 class GraphOrigins:
     """Where operations come from that become a part of graphs, one after the other."""
 
     def __init__(self) -> None:
-        # Of each operation of a forward pass, by its name; and the layers of the scopes that they
-        # are in.
-        self._forward: dict[str, tuple[str, Line | None]] = {}
-        self._layer_of_scope: dict[str, str] = {}
+        # By the name of an operation of a forward pass; and by the scopes that they are in.
+        self._forward: dict[str, Origin] = {}
+        self._layers: dict[str, str] = {}
 
     def of(self, operation: tf.Operation) -> Origin:
         """Returns the origin of the next operation; of a gradient, with that of what it is of.
@@ -355,21 +320,20 @@ class GraphOrigins:
         if origin.is_data:
             return origin
         name = layers_of_scope(operation.name)
-        scope = around = name.rpartition("/")[0]
-        found = running or scope, origin.line
+        scope = name.rpartition("/")[0]
+        origin = origin._replace(layer=running or scope)
         if not origin.is_gradient:
+            self._forward[name] = origin
             if running:
-                self._layer_of_scope[scope] = running
-            self._forward[name] = found
+                self._layers[scope] = running
         elif running and scope not in self._forward:
             pass  # A gradient function of the program runs.
         elif forward := forward_name(name, operation.type, self._forward):
-            found = self._forward[forward]
+            origin = self._forward[forward]._replace(is_gradient=True)
         else:
-            while around and around not in self._layer_of_scope:
-                around = around.rpartition("/")[0]
-            found = self._layer_of_scope.get(around, scope), origin.line
-        return origin._replace(layer=found[0], line=found[1])
+            layers = (self._layers[each] for each in _around(scope) if each in self._layers)
+            origin = origin._replace(layer=next(layers, scope))
+        return origin
 
 
 def _frames(operation: tf.Operation) -> Iterator[Frame]:
@@ -378,19 +342,24 @@ def _frames(operation: tf.Operation) -> Iterator[Frame]:
 
 
 def _inside_of_tools(operation: tf.Operation) -> Iterator[Frame]:
-    """Returns the frames of an operation up to those that traced it, without those of the door."""
-    frames = (each for each in _frames(operation) if each[0] not in _DOOR)
-    return itertools.takewhile(lambda each: not each[0].startswith(_TOOLS), frames)
+    """Yields the frames of an operation up to those that traced it, and none like TensorFlow's."""
+    kinds = ((_kind_of_file(frame[0]), frame) for frame in _frames(operation))
+    inside = itertools.takewhile(lambda each: each[0] != "tool", kinds)
+    return (frame for kind, frame in inside if kind != "like TensorFlow")
 
 
 @functools.cache
 def _kind_of_file(file: str) -> str:
-    if file.startswith(_TOOLS):
-        # The frames below are those of code that called a tool, or an observed layer.
-        return "tool"
-    if file.endswith(_GRADIENT_FILES):
-        return "gradient"
-    if _DATA_FOLDER in file:
-        return "data"
+    is_of_library = is_library(file)
     is_layer = f"{os.sep}layers{os.sep}" in file and not file.endswith(_BASE_LAYERS)
-    return "shown" if is_layer or not messages.is_library(file) else "library"
+    kinds = {
+        # The frames below are those of code that called a tool, or an observed layer.
+        "tool": file.startswith(_TOOLS),
+        "gradient": file.endswith(_GRADIENT_FILES),
+        "data": any(part in file for part in _DATA),
+        # The code that calls it makes the operation.
+        "like TensorFlow": is_of_library and any(part in file for part in _LIKE_TENSORFLOW),
+        "shown": is_layer or not is_of_library,
+        "library": True,
+    }
+    return next(kind for kind, is_one in kinds.items() if is_one)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.numerics.tools import not_finite
+from tests.numerics.tools import not_finite, origins
 
 
 def chain(compute, dtype=tf.float16):
@@ -113,3 +113,10 @@ def test_a_constant_is_said_where_it_is_used_first():
     assert [each.type for each in other[4:]] == ["Softmax", "Log", "Mul"]
     said = judged(other, infinite=[1, 2], nan=[5, 6])
     assert (said.hazard, said.at) == ("an overflow in the forward pass", "Log")
+
+
+def test_a_programs_folder_may_have_the_name_of_one_of_kerass():
+    own = {"tf": tf}
+    exec(compile("square = lambda x: tf.square(x)", "/own/src/utils/model.py", "exec"), own)
+    operations = chain(tf.keras.layers.Lambda(own["square"]), tf.float32)
+    assert origins.is_users(next(each for each in operations if each.type == "Square"))
