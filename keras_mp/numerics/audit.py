@@ -4,7 +4,7 @@ To add a hazard, write a function that goes through a `TracedStep` and yields wh
 put it into `HAZARDS`, causes before their consequences, and plant the defect in a model.
 """
 
-import itertools
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -70,33 +70,30 @@ def audit(model: tf.keras.Model, given: Sequence[Batch]) -> tuple[Finding, ...]:
     Raises:
         ValueError: a batch does not suit the model.
     """
-    found: list[list[Finding]] = []
-    specs, findings_of = None, None
-    for batch in given:
+    found: dict[Any, dict[int, Finding]] = {}  # By place, and then by batch.
+    specs, judged = None, None
+    for i, batch in enumerate(given):
         layers = Layers(model)
         own_numbers = own_thread.random_numbers_of(model)
         with own_numbers, suiting(name_of_step(model), batch), Progress("audit", 2) as progress:
             try:
                 progress.begin("tracing the step")
                 own = tf.nest.map_structure(_spec, batch.data)
-                if findings_of is None or specs != own:
-                    specs, findings_of = own, _traced(model, batch, layers)
+                if judged is None or specs != own:
+                    specs, judged = own, _traced(model, batch, layers)
                 progress.begin("running it")
-                found.append(list(findings_of(batch)))
+                findings = [*judged(batch)]
             except (TypeError, ValueError, AttributeError, tf.errors.InvalidArgumentError) as error:
-                finding = _finding_of_error(model, batch, layers.raised, error)
-                if finding is None:
+                findings = [*_findings_of_error(model, batch, layers.raised, error)]
+                if not findings:
                     raise
-                found.append([finding])
-    firsts: dict[Any, Finding] = {}
-    for each in itertools.chain.from_iterable(found):
-        firsts.setdefault(each[:3], each)
-    if len(found) > 1:
-        counts = Counter(place for one in found for place in {each[:3] for each in one})
-        for place, each in firsts.items():
-            on = f"On {counts[place]} of {len(found)} batches."
-            firsts[place] = each._replace(why=f"{each.why} ({on})")
-    return tuple(firsts.values())
+        for each in findings:
+            found.setdefault(each[:3], {}).setdefault(i, each)
+    firsts = [(next(iter(by_batch.values())), len(by_batch)) for by_batch in found.values()]
+    if len(given) == 1:
+        return tuple(first for first, _ in firsts)
+    on = "{} (On {} of {} batches.)".format
+    return tuple(each._replace(why=on(each.why, count, len(given))) for each, count in firsts)
 
 
 def policy_of(model: tf.keras.Model) -> str:
@@ -118,73 +115,62 @@ def _traced(
     model: tf.keras.Model, batch: Batch, layers: Layers
 ) -> Callable[[Batch], Iterator[Finding]]:
     """Traces a step that all hazards measure; returns a function that runs and judges it."""
-    steps: list[TracedStep] = []
-    seen: list[Observed] = []
+    seen: list[tuple[TracedStep, Observed]] = []
 
     def inspect(step: TracedStep) -> list[dict[str, tf.Tensor]]:
         # A function that makes variables is traced twice. The last trace is the one that runs.
-        steps[:] = [step]
-        seen[:] = [found for measure in HAZARDS for found in measure(step)]
-        return [found.numbers for found in seen]
+        seen[:] = [(step, found) for measure in HAZARDS for found in measure(step)]
+        return [found.numbers for _, found in seen]
 
     with slow.switched_off():
         function = trace(model, batch, layers, inspect)
 
     def findings(batch: Batch) -> Iterator[Finding]:
-        for found, measured in zip(seen, _run(model, batch, function), strict=True):
-            arrays = {name: np.asarray(each) for name, each in measured.items()}
-            numbers: Any = {n: each if each.ndim else each.item() for n, each in arrays.items()}
-            said = found.said(**numbers)
-            if said is None:
-                continue
-            where, line = said.at, None
-            if isinstance(where, tf.Operation):
-                [step] = steps
-                where, line = step.where(where), step.line(where)
-            yield Finding(said.hazard, where, line, said.why, said.cure)
+        for (step, found), measured in zip(seen, _run(model, batch, function), strict=True):
+            numbers: Any = {name: np.asarray(each)[()] for name, each in measured.items()}
+            if (said := found.said(**numbers)) is not None:
+                is_made = isinstance(said.at, tf.Operation)
+                at = (step.where(said.at), step.line(said.at)) if is_made else (said.at, None)
+                yield Finding(said.hazard, *at, said.why, said.cure)
 
     return findings
 
 
 def _run(model: tf.keras.Model, batch: Batch, step: Any) -> list[dict[str, tf.Tensor]]:
     """Runs a step, and restores what it has assigned."""
-    # The graph knows those that it reads, of the optimizer and of the program, too.
-    read = step.graph.variables
-    try:
-        # To optimize the graph takes longer than to run it once.
-        with own_thread.put_back(model, read):
+    # The graph knows the variables that it reads, of the optimizer and of the program, too.
+    with own_thread.put_back(model, step.graph.variables):
+        try:
             flat = tf.raw_ops.StatefulPartitionedCall(
                 args=[*tf.nest.flatten(batch.data, expand_composites=True), *step.captured_inputs],
                 Tout=[each.dtype for each in step.outputs],
                 f=step,
                 config_proto=_AS_IT_IS.SerializeToString(),
             )
-        return tf.nest.pack_sequence_as(step.structured_outputs, flat)
-    except (TypeError, ValueError, tf.errors.OpError):
-        # An error of the step itself comes again, with its own message.
-        with own_thread.put_back(model, read):
+            return tf.nest.pack_sequence_as(step.structured_outputs, flat)
+        except (TypeError, ValueError, tf.errors.OpError):
+            # An error of the step itself comes again, with its own message.
             return step(batch.data)
 
 
-def _finding_of_error(
+def _findings_of_error(
     model: tf.keras.Model, batch: Batch, raised: LayerCall | None, error: Exception
-) -> Finding | None:
-    """Returns a finding about an error over dtypes that do not fit; None for other errors."""
+) -> Iterator[Finding]:
+    """Yields what an error over dtypes that do not fit is about; nothing for other errors."""
     reason = reason_of(error)
     if not any(dtype in reason for dtype in _DTYPES):
-        return None
+        return
     why = f"The step cannot be traced: {reason}"
     without_dtypes, unfit = UNTRACEABLE
-    custom = _custom_gradients(model, batch)
-    if custom:
+    if custom := _custom_gradients(model, batch):
         where, line = " or ".join(custom), next(iter(custom.values()))
-        return Finding(without_dtypes, where, line, why, CURES["a custom gradient"])
-    where, computes = "the training step", ""
+        yield Finding(without_dtypes, where, line, why, CURES["a custom gradient"])
+        return
+    where = "the training step"
     if raised is not None:
         where = raised.path or raised.layer.name
-        computes = f" {raised.layer.name!r} computes in {raised.layer.compute_dtype}."
-    line = type_errors.users_last_line(error)
-    return Finding(unfit, where, line, f"{why}{computes}", CURES["dtypes"])
+        why += f" {raised.layer.name!r} computes in {raised.layer.compute_dtype}."
+    yield Finding(unfit, where, type_errors.users_last_line(error), why, CURES["dtypes"])
 
 
 def _custom_gradients(model: tf.keras.Model, batch: Batch) -> dict[str, Line]:
@@ -198,13 +184,10 @@ def _custom_gradients(model: tf.keras.Model, batch: Batch) -> dict[str, Line]:
     def inspect(step: TracedStep) -> object:
         for operation in step.forward:
             is_custom = "_gradient_op_type" in operation.node_def.attr
-            line = step.line(operation) if is_custom else None
-            if line is not None:
+            if is_custom and (line := step.line(operation)) is not None:
                 found.setdefault(step.where(operation), line)
         return step.result
 
-    try:
+    with contextlib.suppress(TypeError, ValueError, tf.errors.InvalidArgumentError):
         trace(model, batch, Layers(model), inspect, forward_only=True)
-    except (TypeError, ValueError, tf.errors.InvalidArgumentError):
-        return {}
     return found
