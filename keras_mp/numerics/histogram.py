@@ -131,12 +131,9 @@ class Window(NamedTuple):
     def __str__(self) -> str:
         if self.is_empty:
             return "none"
-        has_low, has_high = self.low > -_LARGEST_SHIFT, self.high < _LARGEST_SHIFT
-        if has_low and has_high:
-            return f"2^{self.low}..2^{self.high}"
-        if has_high:
-            return f"up to 2^{self.high}"
-        return f"from 2^{self.low}" if has_low else "any"
+        low, high = (f"2^{end}" if abs(end) < _LARGEST_SHIFT else "" for end in self)
+        one = f"up to {high}" if high else f"from {low}" if low else "any"
+        return f"{low}..{high}" if low and high else one
 
 
 EVERYWHERE = Window(-_LARGEST_SHIFT, _LARGEST_SHIFT)
@@ -197,9 +194,10 @@ class Histogram:
         rows = self.bins[1:-1].sum(axis=1)
         return {LOWEST + int(i): int(rows[i]) for i in np.flatnonzero(rows)}
 
-    def _between(self, low: int, high: int) -> int:
-        """Returns how many values are in some of the bins."""
-        return int(self._counts[(low <= self._places) & (self._places < high)].sum())
+    def _finite(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns places of finite values, 0 for 1, and how many values each has."""
+        is_finite = (self._places >= _FINITE) & (self._places < _INFINITE)
+        return self._places[is_finite] - (_FINITE - LOWEST * COLUMNS), self._counts[is_finite]
 
     def fate(self, dtype: str, scale: float = 1.0) -> Fate:
         """Returns what becomes of the values in a dtype, if they are multiplied by a scale first.
@@ -216,13 +214,12 @@ class Histogram:
         Raises:
             ValueError: the dtype is not one of these, or the scale is no power of two.
         """
-        where, shift = format_of(dtype), exponent_of(scale)
+        where, shift, (places, counts) = format_of(dtype), exponent_of(scale), self._finite()
 
         def below(exponent: int, column: int) -> int:
-            place = _FINITE + (exponent - shift - LOWEST) * COLUMNS + column
-            return self._between(_FINITE, min(place, _INFINITE))
+            return int(counts[places < (exponent - shift) * COLUMNS + column].sum())
 
-        total, zero = self._between(_FINITE, _INFINITE), below(where.zero, 1)
+        total, zero = int(counts.sum()), below(where.zero, 1)
         return Fate(total, zero, below(*where.normal) - zero, total - below(*where.infinite))
 
     def window(self, dtype: str, tolerance: float = 0.0) -> Window:
@@ -238,18 +235,16 @@ class Histogram:
         Raises:
             ValueError: the dtype is not one of those.
         """
-        where = format_of(dtype)
-        finite = self._places[(self._places >= _FINITE) & (self._places < _INFINITE)]
-        if not finite.size:
+        where, (places, counts) = format_of(dtype), self._finite()
+        if not places.size:
             return EVERYWHERE
-        exponent, column = divmod(int(finite[-1]) - _FINITE, COLUMNS)
-        largest = LOWEST + exponent
-        low = where.zero - largest - 1  # where all of them become zero
-        fate = self.fate(dtype)
-        while self.fate(dtype, 2.0**low).zero > tolerance * fate.values:
-            low += 1
-        # One below the border where the largest value is beyond it.
-        return Window(low, where.infinite[0] - largest - (column >= where.infinite[1]))
+        # The smallest values that must not become zero; those below may.
+        first = np.searchsorted(counts.cumsum(), tolerance * counts.sum(), "right")
+        ends = places[[min(first, places.size - 1), -1]].tolist()
+        (small, is_above_a_power), (large, column) = (divmod(each, COLUMNS) for each in ends)
+        # One above the border where it is a power of two; one below it where it is beyond.
+        low = where.zero - small + (not is_above_a_power)
+        return Window(low, where.infinite[0] - large - (column >= where.infinite[1]))
 
     def __add__(self, other: "Histogram") -> "Histogram":
         return Histogram(self.bins + other.bins)
@@ -285,13 +280,13 @@ def exponent_of(scale: float) -> int:
         ValueError: it is no power of two.
     """
     fraction, exponent = math.frexp(scale)
-    if fraction != 0.5:
-        nearest = f" Near it are 2.0**{exponent - 1} and 2.0**{exponent}." if fraction > 0 else ""
-        raise ValueError(
-            "Expected a scale that is a power of two: at others every value is rounded, which a "
-            f"histogram does not know of.{nearest} Received: scale={scale!r}"
-        )
-    return exponent - 1
+    if fraction == 0.5:
+        return exponent - 1
+    nearest = f" Near it are 2.0**{exponent - 1} and 2.0**{exponent}." if fraction > 0 else ""
+    raise ValueError(
+        "Expected a scale that is a power of two: at others every value is rounded, which a "
+        f"histogram does not know of.{nearest} Received: scale={scale!r}"
+    )
 
 
 @do_not_convert
@@ -312,12 +307,6 @@ def count_exponents(tensor: tf.Tensor, scale: tf.Tensor | None = None) -> tf.Ten
         # bin.
         counts = _bincount(tf.cast(tf.bitcast(values, tf.uint16), tf.int32), _PATTERNS)
         values = tf.bitcast(tf.cast(tf.range(_PATTERNS), tf.uint16), tensor.dtype)
-    bins = _bincount(_bins_of(values, scale), ROWS * COLUMNS, counts)
-    return tf.cast(tf.reshape(bins, [ROWS, COLUMNS]), tf.int64)
-
-
-def _bins_of(values: tf.Tensor, scale: tf.Tensor | None) -> tf.Tensor:
-    """Returns the bin of each value, an int32 tensor."""
     # Of what 16 bits have left of the values.
     values = kept_casts.as_float32(values)
     if scale is not None:
@@ -332,7 +321,8 @@ def _bins_of(values: tf.Tensor, scale: tf.Tensor | None) -> tf.Tensor:
     row = tf.maximum(row, 126) - 126
     fraction = tf.bitwise.bitwise_and(bits, 0x7FFFFF)
     column = tf.add_n([tf.cast(fraction >= edge, tf.uint32) for edge in EDGES[1:]])
-    return tf.cast(row * COLUMNS + column, tf.int32)
+    bins = _bincount(tf.cast(row * COLUMNS + column, tf.int32), ROWS * COLUMNS, counts)
+    return tf.cast(tf.reshape(bins, [ROWS, COLUMNS]), tf.int64)
 
 
 def _bincount(places: tf.Tensor, size: int, weights: tf.Tensor | None = None) -> tf.Tensor:
