@@ -2,8 +2,8 @@
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -43,9 +43,7 @@ class Batch(NamedTuple):
     @property
     def data(self) -> tuple[Structure, ...]:
         """The tuple that `train_step` takes."""
-        if self.sample_weight is not None:
-            return tuple(self)
-        return (self.x, self.y) if self.y is not None else (self.x,)
+        return self[: 3 if self.sample_weight is not None else 2 if self.y is not None else 1]
 
     def parts(self) -> list[Any]:
         """Returns its tensors or arrays."""
@@ -78,14 +76,12 @@ def listed(model: tf.keras.Model, batches: Structure | Batches) -> list[Batch]:
             "Expected a dataset that ends: pass dataset.take(4), for four batches. Received: a "
             "dataset with infinitely many batches"
         )
-    is_list = isinstance(given, list) and bool(given)
     if isinstance(given, tf.keras.utils.Sequence):
-        found: Iterable[Any] = map(given.__getitem__, range(len(given)))
-    elif isinstance(given, tf.data.Dataset | Iterator):
-        found = given
-    else:
-        found = given if is_list and all(isinstance(each, tuple) for each in given) else [given]
-    made = [as_fit_takes_it(model, each) for each in found]
+        given = map(given.__getitem__, range(len(given)))
+    is_list = isinstance(given, list) and given and all(isinstance(each, tuple) for each in given)
+    if not is_list and not isinstance(given, tf.data.Dataset | Iterator):
+        given = [given]
+    made = [as_fit_takes_it(model, each) for each in given]
     if not made:
         raise ValueError(f"Expected at least one batch. Received: {batches!r} without any")
     return made
@@ -118,7 +114,7 @@ def as_fit_takes_it(
             f"A list is x, with one array for each input, of which {model.name!r} has "
             f"{len(inputs)}. Received a list of {len(x)}. For x and y, pass a tuple (x, y)."
         )
-    made = Batch(*(tf.nest.map_structure(_as_tensor, part) for part in parts))
+    made = Batch(*tf.nest.map_structure(_as_tensor, parts))
     for each in tf.nest.flatten(made.x):
         if each is not None and each.shape.rank and 0 in each.shape.as_list():
             raise ValueError(
@@ -140,13 +136,12 @@ def suiting(what: str, batch: Batch) -> Iterator[None]:
     except (ValueError, AttributeError, tf.errors.InvalidArgumentError) as error:
         if isinstance(error, AttributeError) and batch.y is not None:
             raise
-        shapes = "; ".join(
-            f"{name} of {_shapes(part)}"
-            for name, part in batch._asdict().items()
-            if part is not None
-        )
+        received = []
+        for name, part in batch._asdict().items():
+            if shapes := [str(each.shape) for each in tf.nest.flatten(part) if each is not None]:
+                received.append(f"{name} of the shape {' and '.join(shapes)}")
         raise ValueError(
-            f"Expected a batch of shapes that suit {what}. Received: {shapes}. "
+            f"Expected a batch of shapes that suit {what}. Received: {'; '.join(received)}. "
             f"The error is: {reason(error)}"
         ) from error
 
@@ -166,15 +161,9 @@ def reason(error: Exception) -> str:
     return _KIND.sub("", kept[-1]) if kept else str(error)
 
 
-def _as_tensor(value: tf.Tensor | np.ndarray | None) -> tf.Tensor | None:
-    if tf.is_tensor(value) or value is None:
-        return cast(tf.Tensor | None, value)
+def _as_tensor(value: Any) -> Any:
+    if value is None or tf.is_tensor(value):
+        return value
     value = tf.convert_to_tensor(value)
     # As `fit` does with arrays; it takes tensors as they are.
-    floatx = tf.as_dtype(tf.keras.backend.floatx())
-    return tf.cast(value, floatx) if value.dtype.is_floating else value
-
-
-def _shapes(part: Structure) -> str:
-    shapes = [str(each.shape) for each in tf.nest.flatten(part) if each is not None]
-    return f"the shape {shapes[0]}" if len(shapes) == 1 else f"the shapes {', '.join(shapes)}"
+    return tf.cast(value, tf.keras.backend.floatx()) if value.dtype.is_floating else value

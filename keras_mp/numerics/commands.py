@@ -10,13 +10,14 @@ model with layers of your own.
 """
 
 import argparse
+import contextlib
 import importlib
 import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -28,7 +29,7 @@ from keras_mp.numerics.results import Result
 from keras_mp.numerics.run import compiled
 from keras_mp.numerics.tune import tune
 from keras_mp.numerics.watch import watch
-from keras_mp.support import messages, text_tables
+from keras_mp.support import messages, text_tables, validation
 
 # The exit status, for CI: nothing found, something found, or a file that cannot be used.
 SOUND, FOUND, FAILED = 0, 1, 2
@@ -49,19 +50,27 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: an option or a file is wrong; its status is 2.
     """
     options = _parse(argv)
-    with tf.keras.utils.custom_object_scope(_objects_of(vars(options).get("import", ()))):
+    given = vars(options)
+    with tf.keras.utils.custom_object_scope(_objects_of(given.pop("import", ()))):
         model, batch = _load_model(options.file), load_batch(options.batch)
-        try:
-            if "policy" in options:
-                model = compiled(model, vars(options).pop("policy"))
+        with _failing(f"{options.file} cannot be {options.command.removesuffix('e')}ed"):
+            if "policy" in given:
+                model = compiled(model, given.pop("policy"))
             result, status = options.run(model, batch, options)
-        except Exception as error:  # of another file, of the user's layers, of labels in shape
-            reason = f"{type(error).__name__}: {error}"
-            _fail(f"{options.file} cannot be {options.name.removesuffix('e')}ed: {reason}")
-        print(result.to_text(None if "all_rows" in options else text_tables.MOST))
-        if "json" in options:
-            result.to_json(options.json)
-        return status
+    print(result.to_text(None if "all_rows" in given else text_tables.MOST))
+    if "json" in given:
+        result.to_json(options.json)
+    return status
+
+
+@contextlib.contextmanager
+def _failing(what: str, more: str = "") -> Iterator[None]:
+    """Ends the program where the block raises an error: files, classes, layers may raise any."""
+    try:
+        yield
+    except Exception as error:
+        print(f"{what}: {type(error).__name__}: {error}{more}", file=sys.stderr)
+        sys.exit(FAILED)
 
 
 def load_batch(path: str) -> Batch:
@@ -73,23 +82,19 @@ def load_batch(path: str) -> Batch:
     Raises:
         SystemExit: it cannot be loaded, or there is something else in it.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = dict(file)
-    except Exception as error:
-        _fail(f"{path} cannot be loaded: {type(error).__name__}: {error}")
     batch: dict[str, Any] = {}
-    for key, array in arrays.items():
-        name, _, part = key.partition(".")
-        if part:
-            batch.setdefault(name, {})[part] = array
-        else:
-            batch[name] = array
-    if "x" not in batch or batch.keys() - {*Batch._fields}:
-        _fail(
-            f"Expected arrays named x, y and sample_weight, or x.NAME and y.NAME, in {path}. "
-            f"Received: {', '.join(arrays)}"
-        )
+    with _failing(f"{path} cannot be loaded"), np.load(path, allow_pickle=False) as file:
+        for key, array in file.items():
+            name, _, part = key.partition(".")
+            if part:
+                batch.setdefault(name, {})[part] = array
+            else:
+                batch[name] = array
+        if "x" not in batch or batch.keys() - {*Batch._fields}:
+            raise ValueError(
+                "Expected arrays named x, y and sample_weight, or x.NAME and y.NAME. Received: "
+                f"{', '.join(file)}"
+            )
     return Batch(**batch)
 
 
@@ -98,10 +103,8 @@ def _load_model(path: str) -> tf.keras.Model:
         return tf.keras.models.load_model(path)
     except Exception as error:  # of Keras, of the user's classes, of the file system
         reason = f"{type(error).__name__}: {error}"
-    try:
+    with _failing(f"{path} cannot be loaded", _IMPORT * os.path.exists(path)):
         model = tf.keras.models.load_model(path, compile=False)
-    except Exception:  # the same, which is not about a loss or a metric
-        _fail(f"{path} cannot be loaded: {reason}{_IMPORT if os.path.exists(path) else ''}")
     print(
         f"{path} is loaded without its loss, metrics and optimizer, since they cannot be loaded: "
         f"pass --loss, or --import MODULE. ({reason.splitlines()[0]})",
@@ -115,11 +118,9 @@ def _objects_of(modules: Sequence[str]) -> dict[str, Any]:
     sys.path.insert(0, os.getcwd())
     objects: dict[str, Any] = {}
     for name in modules:
-        try:
-            module = importlib.import_module(name)
-        except Exception as error:  # of the user's module
-            _fail(f"--import {name} fails: {type(error).__name__}: {error}")
-        objects |= {key: each for key, each in vars(module).items() if callable(each)}
+        with _failing(f"--import {name} fails"):
+            found = vars(importlib.import_module(name))
+            objects |= {key: each for key, each in found.items() if callable(each)}
     return objects
 
 
@@ -129,14 +130,12 @@ def _check(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> 
     The exit status is 0 if nothing is found, 1 if something is, 2 if a file cannot be used or a
     part of this cannot be done.
     """
-    arguments = _given(check, options)
-    reference = arguments.get("reference", "")
+    given = _given(check, options)
+    reference = given.get("reference", "")
     if reference.endswith((".keras", ".h5")) or os.path.exists(reference):
-        arguments["reference"] = _load_model(reference)
-    found = check(model, tuple(batch), **arguments)
-    if found.findings:
-        return found, FOUND
-    return found, FAILED if found.notes else SOUND
+        given["reference"] = _load_model(reference)
+    found = check(model, tuple(batch), **given)
+    return found, FOUND if found.findings else FAILED if found.notes else SOUND
 
 
 def _profile(
@@ -153,13 +152,12 @@ def _watch(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> 
     """
     if getattr(model, "optimizer", None) is None:
         raise ValueError("it is not compiled, so it cannot be trained")
-    counted = {"every": 1, "weights": True, **_given(watch, options)}
-    watching = watch(model, raises=False, **counted)
-    how = {"batch_size": options.batch_size, "epochs": options.epochs, "verbose": 0}
+    watching = watch(model, raises=False, **{"every": 1, "weights": True, **_given(watch, options)})
+    sizes: Any = {name: _size(name, options) for name in ("batch_size", "epochs")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", messages.MixedPrecisionWarning)  # `found` has them.
         with watching:
-            model.fit(**batch._asdict(), **how, callbacks=[watching])
+            model.fit(**batch._asdict(), **sizes, verbose=0, callbacks=[watching])
     return watching, FOUND if watching.found else SOUND
 
 
@@ -169,8 +167,8 @@ def _tune(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> t
     The exit status is 0 if layers may compute in 16 bits, 1 if none may, 2 if a file cannot be
     used. The JSON has the policies, which keras_mp.convert and --policy of the other commands take.
     """
-    size = options.batch_size
-    starts = range(0, min(len(each) for each in batch.parts()), size)
+    size = _size("batch_size", options)
+    starts = range(0, min(map(len, batch.parts())), size)
     batches = [tuple(batch.rows(start, start + size)) for start in starts]
     tuned = tune(model, batches, **_given(tune, options))
     if "output" in options:
@@ -187,24 +185,22 @@ def _given(tool: Callable[..., Result], options: argparse.Namespace) -> dict[str
     return {name: value for name, value in vars(options).items() if name in names}
 
 
+def _size(name: str, options: argparse.Namespace) -> int:
+    return validation.integer(name, getattr(options, name))
+
+
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m keras_mp")
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(required=True, dest="command")
     for name, run in COMMANDS.items():
         # What is not given is left to the tool.
-        default = argparse.SUPPRESS
-        made = commands.add_parser(name, description=run.__doc__, argument_default=default)
+        absent = argparse.SUPPRESS
+        made = commands.add_parser(name, description=run.__doc__, argument_default=absent)
         for takers, flag, what, how in _FLAGS:
             if name in takers.split():
                 made.add_argument(flag, help=what, **how)
-        made.set_defaults(run=run, name=name)
+        made.set_defaults(run=run)
     return parser.parse_args(argv)
-
-
-def _fail(message: str) -> NoReturn:
-    """Ends the program with a message and the exit status for files that cannot be used."""
-    print(message, file=sys.stderr)
-    sys.exit(FAILED)
 
 
 def file(ending: str = "") -> Callable[[str], str]:
@@ -214,22 +210,14 @@ def file(ending: str = "") -> Callable[[str], str]:
         is_there = os.path.isdir(os.path.dirname(text) or ".")
         if text.endswith(ending) and is_there and not os.path.isdir(text):
             return text
-        what = f"a {ending} file".replace("  ", " ")
-        raise argparse.ArgumentTypeError(f"must be {what} in an existing folder, received {text}")
+        what = f"must be a {ending} file in an existing folder, received {text}"
+        raise argparse.ArgumentTypeError(what.replace("  ", " "))
 
     return check
 
 
 def _number_or_name(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
-
-
-def positive(text: str) -> int:
-    """A type of argument: a number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, received {text}")
-    return value
 
 
 _ALL, _LIST = "check profile tune watch", {"action": "append"}
@@ -247,7 +235,7 @@ _FLAGS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("check", "--training", "call layers with training=True, as for dropout (yes)", _YES_OR_NO),
     ("profile", "--device", 'a GPU and its compute capability: "GPU 8.0" (this machine)', {}),
     ("profile", "--steps", "how many steps are timed; 0 for none (9)", {"type": int}),
-    ("watch", "--every", "one step in so many is counted (1)", {"type": positive}),
+    ("watch", "--every", "one step in so many is counted (1)", {"type": int}),
     ("watch", "--gradients", "count gradients of variables (yes)", _YES_OR_NO),
     ("watch", "--outputs", "count outputs of layers (yes)", _YES_OR_NO),
     ("watch", "--output-gradients", "count gradients of outputs (no)", _YES_OR_NO),
@@ -255,14 +243,14 @@ _FLAGS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("watch", "--read-freq", "epoch, or a number of batches (epoch)", {"type": _number_or_name}),
     ("watch", "--include", "operations or layers that are looked at (all); repeatable", _LIST),
     ("watch", "--exclude", "operations or layers that are not looked at; repeatable", _LIST),
-    ("watch", "--epochs", "how long it trains (1)", {"type": positive, "default": 1}),
+    ("watch", "--epochs", "how long it trains (1)", {"type": int, "default": 1}),
     ("tune", "--dtype", "float16 or bfloat16 (float16)", {}),
     ("tune", "--tolerance", "the largest distance from float32 (0.05)", {"type": float}),
     ("tune", "--include", "layers that may be in 16 bits (all); repeatable", _LIST),
     ("tune", "--leave-out", "layers that stay in float32; repeatable", _LIST),
     ("tune", "--seed", "of the random numbers of all runs (0)", {"type": int}),
     ("tune", "--output", "a file for the mixed model", {"type": file(".keras")}),
-    ("tune watch", "--batch-size", "of each batch (32)", {"type": positive, "default": 32}),
+    ("tune watch", "--batch-size", "of each batch (32)", {"type": int, "default": 32}),
     (_ALL, "--policy", "for a model in float32: its name, or a .json file of tune", {}),
     (_ALL, "--all-rows", "print all rows, not only the worst ten", {"action": "store_true"}),
     (_ALL, "--json", "a file for all that is known", {"type": file(".json")}),

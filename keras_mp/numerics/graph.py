@@ -16,17 +16,15 @@ from keras_mp.grappler import report as rewrites
 from keras_mp.support import op_table
 from keras_mp.tensorflow_api import graphs
 
-_Known = Sequence[tuple[int, ...]]
-
-_LOOPS = op_table.ops("loops")
-CALLS = op_table.ops("calls")
-# The attributes that name the functions which an operation runs, or of which it runs one.
-_FUNCTIONS = {
-    **dict.fromkeys(_LOOPS, ("body",)),
-    **dict.fromkeys(CALLS, ("f",)),
-    **dict.fromkeys(op_table.ops("conditions"), ("then_branch", "else_branch")),
-    **dict.fromkeys(("Case", "StatelessCase"), ("branches",)),
-}
+_LOOPS, CALLS = op_table.ops("loops"), op_table.ops("calls")
+_CALLING = _LOOPS | CALLS | op_table.ops("conditions")
+_PRODUCTS = op_table.ops("matrix products", "matrix products into another dtype")
+COUNTED = _PRODUCTS | op_table.ops(
+    *("convolutions", "transposed convolutions", "gradients of kernels"),
+    "transposed convolutions to the shape of a tensor",
+)
+# Stand for the axes of an ellipsis, the last one first.
+_AXES = "9876543210"
 
 
 class Node(NamedTuple):
@@ -51,7 +49,11 @@ class Node(NamedTuple):
     is_compiled: bool
 
 
-def nodes_of(graph: Any, around: Sequence[Any] = (), caller: Node | None = None) -> Iterator[Node]:
+# What nobody calls is in this one.
+_PROGRAM = Node(cast(Any, None), "", "", 0, 1, is_least=False, is_compiled=False)
+
+
+def nodes_of(graph: Any, around: Sequence[Any] = (), caller: Node = _PROGRAM) -> Iterator[Node]:
     """Yields the operations of a function's graph, and those of what they call.
 
     What nothing needs is left out. Of a branch, it is the one with the most work that counts, and
@@ -63,37 +65,41 @@ def nodes_of(graph: Any, around: Sequence[Any] = (), caller: Node | None = None)
         around: the graphs that call it, the innermost first.
         caller: the node that calls it, with the turns of what it calls.
     """
-    needed, known_by = set(), (graph, *around)
-    context = (1, False, False) if caller is None else caller[4:]
     # The graph of a function with a gradient may have more outputs.
-    outputs = graph.outputs if caller is None else graph.outputs[: len(caller.made.outputs)]
+    outputs = graph.outputs[: caller.made and len(caller.made.outputs)]
+    needed, known_by = set(), (graph, *around)
     waiting = [*(tensor.op for tensor in outputs), *graph.control_outputs]
     while waiting:
-        made = waiting.pop()
-        if made not in needed:
+        if (made := waiting.pop()) not in needed:
             needed.add(made)
             waiting += [*(tensor.op for tensor in made.inputs), *made.control_inputs]
-    for made in graph.get_operations():
-        if made not in needed:
-            continue
-        dtypes = rewrites.floating_dtypes(made.node_def)
+    for made in [each for each in graph.get_operations() if each in needed]:
+        defined = made.node_def
+        dtypes = rewrites.floating_dtypes(defined)
         dtype = next((each[0].name for each in (dtypes.get("T"), *dtypes.values()) if each), "")
-        path = made.name if caller is None else f"{caller.path}/{made.name}"
-        node = Node(made, path, dtype, of(made), *context)
+        path = f"{caller.path}/{made.name}".lstrip("/")
+        node = caller._replace(made=made, path=path, dtype=dtype, work=of(made))
         yield node
-        named = [cast(Any, made.get_attr(each)) for each in _FUNCTIONS.get(made.type, ())]
+        if made.type not in _CALLING:
+            continue
+        rows = _rows(made) if made.type in _LOOPS else 1
+        inside = node._replace(
+            turns=node.turns * (rows or 1),
+            is_least=node.is_least or not rows,
+            is_compiled=node.is_compiled or defined.attr["_XlaMustCompile"].b,
+        )
         bodies = []
-        for function in tf.nest.flatten(named):
-            found = (graphs.function_of_name(each, function.name) for each in known_by)
+        for name in _functions(defined):
+            found = (graphs.function_of_name(each, name) for each in known_by)
             body = next(each for each in found if each is not None).graph
-            rows = _rows(made) if made.type in _LOOPS else 1
-            inside = node._replace(
-                turns=node.turns * (rows or 1),
-                is_least=node.is_least or not rows,
-                is_compiled=node.is_compiled or made.node_def.attr["_XlaMustCompile"].b,
-            )
             bodies.append([*nodes_of(body, known_by, inside)])
-        yield from max(bodies, key=_amount, default=())
+        yield from max(bodies, key=_amount)
+
+
+def _functions(calling: Any) -> list[str]:
+    """Returns the names of the functions that an operation runs, or of which it runs one."""
+    values = (value for name, value in calling.attr.items() if name != "cond")
+    return [each.name for of in values for each in (of.func, *of.list.func) if each.name]
 
 
 def _rows(loop: tf.Operation) -> int:
@@ -112,6 +118,26 @@ def _amount(nodes: Sequence[Node]) -> tuple[int, int]:
     return sum((node.work or 0) * node.turns for node in nodes), len(nodes)
 
 
+def _shapes(made: tf.Operation) -> list[Any]:
+    """Returns the shapes of its inputs and outputs, each a tuple, or None if not known."""
+    shapes = (each.shape for each in (*made.inputs, *made.outputs))
+    return [tuple(each) if each.is_fully_defined() else None for each in shapes]
+
+
+def multiplied_sizes(made: tf.Operation) -> tuple[int, ...]:
+    """Returns the sizes that a tensor core divides into tiles: rows, columns, what is summed over.
+
+    Returns:
+        tuple of int; empty for unknown shapes, and for what is no plain product or convolution.
+    """
+    if made.type in ("MatMul", "Conv2D") and None not in (shapes := _shapes(made)):
+        left, right, output = shapes
+        if made.type == "Conv2D":
+            return right[-2:]
+        return (*output, math.prod(left) // max(output[0], 1))
+    return ()
+
+
 def of(made: tf.Operation) -> int | None:
     """Counts the floating-point operations of one operation.
 
@@ -121,72 +147,27 @@ def of(made: tf.Operation) -> int | None:
     if made.type not in COUNTED:
         return 0
     try:
-        return 2 * _multiplications(made, *_shapes(made))
-    except (TypeError, IndexError):
+        *inputs, output = _shapes(made)
+        if made.type == "Einsum":
+            return 2 * _einsum(cast(Any, made.get_attr("equation")).decode(), inputs)
+        if made.type in _PRODUCTS:
+            # A batch may be that of the second input alone.
+            return 2 * math.prod((*output[:-2], *inputs[0][-2:], output[-1]))
+        # What a convolution makes is an input of what goes against it.
+        image = output if len(inputs) == 2 else inputs[2]
+        kernel = output if "Filter" in made.type else inputs[1]
+        # A depthwise convolution has one kernel for each channel.
+        end = -2 if made.type.startswith("Depthwise") else -1
+        return 2 * math.prod(image) * math.prod(kernel[:end])
+    except TypeError:
         return None
 
 
-def multiplied_sizes(made: tf.Operation) -> tuple[int, ...]:
-    """Returns the sizes that a tensor core divides into tiles: rows, columns, what is summed over.
-
-    Returns:
-        tuple of int; empty for unknown shapes, and for what is no plain product or convolution.
-    """
-    inputs, outputs = _shapes(made)
-    try:
-        if made.type == "MatMul":
-            return (*outputs[0], math.prod(inputs[0]) // max(outputs[0][0], 1))
-        return inputs[1][-2:] if made.type == "Conv2D" else ()
-    except (TypeError, IndexError):
-        return ()
-
-
-def _shapes(made: tf.Operation) -> list[Any]:
-    """Returns the shapes of its inputs and of its outputs, each a tuple, or None if not known."""
-    return [
-        [tuple(each.shape) if each.shape.is_fully_defined() else None for each in tensors]
-        for tensors in (made.inputs, made.outputs)
-    ]
-
-
-def _multiplications(made: tf.Operation, inputs: _Known, outputs: _Known) -> int:
-    if made.type == "Einsum":
-        return _einsum(cast(Any, made.get_attr("equation")).decode(), inputs)
-    if made.type in _PRODUCTS:
-        # A batch may be that of the second input alone.
-        return math.prod((*outputs[0][:-2], *inputs[0][-2:], outputs[0][-1]))
-    shapes = (*inputs, outputs[0])
-    image, kernel = (shapes[place] for place in _CONVOLUTIONS[made.type])
-    # A depthwise convolution has one kernel for each channel.
-    return math.prod(image) * math.prod(kernel[: -2 if made.type.startswith("Depthwise") else -1])
-
-
-def _einsum(equation: str, inputs: _Known) -> int:
-    terms = equation.partition("->")[0].split(",")
-    if len(terms) < 2:
-        return 0
-    sizes: dict[str, int] = {}
+def _einsum(equation: str, inputs: Sequence[tuple[int, ...]]) -> int:
+    terms, sizes = equation.partition("->")[0].split(","), dict[str, int]()
     for term, shape in zip(terms, inputs, strict=True):
-        before, dots, after = term.partition("...")
-        of_labels = [*shape[: len(before)], *(shape[-len(after) :] if after else ())]
-        sizes.update(zip(before + after, of_labels))
-        if dots:
-            hidden = shape[len(before) : len(shape) - len(after)]
-            sizes["..."] = max(sizes.get("...", 1), math.prod(hidden))
-    return math.prod(sizes.values())
-
-
-_PRODUCTS = op_table.ops("matrix products", "matrix products into another dtype")
-# Of what goes along with, or against, a convolution: which of its tensors, the output being the
-# last, has the size of what the convolution makes, and which that of the kernel.
-_CONVOLUTIONS = {
-    op: places
-    for kind, places in {
-        "convolutions": (-1, 1),
-        "transposed convolutions": (2, 1),
-        "transposed convolutions to the shape of a tensor": (2, 1),
-        "gradients of kernels": (2, -1),
-    }.items()
-    for op in op_table.BY_KIND[kind]
-}
-COUNTED = _PRODUCTS | _CONVOLUTIONS.keys()
+        hidden = len(shape) - len(term.replace("...", ""))
+        labels = term.replace("...", _AXES[len(_AXES) - hidden :])
+        for label, size in zip(labels, shape, strict=True):
+            sizes[label] = max(sizes.get(label, 1), size)
+    return math.prod(sizes.values()) if len(terms) > 1 else 0

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -21,15 +22,20 @@ from keras_mp.models.layer_paths import variables_inside
 from keras_mp.support import attributes
 from keras_mp.tensorflow_api import operations
 
-# The modules through which random operations are called, and the names of those that draw.
-_WITH_STATE, _OF_GENERATORS, *_OF_SEEDS = (
+# The modules through which random operations are called, and the functions that draw: those of
+# numbers, whose distributions no tensor has a part in, and others with a state.
+_MODULES = tuple(
     sys.modules[draw.__module__]
     for draw in (
         *(tf.raw_ops.RandomUniform, tf.raw_ops.StatefulUniform),
         *(tf.raw_ops.StatelessRandomUniform, tf.raw_ops.StatelessRandomUniformV2),
     )
 )
-_DISTRIBUTIONS = ("uniform", "normal")
+_NUMBERS = r"[a-z]\w*(uniform|normal)\w*"
+_DRAWS = re.compile(
+    rf"(?!\w*(parameterized|fallback))({_NUMBERS}|(rng|stateful)_\w+|multinomial|random_gamma"
+    "|random_poisson_v2)"
+)
 
 # A kernel of these operations goes on from call to call with the same seed, for all threads. The
 # others, which take the seed alone, have the same arguments.
@@ -70,43 +76,48 @@ def random_numbers(seed: int = 0) -> Iterator[None]:
     first = (seed + 0x5EED) % 2**31
     copy_of = functools.cache(lambda reference: _copy(reference.deref()))
 
-    def get_seed(original: Callable[..., Any]) -> Callable[..., Any]:
-        def get(op_seed: int | None) -> tuple[int | None, int | None]:
-            return (first, next(seeds)) if tf.executing_eagerly() else original(op_seed)
+    def own_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *of: (first, next(seeds)) if tf.executing_eagerly() else original(*of)
 
-        return get
-
-    def with_copy(original: Draw) -> Draw:
-        def draw(resource: Any, *args: Any, **kwargs: Any) -> Any:
-            if hasattr(resource, "numpy"):
-                resource = copy_of(resource.ref())
-            return original(resource, *args, **kwargs)
-
-        return draw
-
-    def shown(original: Draw) -> Draw:
-        def draw(*args: Any, **kwargs: Any) -> tf.Tensor:
-            drawn = original(*args, **kwargs)
-            return thread.take(drawn) if tf.executing_eagerly() else drawn
-
-        return draw
-
+    get_seed = tf.compat.v1.get_seed
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
-        public = tf.compat.v1.get_seed
-        enter(wrapped.here(sys.modules[public.__module__], public.__name__, get_seed))
-        for name, stateless in _WITHOUT_STATE.items():
-            wrap = functools.partial(_without_state, stateless)
-            enter(wrapped.here(_WITH_STATE, name, wrap))
-        for name in list(vars(_OF_GENERATORS)):
-            if name.startswith(("stateful_", "rng_")) and "fallback" not in name:
-                enter(wrapped.here(_OF_GENERATORS, name, with_copy))
+        enter(wrapped.here(sys.modules[get_seed.__module__], get_seed.__name__, own_seed))
         enter(keras_api.own_seeds(seed))
-        for module in (_WITH_STATE, _OF_GENERATORS, *_OF_SEEDS):
-            for name in filter(_draws, list(vars(module))):
-                enter(wrapped.here(module, name, shown))
+        for module in _MODULES:
+            for name in filter(_DRAWS.fullmatch, list(vars(module))):
+                enter(wrapped.here(module, name, functools.partial(_own, name, copy_of)))
         enter(attributes.replaced(thread, "take", lambda drawn: drawn))
         yield
+
+
+def _own(name: str, copy_of: Callable[[Any], tf.Tensor], original: Draw) -> Draw:
+    """Returns a function that draws what nobody else draws.
+
+    Args:
+        name: str. That of the function.
+        copy_of: returns the copy of a generator, given a reference.
+        original: the function.
+    """
+    signature, without_state = inspect.signature(original), _WITHOUT_STATE.get(name)
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        if hasattr(arguments.get("resource"), "numpy"):  # of a function that is traced, too
+            arguments["resource"] = copy_of(arguments["resource"].ref())
+        if not tf.executing_eagerly():
+            return original(**arguments)
+        if without_state is None:
+            drawn = original(**arguments)
+        else:
+            seed = [arguments.pop("seed"), arguments.pop("seed2")]
+            renamed = {_RENAMED.get(key, key): value for key, value in arguments.items()}
+            drawn = without_state(**renamed, seed=seed)
+        return thread.take(drawn) if re.fullmatch(_NUMBERS, name) else drawn
+
+    return draw
 
 
 def random_numbers_of(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
@@ -126,27 +137,6 @@ def _copy(generator: tf.Tensor) -> tf.Tensor:
     return copy
 
 
-def _without_state(stateless: Draw, original: Draw) -> Draw:
-    signature = inspect.signature(original)
-
-    def draw(*args: Any, **kwargs: Any) -> tf.Tensor:
-        if not tf.executing_eagerly():
-            return original(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        arguments = {_RENAMED.get(key, key): value for key, value in bound.arguments.items()}
-        seed = [arguments.pop("seed"), arguments.pop("seed2")]
-        return stateless(**arguments, seed=seed)
-
-    return draw
-
-
-def _draws(name: str) -> bool:
-    is_one_of_them = any(distribution in name for distribution in _DISTRIBUTIONS)
-    is_plain = not name.startswith("_") and "parameterized" not in name
-    return is_one_of_them and is_plain and not name.endswith("fallback")
-
-
 def eager_functions() -> contextlib.AbstractContextManager[None]:
     """Returns a context manager in which this thread runs functions of `tf.function` in eager.
 
@@ -156,8 +146,8 @@ def eager_functions() -> contextlib.AbstractContextManager[None]:
     def runs_eagerly(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
         def runs(function: Any) -> bool:
             module = getattr(function.python_function, "__module__", None) or ""
-            is_users = not module.startswith("tensorflow.")
-            return original(function) or (is_users and tf.executing_eagerly())
+            is_own = tf.executing_eagerly() and not module.startswith("tensorflow.")
+            return is_own or original(function)
 
         return runs
 
@@ -195,8 +185,7 @@ def put_back(layer: Any, others: Iterable[Any] = ()) -> Iterator[None]:
     """
     is_layer = isinstance(layer, tf.keras.layers.Layer)
     own = variables_inside(layer) if is_layer else getattr(layer, "variables", ())
-    variables = {id(variable): variable for variable in (*own, *others)}.values()
-    before = [(variable, variable.numpy()) for variable in variables]
+    before = [(v, v.numpy()) for v in {id(v): v for v in (*own, *others)}.values()]
     try:
         with without_metrics(layer):
             yield
@@ -213,16 +202,15 @@ def without_metrics(model: Any) -> Iterator[None]:
     Computing the loss that a model is compiled with updates some metrics. If they belong to a
     strategy with several replicas, that fails outside of a replica.
     """
-    metrics = list(getattr(model, "metrics", ()))
-    try:
-        with contextlib.ExitStack() as stack:
-            for metric in metrics:
-                ignored = wrapped.here(metric, "update_state", lambda _: lambda *_, **__: None)
-                stack.enter_context(ignored)
+    metrics = {id(metric): metric for metric in getattr(model, "metrics", ())}
+    with contextlib.ExitStack() as stack:
+        for metric in metrics.values():
+            ignored = wrapped.here(metric, "update_state", lambda _: lambda *_, **__: None)
+            stack.enter_context(ignored)
+        try:
             yield
-    finally:
-        # Metrics of a loss are made when it is first computed.
-        known = {id(metric) for metric in metrics}
-        for metric in getattr(model, "metrics", ()):
-            if id(metric) not in known:
-                metric.reset_state()
+        finally:
+            # Metrics of a loss are made when it is first computed.
+            for metric in getattr(model, "metrics", ()):
+                if id(metric) not in metrics:
+                    metric.reset_state()

@@ -6,12 +6,13 @@ layers, with what went in, what came out, and the gradients, all of it on the de
 `call` of each layer is watched: its arguments have been cast by then.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
@@ -216,10 +217,8 @@ class Watch(LayerObserver):
         Args:
             root: the model or layer. If it has no `call`, only the numbers are watched.
         """
-        # Each once, by its first path.
-        named = {id(layer): (path, layer) for path, layer in reversed(list(_named(root)))}
         with (
-            layer_observers.attached(self, named.values()),
+            layer_observers.attached(self, _named(root).values() if hasattr(root, "call") else ()),
             attributes.replaced(own_thread.thread, "take", self._take),
             own_thread.eager_functions(),
         ):
@@ -250,20 +249,16 @@ def is_floating(value: object) -> TypeGuard[tf.Tensor]:
     return isinstance(value, tf.Tensor) and value.dtype.is_floating
 
 
-def _named(root: Any) -> Iterator[tuple[str, Any]]:
-    """Yields a model or layer, and the layers inside of it, with their paths."""
-    if not hasattr(root, "call"):
-        return
-    yield root.name, root
-    if not isinstance(root, tf.keras.layers.Layer):
-        return
-    layers = layers_by_path(root)
-    yield from layers.items()
-    for path, layer in {"": root, **layers}.items():
+def _named(root: Any) -> dict[int, tuple[str, Any]]:
+    """Returns a model or layer, and the layers inside of it, with their paths, each by its id."""
+    is_layer = isinstance(root, tf.keras.layers.Layer)
+    layers = {"": root, **(layers_by_path(root) if is_layer else {})}
+    found = {id(layer): (path or root.name, layer) for path, layer in layers.items()}
+    for path, layer in layers.items():
         # A functional model of Keras 3 has operations that are no layers.
-        for operation in getattr(layer, "operations", ()):
-            if not isinstance(operation, tf.keras.layers.Layer):
-                yield f"{path}/{operation.name}".strip("/"), operation
+        for each in getattr(layer, "operations", ()):
+            found.setdefault(id(each), (f"{path}/{each.name}".strip("/"), each))
+    return found
 
 
 def named_weights(layer: Any) -> dict[str, Any]:
@@ -290,14 +285,10 @@ def optimizer_of(model: tf.keras.Model) -> Any:
 
 def signed_mean(prediction: Structure) -> tf.Tensor:
     """Returns the mean of the outputs with random signs, so that they do not cancel."""
-    random = np.random.default_rng(0)
-    parts = [
-        tf.reduce_mean(
-            tf.cast(output, tf.float32) * random.choice([-1.0, 1.0], output.numpy().shape)
-        )
-        for output in floating(prediction)
-    ]
-    return tf.add_n(parts)
+    random, outputs = np.random.default_rng(0), floating(prediction)
+    signs = (random.choice([-1.0, 1.0], each.numpy().shape) for each in outputs)
+    pairs = zip((tf.cast(each, tf.float32) for each in outputs), signs)
+    return tf.add_n([tf.reduce_mean(output * sign) for output, sign in pairs])
 
 
 def first_scale(model: tf.keras.Model) -> float:
@@ -374,17 +365,27 @@ Forward = Callable[[Batch, Watch, tf.GradientTape], Any]
 class Runner:
     """Runs something on a batch, as often as needed, and restores the variables that this changes.
 
+    Without labels, or without a loss, the loss of a model is `signed_mean` of its outputs.
+
     Args:
         model: of `tf.keras`, or a layer, or what else has the variables.
         batch: Batch. Of a function or layer, x is its arguments.
-        forward: Forward, of the model or layer.
         numbers: list of random numbers. Runners whose runs are to be compared share it.
+        original: the model of the user, which may be compiled, for a copy of it.
+        loss: as for `check`; None for that of `original`.
+        step: as for `check`.
+        training: as for `check`.
+        forward: Forward, of a layer.
     """
 
     model: Any
     batch: Batch
-    forward: Forward
     numbers: list[tf.Tensor]
+    original: Any = None
+    loss: GivenLoss | None = None
+    step: Callable[..., Any] | None = None
+    training: bool = True
+    forward: Forward | None = None
 
     def run(self, loss_scale: float = 1.0, noise: Noise | None = None) -> Run:
         """Runs it forwards and backwards.
@@ -395,26 +396,27 @@ class Runner:
         """
         watch = Watch(self.numbers, noise and noise.both_ways)
         is_built, batch = getattr(self.model, "built", False), self.batch
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(own_thread.put_back(self.model))
+        with (
+            own_thread.put_back(self.model),
+            tf.GradientTape(watch_accessed_variables=not is_built) as tape,
+        ):
             if noise is not None:
                 noise.move_weights(self.model)
                 moved = map_floating(lambda each: marks.copy(each, noise(each)), batch.x)
                 batch = batch._replace(x=moved)
-            tape = stack.enter_context(tf.GradientTape(watch_accessed_variables=not is_built))
             # Training computes no gradients before the first trained weight, so the weights alone
             # are watched. A model that is not built makes them now, and the tape sees that.
             weights = named_weights(self.model).values() if is_built else ()
             tape.watch([native_variable(weight) for weight in weights])
             with watch.over(self.model):
-                targets, upstream, sources = self.forward(batch, watch, tape)
+                forward = self.forward or self._with_loss
+                targets, upstream, sources = forward(batch, watch, tape)
             loss = math.nan if upstream is not None else float(targets[0])
             upstream = [tf.cast(loss_scale, targets[0].dtype)] if upstream is None else upstream
             outputs = [call.outputs for call in watch.calls]
             inputs = [call.inputs for call in watch.calls]
             of = [outputs, inputs, {**sources, **named_weights(self.model)}]
-            found: Any = tape.gradient(targets, of, upstream)
-        of_outputs, of_inputs, of_sources = found
+            of_outputs, of_inputs, of_sources = cast(Any, tape.gradient(targets, of, upstream))
         for call, call.gradients, values, found in zip(watch.calls, of_outputs, inputs, of_inputs):
             call.trained_through = {id(v) for v, g in zip(values, found) if g is not None}
         pairs = of_sources.items()
@@ -428,73 +430,43 @@ class Runner:
             loss_scale: the first one; None for that with which the model would begin to train.
         """
         first = first_scale(self.model) if loss_scale is None else loss_scale
-        found = self.run(first)
-        # What overflows at one scale does so at all that are larger.
-        fewest, most = 1, 0 if found.is_sound else math.ceil(math.log2(max(first, 1.0)))
-        while fewest <= most:
-            halvings = (fewest + most) // 2
-            run = self.run(max(1.0, first / 2**halvings))
-            if run.is_sound:
-                found, most = run, halvings - 1
-            else:
-                found, fewest = found if found.is_sound else run, halvings + 1
+        found, halvings = self.run(first), math.ceil(math.log2(max(first, 1.0)))
+        if not found.is_sound:
+            # What overflows at one scale does so at all that are larger.
+            scales = [max(1.0, first / 2**i) for i in range(1, halvings + 1)]
+            best = bisect.bisect(scales, False, key=lambda scale: self.run(scale).is_sound)
+            for scale in scales[best : best + 1] or scales[-1:]:
+                found = self.run(scale)
         return found
 
-
-def runner_of(
-    model: tf.keras.Model,
-    original: tf.keras.Model,
-    batch: Batch,
-    numbers: list[tf.Tensor],
-    loss: GivenLoss | None = None,
-    step: Callable[..., tf.Tensor] | None = None,
-    training: bool = True,
-) -> Runner:
-    """Returns what runs a model with its loss.
-
-    Without labels, or without a loss, the loss is `signed_mean` of the outputs.
-
-    Args:
-        model: what is run: `original`, or a copy that is compiled as it is.
-        original: the model of the user, which may be compiled.
-        batch: Batch.
-        numbers: as `Runner` has them.
-        loss: as for `check`; None for that of `original`.
-        step: as for `check`.
-        training: as for `check`.
-    """
-    function = None if loss is None else losses.get(loss)
-    is_known = batch.y is not None and (function is not None or getattr(original, "loss", None))
-    with_loss: Any = model if getattr(model, "loss", None) else original
-
-    def loss_of(batch: Batch, prediction: Structure) -> tf.Tensor:
-        if not is_known:
-            return signed_mean(prediction)
-        if function is not None:
-            weight = () if batch.sample_weight is None else (batch.sample_weight,)
-            mean = tf.cast(tf.reduce_mean(function(batch.y, prediction, *weight)), tf.float32)
-            return tf.add_n([mean, *(tf.cast(each, mean.dtype) for each in model.losses)])
-        keras_api.build_loss(with_loss, prediction)
-        with own_thread.without_metrics(with_loss):
-            return with_loss.compute_loss(batch.x, batch.y, prediction, batch.sample_weight)
-
-    def forward(batch: Batch, watch: Watch, _: tf.GradientTape) -> Any:
-        if step is not None:
-            value: Any = step(model, batch.x, batch.y)
+    def _with_loss(self, batch: Batch, watch: Watch, _: tf.GradientTape) -> Any:
+        """Calls a model and its loss: a `Forward`."""
+        if self.step is not None:
+            value = self.step(self.model, batch.x, batch.y)
         else:
-            prediction = model(batch.x, training=training)
+            prediction = self.model(batch.x, training=self.training)
             pairs = zip(watch.calls[-1].outputs, floating(prediction))
             watch.replace([each for each in pairs if each[0].dtype != each[1].dtype])
-            value = watch.run(LOSS, functools.partial(loss_of, batch), prediction)
+            value = watch.run(LOSS, functools.partial(self._loss_of, batch), prediction)
         if not isinstance(value, tf.Tensor | tf.Variable) or value.shape.rank != 0:
-            shape = f", of the shape {value.shape}" if hasattr(value, "shape") else ""
             raise ValueError(
-                f"Expected `{'step' if step else LOSS}` to return the loss, a scalar tensor. "
-                f"Received: {type(value).__name__}{shape}"
+                f"Expected `{'step' if self.step else LOSS}` to return the loss, a scalar tensor. "
+                f"Received: {value!r}"
             )
         return [tf.convert_to_tensor(value)], None, {}
 
-    return Runner(model, batch, forward, numbers)
+    def _loss_of(self, batch: Batch, prediction: Structure) -> tf.Tensor:
+        if batch.y is None or (self.loss is None and not getattr(self.original, "loss", None)):
+            return signed_mean(prediction)
+        if self.loss is not None:
+            weight = () if batch.sample_weight is None else (batch.sample_weight,)
+            each = losses.get(self.loss)(batch.y, prediction, *weight)
+            mean = tf.cast(tf.reduce_mean(each), tf.float32)
+            return tf.add_n([mean, *(tf.cast(added, mean.dtype) for added in self.model.losses)])
+        of = self.model if getattr(self.model, "loss", None) else self.original
+        keras_api.build_loss(of, prediction)
+        with own_thread.without_metrics(of):
+            return of.compute_loss(batch.x, batch.y, prediction, batch.sample_weight)
 
 
 def runners(
@@ -511,8 +483,7 @@ def runners(
     is_given = isinstance(reference, tf.keras.Model)
     wide = reference if is_given else compiled(model, reference, "sgd")
     numbers: list[tf.Tensor] = []
-    first, second = (runner_of(each, model, batch, numbers, **how) for each in (model, wide))
-    return first, second
+    return Runner(model, batch, numbers, model, **how), Runner(wide, batch, numbers, model, **how)
 
 
 def replay(
@@ -563,4 +534,4 @@ def replay(
         return [each for each, _ in pairs], [each for _, each in pairs], sources
 
     batch = Batch(map_floating(given, (call.args, call.kwargs)))
-    return Runner(layer, batch, forward, [*call.numbers]).run(noise=noise)
+    return Runner(layer, batch, [*call.numbers], forward=forward).run(noise=noise)

@@ -1,8 +1,10 @@
 """Traces the training step of a model, for hazards to inspect its graph, and for the census."""
 
 import functools
+import itertools
+import operator
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,9 @@ from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.kept_casts import as_float32
 from keras_mp.support.messages import Line
+
+# They hand on what a layer has asked for.
+_MOVES = {"Cast", *origins.MOVES}
 
 # In what `health` returns: how many values are -inf, inf and NaN, and how many are zero; its size.
 BAD, ZEROS, COUNTS = slice(5, 8), 9, 11
@@ -61,28 +66,23 @@ class TracedStep:
     @functools.cached_property
     def forward(self) -> list[tf.Operation]:
         """Those operations that neither the backward pass nor the optimizer has made."""
-        found, is_backward_pass_begun = [], False
-        for operation in self.operations:
-            if origins.is_of_backward_pass(operation.name):
-                is_backward_pass_begun = True
-            # The optimizer comes after the backward pass, and so may another loss.
-            elif not is_backward_pass_begun or not origins.is_made_in(operation, _APPLYING):
-                found.append(operation)
-        return found
+        is_backward = [origins.is_of_backward_pass(each.name) for each in self.operations]
+        is_later = itertools.accumulate(is_backward, operator.or_)
+        # The optimizer comes after the backward pass, and so may another loss.
+        return [
+            each
+            for each, is_gradient, may_apply in zip(self.operations, is_backward, is_later)
+            if not is_gradient and not (may_apply and origins.is_made_in(each, _APPLYING))
+        ]
 
     def where(self, operation: tf.Operation) -> str:
         """Returns the path of an operation's layer, or words for what is outside of layers.
 
         A model casts what a layer takes, and that is the layer's: it has asked for the dtype.
         """
-        takers = [operation]
-        for _ in range(4):
-            for each in takers:
-                if path := self.layers.name(each.name):
-                    return path
-            moved = (each for each in takers if each.type in ("Cast", *origins.MOVES))
-            takers = [to for each in moved for out in each.outputs for to in out.consumers()]
-        return "the training step, outside of layers"
+        takers = _takers(operation.outputs, _MOVES, steps=3) if operation.type in _MOVES else ()
+        paths = (self.layers.name(each.name) for each in (operation, *takers))
+        return next(filter(None, paths), "the training step, outside of layers")
 
     def line(self, operation: tf.Operation) -> Line | None:
         """Returns the program's line that made an operation, or that of which it is a gradient."""
@@ -118,10 +118,8 @@ class TracedStep:
     @functools.cached_property
     def scaling(self) -> tf.Operation | None:
         """The operation that multiplies the loss by the loss scale, if there is one."""
-        for operation in self.forward:
-            if operation.type == "Mul" and origins.is_made_in(operation, _SCALING):
-                return operation
-        return None
+        found = (o for o in self.forward if o.type == "Mul" and origins.is_made_in(o, _SCALING))
+        return next(found, None)
 
     @property
     def scale(self) -> tf.Tensor:
@@ -155,14 +153,18 @@ class TracedStep:
             through: names of operations on the way.
             steps: int. How many there may be.
         """
-        known = [tensor]
-        for _ in range(steps):
-            takers = [taker for each in known for taker in each.consumers()]
-            for taker in takers:
-                if taker.type in types and not origins.is_of_backward_pass(taker.name):
-                    return taker
-            known = [t.outputs[0] for t in takers if t.type in through and t.outputs]
-        return None
+        found = (each for each in _takers([tensor], through, steps) if each.type in types)
+        return next((each for each in found if not origins.is_of_backward_pass(each.name)), None)
+
+
+def _takers(
+    tensors: Sequence[tf.Tensor], through: Container[str], steps: int
+) -> Iterator[tf.Operation]:
+    """Yields the operations that take some tensors, at once or by way of others."""
+    for _ in range(steps):
+        takers = [taker for each in tensors for taker in each.consumers()]
+        yield from takers
+        tensors = [made for each in takers if each.type in through for made in each.outputs]
 
 
 def trains(model: tf.keras.Model) -> bool:
@@ -208,16 +210,15 @@ def trace(
             return model.train_step(data)
 
     strategy = model.distribute_strategy
+    optimizer: Any = getattr(model, "optimizer", None)
     is_distributed = strategy.num_replicas_in_sync > 1
-    optimizer = getattr(model, "optimizer", None)
-    build = getattr(optimizer, "build", None)
-    if model.built and build and not getattr(optimizer, "built", False):
+    if model.built and hasattr(optimizer, "build") and not getattr(optimizer, "built", False):
         with strategy.scope():
-            build(model.trainable_variables)
+            optimizer.build(model.trainable_variables)
 
-    @do_not_convert
-    def inspected(data: tuple[Any, ...], result: object) -> object:
-        return inspect(TracedStep(model, Batch(*data), result, layers))
+    inspected = do_not_convert(
+        lambda data, result: inspect(TracedStep(model, Batch(*data), result, layers))
+    )
 
     @tf.function
     def step(data: tuple[Any, ...]) -> object:

@@ -9,6 +9,7 @@ and so on down to the layers that have to stay in float32.
 import dataclasses
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from keras_mp.numerics.census import census
 from keras_mp.numerics.histogram import format_of
 from keras_mp.numerics.records import MOST_NOISE, array, jitter, off, relative, share_off
 from keras_mp.numerics.results import Result
-from keras_mp.numerics.run import GivenLoss, Run, compiled, runner_of
+from keras_mp.numerics.run import GivenLoss, Run, Runner, compiled
 from keras_mp.support import text_tables, validation
 from keras_mp.support.dtypes import FLOATING
 from keras_mp.support.progress import Progress
@@ -161,22 +162,18 @@ class Tuned(Result):
         name = text_tables.fitted(self.name, 30)
         yield f"{name}: {self._summary}, {self.share:.1%} of the multiplications"
         yield ""
-        distances: list[tuple[str, ...]] = [
-            ("Off by, relative to float32", "Outputs", "Loss", "Gradients")
-        ]
+        distances: list[Any] = [("Off by, relative to float32", "Outputs", "Loss", "Gradients")]
         for name, found in (("tuned on", self.errors), ("held out", self.held_out)):
-            columns = list(zip(*(each[:3] for each in found)))
-            of = f"{len(found)} batch{'es' * (len(found) != 1)} {name}"
-            distances.append((f"{of}, worst", *(share_off(max(each)) for each in columns)))
-            means = (sum(each) / len(each) for each in columns)
-            distances.append((f"{of}, mean", *map(share_off, means)))
+            columns = [*zip(*(each[:3] for each in found))]
+            for what, of in (("worst", max), ("mean", lambda each: sum(each) / len(each))):
+                cells = (share_off(of(each)) for each in columns)
+                distances.append((f"batches {name}: {len(found)}, {what}", *cells))
         yield from text_tables.aligned(distances)
         scale = f"; initial loss scale: {self.loss_scale:g}" if self.loss_scale else ""
         yield f"Tolerance: {self.tolerance:g}{scale}"
         yield ""
         header = ("Layer", "Policy", "Multiplications", "Reason")
-        layers = list(map(_row, self.layers))
-        yield from text_tables.shortened(header, layers, rows, left=(0, 1, 3))
+        yield from text_tables.shortened(header, [*map(_row, self.layers)], rows, left=(0, 1, 3))
 
 
 def tune(
@@ -261,11 +258,11 @@ def tune(
     format_of(dtype)
     validation.number("tolerance", tolerance, above=0)
     given, aside = _divided(model, batches, held_out)
-    made = [*given, *aside]
-    with own_thread.random_numbers(seed):
-        reference = compiled(model, "float32", "sgd")
-        units = _units(reference)
-        if made[0].y is None or (loss is None and not getattr(model, "loss", None)):
+    with own_thread.random_numbers(seed), Progress("tune", parts=None) as progress:
+        plain, policy = convert(model, "float32"), f"mixed_{dtype}"
+        units = _units(plain)
+        search = _Search(model, tuple(units), policy, loss, tolerance, progress)
+        if given[0].y is None or (loss is None and not getattr(model, "loss", None)):
             raise ValueError(
                 "Expected batches (x, y) with labels, and a loss: pass `loss`, or compile the "
                 f"model {model.name!r}. Received: loss={loss!r}"
@@ -279,39 +276,34 @@ def tune(
                 f"include={include!r}, leave_out={leave_out!r}, of the layers {list(units)}"
             )
         # Of a model that is not compiled, only the forward pass is counted.
-        work = _multiplications(convert(model, "float32"), units, made[0])
+        work = dict.fromkeys(units, 0)
+        for operation in census(plain, (given[0].x,)).operations:
+            for path in units:
+                if f"{operation.layer}/".startswith(f"{path}/"):
+                    work[path] += operation.work // 2  # a multiplication and an addition are two
+        references = [search.reference_of(batch, candidates) for batch in (*given, *aside)]
 
         def cost(path: str) -> tuple[bool, bool, float]:
             """The key to sort by: infinite errors last, then error per multiplication."""
-            error, products = search.added.get(path, 0.0), work[path]
+            error, products = search.added[path], work[path]
             return math.isinf(error), not products, error / max(products, 1)
 
-        with Progress("tune", parts=None) as progress:
-            policy = f"mixed_{dtype}"
-            search = _Search(model, reference, units, policy, loss, tolerance, progress)
-            references = [search.reference_of(batch, candidates) for batch in made]
-            chosen = search.add(sorted(candidates, key=cost), [], references[: len(given)])
-            reasons, search.refused = search.refused, {}
-            kept = search.add(chosen, [], references)
-            reasons |= {path: f"held out: {why}" for path, why in search.refused.items()}
-            errors, scales = zip(*(search.errors(kept, each) for each in references))
-        layers = []
-        for path, layer in units.items():
-            name, reason = "float32", reasons.get(path, "left out, or not included")
-            if path in kept:
-                name, reason = policy, "within the tolerance"
-            layers.append(TunedLayer(path, type(layer).__name__, name, work[path], reason))
-        return Tuned(
-            model.name,
-            dtype,
-            tolerance,
-            tuple(layers),
-            errors[: len(given)],
-            errors[len(given) :],
-            search.policies(kept),
-            convert(model, search.policies(kept)),
-            min(scales) if dtype == "float16" and kept else None,
-        )
+        chosen = search.add(sorted(candidates, key=cost), [], references[: len(given)])
+        reasons, search.refused = search.refused, {}
+        kept = search.add(chosen, [], references)
+        reasons |= {path: f"held out: {why}" for path, why in search.refused.items()}
+        errors, scales = zip(*(search.errors(kept, each) for each in references))
+        policies = search.policies(kept)
+        mixed = convert(model, policies)
+    reasons = dict.fromkeys(units, "left out, or not included") | reasons
+    reasons |= dict.fromkeys(kept, "within the tolerance")
+    layers = (
+        TunedLayer(path, type(layer).__name__, policies[path], work[path], reasons[path])
+        for path, layer in units.items()
+    )
+    scale = min(scales) if dtype == "float16" and kept else None
+    both = errors[: len(given)], errors[len(given) :]
+    return Tuned(model.name, dtype, tolerance, tuple(layers), *both, policies, mixed, scale)
 
 
 def _divided(
@@ -321,9 +313,9 @@ def _divided(
     given = batches_of.listed(model, batches)
     if held_out is not None:
         return given, batches_of.listed(model, held_out)
-    if len(given) == 1:
-        [batch], parts = given, given[0].parts()
-        sizes = {each.shape[0] if tf.is_tensor(each) and each.shape.rank else 0 for each in parts}
+    size = len(given)
+    if size == 1:
+        sizes = {each.shape[0] if each.shape.rank else 0 for each in given[0].parts()}
         size = min(sizes)
         if len(sizes) > 1 or size < 2:
             raise ValueError(
@@ -331,10 +323,10 @@ def _divided(
                 "or more, which is split; or pass `held_out`. Received: one batch, with "
                 f"{size} samples"
             )
-        end = size - math.ceil(size / _HELD_OUT)
-        return [batch.rows(0, end)], [batch.rows(end, size)]
-    count = math.ceil(len(given) / _HELD_OUT)
-    return given[:-count], given[-count:]
+    end = size - math.ceil(size / _HELD_OUT)
+    if len(given) > 1:
+        return given[:end], given[end:]
+    return [given[0].rows(0, end)], [given[0].rows(end, size)]
 
 
 def _units(model: tf.keras.Model) -> dict[str, Any]:
@@ -343,33 +335,14 @@ def _units(model: tf.keras.Model) -> dict[str, Any]:
     A layer inside of another one that is not a model goes with that one. So does a layer in a model
     whose config does not hold its layers.
     """
-    in_config = paths_in_config(model)
-    units: dict[str, Any] = {}
+    in_config, units = paths_in_config(model), {}
     for path, layer in layers_by_path(model).items():
         is_model = isinstance(layer, tf.keras.Model)
         has_layers = is_model and any(each.startswith(f"{path}/") for each in in_config)
         if not has_layers and not any(path.startswith(f"{unit}/") for unit in units):
             units[path] = layer
-    for path, layer in units.items():
-        if path not in in_config and not isinstance(layer, tf.keras.Model):
-            raise ValueError(
-                f"The model {model.name!r} cannot be tuned: the policy of its layer {path!r} is "
-                "not in its config, since its class makes it, or the layer's `get_config` leaves "
-                "out the name. Expected a Sequential or functional model, in which all layers have "
-                f"policies of their own; or convert it as a whole. Received: {type(model).__name__}"
-            )
     floating = [dtype.name for dtype in FLOATING]
     return {path: layer for path, layer in units.items() if layer.compute_dtype in floating}
-
-
-def _multiplications(model: tf.keras.Model, units: Iterable[str], batch: Batch) -> dict[str, int]:
-    """Returns how many multiplications each layer makes in the forward pass of a batch."""
-    found = dict.fromkeys(units, 0)
-    for operation in census(model, (batch.x,)).operations:
-        for path in found:
-            if f"{operation.layer}/".startswith(f"{path}/"):
-                found[path] += operation.work // 2  # a multiplication and an addition are two
-    return found
 
 
 # What is compared: arrays by the attribute of `Errors`, and by the number of an output or the path
@@ -404,8 +377,7 @@ class _Search:
 
     Attributes:
         model: of the user.
-        reference: the same in float32.
-        units: layers of that by their paths.
+        units: the paths of its layers.
         policy: str, of layers in 16 bits.
         loss: of the user, or None.
         tolerance: float.
@@ -416,20 +388,20 @@ class _Search:
     """
 
     model: tf.keras.Model
-    reference: tf.keras.Model
-    units: dict[str, tf.keras.layers.Layer]
+    units: tuple[str, ...]
     policy: str
     loss: GivenLoss | None
     tolerance: float
     progress: Progress
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
-    added: dict[str, float] = dataclasses.field(default_factory=dict)
+    added: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
 
     def __post_init__(self) -> None:
-        # One model at a time, for all batches.
-        self._mixed = functools.lru_cache(maxsize=1)(
-            lambda chosen: compiled(self.model, self.policies(chosen), "sgd")
-        )
+        def made(chosen: Collection[str]) -> tf.keras.Model:
+            return compiled(self.model, self.policies(chosen), "sgd")
+
+        # One mixed model at a time, for all batches.
+        self._reference, self._mixed = made(()), functools.lru_cache(maxsize=1)(made)
 
     def reference_of(self, batch: Batch, candidates: Collection[str]) -> _Reference:
         """Runs a batch in float32, and with all layers that may be so in 16 bits."""
@@ -437,13 +409,17 @@ class _Search:
         numbers: list[tf.Tensor] = []
         # This run draws the random numbers, and all dtypes hold those of the narrowest one.
         narrow = self._run(candidates, batch, numbers)
-        runner = runner_of(self.reference, self.model, batch, numbers, self.loss)
+        runner = Runner(self._reference, batch, numbers, self.model, self.loss)
         wide = runner.run()
         if not math.isfinite(wide.loss):
             raise ValueError(
                 f"Expected batches with a finite loss in float32. Received one whose loss is "
                 f"{wide.loss}: keras_mp.numerics.check, with it, says why."
             )
+        for call, exact in zip(narrow.calls, wide.calls):
+            made = off(call.outputs, exact.outputs)
+            added = made - off(call.inputs, exact.inputs) if made < math.inf else made
+            self.added[call.path] = max(self.added[call.path], added)
         results, moved = _results(wide), _results(runner.run(noise=jitter()))
         noise = {
             key
@@ -451,12 +427,6 @@ class _Search:
             if key[0] == "gradients"
             and (relative(moved[key], value) > MOST_NOISE or not value.any())
         }
-        paths = {id(layer): path for path, layer in self.units.items()}
-        for call, exact in zip(narrow.calls, wide.calls):
-            if path := paths.get(id(exact.layer)):
-                made = off(call.outputs, exact.outputs)
-                added = made - off(call.inputs, exact.inputs) if made < math.inf else made
-                self.added[path] = max(self.added.get(path, 0.0), added)
         found = _Reference(batch, numbers, results, noise, narrow.loss_scale, {})
         found.errors[frozenset(candidates)] = _apart(narrow, found), narrow.loss_scale
         return found
@@ -484,17 +454,16 @@ class _Search:
             self.refused |= dict.fromkeys(group, failure + others)
             return chosen
         middle = len(group) // 2
-        first, second = group[:middle], group[middle:]
-        return self.add(second, self.add(first, chosen, where), where)
+        return self.add(group[middle:], self.add(group[:middle], chosen, where), where)
 
     def errors(self, chosen: Sequence[str], reference: _Reference) -> tuple[Errors, float]:
         """Returns how far a model is from float32 on a batch, and its loss scale."""
-        batch, numbers, *_, scale, known = reference
-        if frozenset(chosen) not in known:
+        known, key = reference.errors, frozenset(chosen)
+        if key not in known:
             self.progress.begin(f"{len(chosen)} layers in {self.policy}")
-            run = self._run(chosen, batch, numbers, scale)
-            known[frozenset(chosen)] = _apart(run, reference), run.loss_scale
-        return known[frozenset(chosen)]
+            run = self._run(chosen, reference.batch, reference.numbers, reference.scale)
+            known[key] = _apart(run, reference), run.loss_scale
+        return known[key]
 
     def policies(self, chosen: Collection[str]) -> dict[str, str]:
         """Returns the policies of a model with these layers in 16 bits."""
@@ -506,12 +475,11 @@ class _Search:
         chosen: Collection[str],
         batch: Batch,
         numbers: list[tf.Tensor],
-        loss_scale: float | None = None,
+        scale: float | None = None,
     ) -> Run:
         try:
-            model = self._mixed(frozenset(chosen))
-            runner = runner_of(model, self.model, batch, numbers, self.loss)
-            return runner.run_as_trained(loss_scale)
+            mixed = self._mixed(frozenset(chosen))
+            return Runner(mixed, batch, numbers, self.model, self.loss).run_as_trained(scale)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
             raise ValueError(
                 f"The model {self.model.name!r} does not run in {self.policy}. Name the "
@@ -525,26 +493,24 @@ def _results(run: Run) -> _Results:
     # The outputs are the inputs of the loss.
     found = {("outputs", str(i)): array(each) for i, each in enumerate(run.calls[-1].inputs)}
     found["loss", ""] = np.array([run.loss])
-    gradients: dict[str, list[tf.Tensor]] = {}
+    gradients = defaultdict[str, list[np.ndarray]](list)
     for path, gradient in run.gradients_by_path().items():
         if gradient is not None:
-            gradients.setdefault(path.rpartition("/")[0], []).append(gradient)
-    of_layers = {("gradients", path): _joined(each) for path, each in gradients.items()}
-    return found | {key: value / run.loss_scale for key, value in of_layers.items()}
+            gradients[path.rpartition("/")[0]].append(array(gradient).ravel() / run.loss_scale)
+    return found | {("gradients", path): np.concatenate(of) for path, of in gradients.items()}
 
 
 def _apart(run: Run, reference: _Reference) -> Errors:
+    """Returns how far a run is from float32; what it has no gradient of is infinitely far."""
     worst: dict[str, tuple[float, str]] = dict.fromkeys(Errors._fields[:3], (0.0, ""))
-    for key, value in _results(run).items():
-        distance = relative(value, reference.results[key])
-        if key in reference.noise:
+    results = _results(run)
+    for (what, path), exact in reference.results.items():
+        value = results.get((what, path), np.empty(0))
+        distance = relative(value, exact)
+        if (what, path) in reference.noise:
             distance = 0.0 if np.isfinite(value).all() else math.inf
-        worst[key[0]] = max(worst[key[0]], (distance, key[1]))
+        worst[what] = max(worst[what], (distance, path))
     return Errors(worst["outputs"][0], worst["loss"][0], *worst["gradients"])
-
-
-def _joined(tensors: Iterable[tf.Tensor]) -> np.ndarray:
-    return np.concatenate([np.empty(0), *(array(each).ravel() for each in tensors)])
 
 
 def _row(layer: TunedLayer) -> text_tables.RankedRow:

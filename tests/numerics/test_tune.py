@@ -187,7 +187,7 @@ def test_what_cannot_be_tuned_says_why():
             ValueError,
             "finite loss in float32. Received one whose loss is nan: keras_mp.numerics.check",
         ),
-        ((subclassed, few), ValueError, "is not in its config, since its class makes it"),
+        ((subclassed, few), ValueError, "are created by the layer or model that contains them"),
     ):
         with pytest.raises(error, match=message):
             tune(*arguments)
@@ -240,8 +240,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert main(["tune", *files, *options, "--tolerance", "0.1", "--leave-out", "last"]) == 0
     printed = capsys.readouterr().out
     assert "to_text(rows=None)" not in printed
-    assert "3 batches tuned on, worst" in printed
-    assert "1 batch held out, mean" in printed
+    assert "batches tuned on: 3, worst" in printed
+    assert "batches held out: 1, mean" in printed
     wanted = {"rescaling": "float16", "norm": "float32", "first": "float16", "last": "float32"}
     assert wanted.items() <= dtypes(K.models.load_model(outputs[0])).items()
     assert wanted.items() <= dtypes(keras_mp.convert(model, outputs[1])).items()
