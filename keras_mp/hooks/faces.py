@@ -510,19 +510,30 @@ def leave(outputs: Any, inputs: Any) -> None:
 
 
 def follow(inputs: Sequence[Any], outputs: Any) -> None:
-    """Notes on the 16-bit results of an operation what its inputs have said.
+    """Notes on the results of an operation what its inputs have said.
 
-    Out of reach, a result was made of a tensor that was made in reach.
+    Out of reach, a result was made of a tensor that was made in reach. Float32 results are
+    followed, too: functions of TensorFlow compute in float32 what they return in 16 bits.
 
     Args:
         inputs: the arguments of the operation.
         outputs: its result, or a list of them.
     """
     flat = outputs if isinstance(outputs, list | tuple) else (outputs,)
-    low = [each for each in flat if is_low_tensor(each)]
-    if low and any(is_low_tensor(each) and of(each) is not None for each in _flat(inputs)):
-        for each in low:
+    followed = [each for each in flat if isinstance(each, tf.Tensor) and _is_followed(each.dtype)]
+    if followed and any(_has_left(each) for each in _flat(inputs)):
+        for each in followed:
             note(each, None, LEFT)
+
+
+def _is_followed(dtype: tf.DType) -> bool:
+    return is_low(dtype) or dtype is tf.float32
+
+
+def _has_left(value: Any) -> bool:
+    """Whether a tensor, or what it was made of, is a 16-bit one that was made in reach."""
+    face = of(value) if isinstance(value, tf.Tensor) else None
+    return face is not None and (face.kind == LEFT or is_low(value.dtype))
 
 
 def reach_of(op: Any) -> tf.DType | None:
@@ -540,16 +551,18 @@ def was_made_in_reach(tensor: tf.Tensor) -> bool:
     waiting = [tensor]
     while waiting:
         each: Any = waiting.pop()
-        if of(each) is not None:
+        if _has_left(each):
             return True
         if not tf.is_symbolic_tensor(each) or id(each) in seen:
             continue
         seen.add(id(each))
         if reach_of(each.op) is not None:
-            return True
+            if is_low(each.dtype):
+                return True
+            continue
         captured = getattr(each.graph, "captures", ()) if each.op.type == "Placeholder" else ()
         before = [*each.op.inputs, *(outer for outer, inner in captured if inner is each)]
-        waiting += [value for value in before if is_low(value.dtype)]
+        waiting += [value for value in before if _is_followed(value.dtype)]
     return False
 
 
