@@ -131,21 +131,8 @@ class Overflow:
     @property
     def summary(self) -> str:
         """The report in one line."""
-        whose = _listed(self.variables) or "no single variable"
-        return (
-            f"{self._which()} ({self.steps_skipped} so far). {self._of_the_loss()}"
-            f"{self.of_examples} Gradients that were not finite: {whose}."
-        )
-
-    @property
-    def of_gradients(self) -> str:
-        """A sentence about the gradients that were not finite.
-
-        It is empty if only their sum was not. The last variables come first: NaN spreads backward,
-        from the loss.
-        """
-        named = _listed(self.variables[::-1])
-        return f" In the last skipped step, gradients were not finite: {named}." * bool(named)
+        whose = listed(self.variables) or "no single variable"
+        return f"{self._beginning(' ')} Gradients that were not finite: {whose}."
 
     @property
     def of_examples(self) -> str:
@@ -154,44 +141,39 @@ class Overflow:
         return text * self.lacks_examples
 
     def __str__(self) -> str:
-        text = f"{self._which()} ({self.steps_skipped} skipped so far).\n{self._of_the_loss()}"
-        text += self.of_examples
-        if any(loss.kind in _NOT_FINITE for loss in self.losses):
-            text += "\nprint(keras_mp.numerics.check(model, (x, y))) names the cause and the cure."
-        if not self.gradients and self.lacks_examples:
-            return text
-        if not self.gradients:
-            return f"{text}\nEach gradient was finite, but their sum was not."
-        head = ("gradient of", "replica", "Inf", "NaN", "values")
-        rows = [head, *map(_cells, self.gradients)]
-        return "\n".join([text, "", *columns.aligned(rows, left=(0, 1))])
+        lines = [self._beginning("\n")]
+        if self.loss_is_finite is False:
+            check = "print(keras_mp.numerics.check(model, (x, y)))"
+            lines.append(f"{check} names the cause and the cure.")
+        if self.gradients:
+            rows = [
+                ("gradient of", "replica", "Inf", "NaN", "values"),
+                *map(_cells, self.gradients),
+            ]
+            lines += ["", *columns.aligned(rows, left=(0, 1))]
+        elif not self.lacks_examples:
+            lines.append("Each gradient was finite, but their sum was not.")
+        return "\n".join(lines)
 
-    def _which(self) -> str:
+    def _beginning(self, separator: str) -> str:
         which = "A step" if self.step is None else f"Step {self.step}"
-        return f"{which} was skipped at a loss scale of {self.loss_scale:g}"
-
-    def _of_the_loss(self) -> str:
-        bad = [
-            f"{loss.kind} on replica {loss.place}"
-            for loss in self.losses
-            if loss.kind in _NOT_FINITE
-        ]
-        if bad:
-            return f"The loss was {', '.join(bad)}."
-        return "The loss was finite." if self.loss_is_finite else "The loss is not known."
+        bad = [f"{x.kind} on replica {x.place}" for x in self.losses if x.kind in _NOT_FINITE]
+        of_loss = ", ".join(bad) or ("finite" if self.loss_is_finite else "not known")
+        return (
+            f"{which} was skipped at a loss scale of {self.loss_scale:g} ({self.steps_skipped} "
+            f"skipped so far).{separator}The loss was {of_loss}.{self.of_examples}"
+        )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Returns names in quotes, at most the first few; empty if there are none."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(map(repr, names[:_MAX_NAMES])) + more
 
 
 def _cells(row: OverflowedGradient) -> tuple[str, ...]:
-    where = "only the sum" if row.place is None else str(row.place)
-    infs, nans = (f"{n:,}" if row.infs or row.nans else "-" for n in (row.infs, row.nans))
-    size = "-" if row.size is None else f"{row.size:,}"
-    return row.variable, where, infs, nans, size
+    numbers = ("-" if n is None else f"{n:,}" for n in (row.infs, row.nans, row.size))
+    return row.variable, str(row.place or "only the sum"), *numbers
 
 
 def name_of(variable: Any) -> str:

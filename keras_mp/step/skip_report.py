@@ -19,7 +19,6 @@ from keras_mp.step import overflow, replicas
 from keras_mp.step.finiteness import COUNTS
 from keras_mp.step.loss_scales import DynamicLossScale, state_variable
 from keras_mp.support import host, messages, new_variables, validation
-from keras_mp.support.host import chosen
 from keras_mp.support.references import reference
 
 # The beginning of a note: the number of skipped steps so far, including those before a restored
@@ -27,13 +26,11 @@ from keras_mp.support.references import reference
 # scale.
 _HEADER = 4
 # Half of the last hundred steps were skipped if the first of the last 50 skips was less than 100
-# steps ago. A note has the numbers of these steps, which are -1 for an optimizer that counts none.
+# steps ago. A note has the numbers of these steps, the last one first, which are -1 for an
+# optimizer that counts none.
 _HALF = 50
 _TIMES = _HEADER + _HALF
 _UNKNOWN = -1
-
-
-_Parts = tuple[list[float], np.ndarray, overflow.Overflow]
 
 
 class SkippedStep(NamedTuple):
@@ -79,7 +76,7 @@ class SkipReport:
         self.set_limits(warn_after, raise_after)
         # How many steps were skipped when the note was read last.
         self._looked_at = 0.0
-        self._notes: list[_Note] = []
+        self._notes: dict[Any, _Note] = {}
 
     def set_limits(self, warn_after: int | None, raise_after: int | None) -> None:
         """Checks and sets both limits, after which skips in a row may be warned of again."""
@@ -88,10 +85,7 @@ class SkipReport:
         self._told.discard("row")
 
     def note(
-        self,
-        skipped: SkippedStep,
-        finite: bool | tf.Tensor,
-        loss_scale: tf.Tensor,
+        self, skipped: SkippedStep, finite: bool | tf.Tensor, loss_scale: tf.Tensor
     ) -> list[Any]:
         """Notes a skipped step that was counted, and warns if it is time.
 
@@ -106,21 +100,25 @@ class SkipReport:
         if host.in_v1_graph():  # A `Saver` would save all variables.
             return []
         note, is_shared = self._note_of(skipped), self._scaler.is_shared
-        vector = tf.convert_to_tensor(note.vector)
+        before = tf.convert_to_tensor(note.vector)
         read = (self._scaler.steps_skipped, self._scaler.skips_in_a_row, loss_scale)
-        total, consecutive, scale = (tf.cast(tf.convert_to_tensor(v), COUNTS) for v in read)
-        own = vector[1] + 1 if is_shared else total
-        time = tf.constant(_UNKNOWN, COUNTS)
+        total, in_a_row, scale = (tf.cast(tf.convert_to_tensor(v), COUNTS) for v in read)
+        own, time = before[1] + 1 if is_shared else total, tf.constant(_UNKNOWN, COUNTS)
         if skipped.steps_made is not None:
             time = tf.cast(skipped.steps_made, COUNTS) + own
         # Several optimizers count a step of all where that ends.
-        header = tf.stack([total, own, consecutive + int(is_shared), scale])
-        times, counts = vector[_HEADER + 1 : _TIMES], tf.reshape(skipped.counts, [-1])
-        after = tf.concat([header, times, [time], counts], 0)
-        after = chosen(finite, lambda: vector, lambda: after)
+        header = tf.stack([total, own, in_a_row + int(is_shared), scale, time])
+        counts = tf.reshape(skipped.counts, [-1])
+        after = tf.concat([header, before[_HEADER : _TIMES - 1], counts], 0)
+        after = host.chosen(finite, lambda: before, lambda: after)
         noted = [note.vector.assign(after, read_value=False)]
         if (self.warn_after or self.raise_after) and not host.is_compiled_by_xla():
-            self._call_python(noted)
+            line = messages.users_line()
+            if tf.executing_eagerly():
+                self._look(line)
+            elif replicas.local_id() == 0:
+                with tf.control_dependencies(noted):
+                    tf.py_function(lambda: self._look(line), [], [])
         return noted
 
     def last(self) -> overflow.Overflow | None:
@@ -135,94 +133,79 @@ class SkipReport:
                 "tf.function that makes a step, or in a callback. It is not available for graphs "
                 "of TensorFlow 1."
             )
-        last = self._last_note()
-        return None if last is None else last[-1]
+        found = self._last_note()
+        return None if found is None else found[0].overflow(found[1])
 
     def ask(self) -> None:
         """Gives the warnings of steps that XLA has compiled, which cannot call Python."""
         may_tell = self.warn_after or self.raise_after
         if may_tell and tf.executing_eagerly():
-            self._look(None)
+            self._look()
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
-        return {f"note_{i}": note.vector for i, note in enumerate(self._notes)}
+        return {f"note_{i}": note.vector for i, note in enumerate(self._notes.values())}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SkipReport, (self._scaler, self.warn_after, self.raise_after)
 
     def _note_of(self, skipped: SkippedStep) -> "_Note":
-        for note in self._notes:
-            if note.is_of(skipped):
-                return note
-        note = _Note(skipped, self.paths())
-        self._notes = [*(each for each in self._notes if each.is_alive()), note]
+        key = (*skipped.counts.shape.as_list(), *map(id, skipped.variables))
+        note = self._notes.get(key)
+        if note is None or not note.is_alive():
+            note = _Note(skipped, self.paths())
+            living = {k: each for k, each in self._notes.items() if each.is_alive()}
+            self._notes = {**living, key: note}
         return note
 
-    def _last_note(self) -> "_Parts | None":
-        """Returns what is noted of the last skipped step, or None.
+    def _last_note(self) -> "tuple[_Note, np.ndarray] | None":
+        """Returns the note of the last skipped step, and what it has; None if none was skipped.
 
         After a checkpoint was restored, a note may be of a later step.
         """
         if not self._notes:
             return None
         total = int(tf.convert_to_tensor(self._scaler.steps_skipped))
-        notes = [parts for note in self._notes if 0 < (parts := note.parts())[0][0] <= total]
-        return max(notes, key=lambda parts: parts[0][0], default=None)
+        read = [(n, tf.convert_to_tensor(n.vector).numpy()) for n in self._notes.values()]
+        read = [(note, vector) for note, vector in read if 0 < vector[0] <= total]
+        return max(read, key=lambda each: each[1][0], default=None)
 
-    def _call_python(self, noted: Sequence[Any]) -> None:
-        line = messages.users_line()
-        if tf.executing_eagerly():
-            self._look(line)
-        elif replicas.local_id() == 0:
-            with tf.control_dependencies(noted):
-                tf.py_function(lambda: self._look(line), [], [])
-
-    def _look(self, line: messages.Line | None) -> None:
+    def _look(self, line: messages.Line | None = None) -> None:
         """Reads the last note, and warns if it is time."""
-        noted = self._last_note()
-        if noted is None:
+        found = self._last_note()
+        if found is None or found[1][0] == self._looked_at:
             return
-        (total, _, consecutive, _), times, last = noted
-        if total == self._looked_at:
+        note, vector = found
+        (self._looked_at, _, consecutive, _), times = vector[:_HEADER], vector[_HEADER:_TIMES]
+        last, in_a_row = note.overflow(vector), f"{consecutive:g} steps in a row were skipped."
+        if self.raise_after is not None and consecutive >= self.raise_after:
+            received = f" Received: raise_after_skips={self.raise_after}"
+            raise RuntimeError(in_a_row + self._about(last) + received)
+        if self.warn_after is None:
             return
-        self._looked_at = total
-        recent = int(np.sum((times > 0) & (times > times[-1] - 2 * _HALF)))
-        warn_after = self.warn_after
-        in_a_row = f"{consecutive:g} steps in a row were skipped."
-        is_over = self.raise_after is not None and consecutive >= self.raise_after
-        if is_over:
-            about = f"{self._about(last)} Received: raise_after_skips={self.raise_after}"
-            raise RuntimeError(f"{in_a_row}{about}")
-        if warn_after is not None:
-            if consecutive >= warn_after:
-                self._tell("row", in_a_row, last, line)
-            elif recent >= _HALF:
-                self._tell("half", "Half of the last 100 steps were skipped.", last, line)
-            if self._is_at_floor() and last.loss_is_finite is not False:
-                text = "The loss scale has come down to its floor, and steps are still skipped."
-                self._tell("floor", text, last, line)
-
-    def _is_at_floor(self) -> bool:
-        """Whether the scale has fallen as far as it can."""
-        scale = self._scaler.loss_scale
-        can_fall = isinstance(scale, DynamicLossScale)
-        return can_fall and float(scale()) <= scale.min_loss_scale < scale.initial_loss_scale
-
-    def _tell(
-        self, what: str, text: str, last: overflow.Overflow, line: messages.Line | None
-    ) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            messages.warn(f"{text}{self._about(last)}", line)
+        news, scale = {}, self._scaler.loss_scale
+        if consecutive >= self.warn_after:
+            news["row"] = in_a_row
+        elif np.sum((times > 0) & (times > times[0] - 2 * _HALF)) >= _HALF:
+            news["half"] = "Half of the last 100 steps were skipped."
+        can_fall = isinstance(scale, DynamicLossScale) and last.loss_is_finite is not False
+        if can_fall and float(scale()) <= scale.min_loss_scale < scale.initial_loss_scale:
+            news["floor"] = (
+                "The loss scale has come down to its floor, and steps are still skipped."
+            )
+        for what, text in news.items():
+            if what not in self._told:
+                self._told.add(what)
+                messages.warn(text + self._about(last), line)
 
     def _about(self, last: overflow.Overflow) -> str:
-        text = last.of_examples
+        text, named = last.of_examples, overflow.listed(last.variables[::-1])
         if not last.lacks_examples:
-            text += f" {_diagnosis(last.loss_is_finite)}"
-            # All gradients of a loss that is not finite are NaN. Of several, they tell which.
-            is_news = last.loss_is_finite is not False or len(self._notes) > 1
-            text += last.of_gradients * is_news
+            text += f" {_DIAGNOSES[last.loss_is_finite]}"
+            # All gradients of a loss that is not finite are NaN. Of several, they tell which. NaN
+            # spreads backward, from the loss, so the last variables come first.
+            if named and (last.loss_is_finite is not False or len(self._notes) > 1):
+                text += f" In the last skipped step, gradients were not finite: {named}."
         return f"{text} `last_overflow` tells more about the last step."
 
 
@@ -254,56 +237,42 @@ class _Note:
         """Whether there may be another step with these variables."""
         return all(refer() is not None for refer in self._variables)
 
-    def is_of(self, skipped: SkippedStep) -> bool:
-        """Whether a step is noted here."""
-        return self._shape == skipped.counts.shape.as_list() and all(
-            refer() is v for refer, v in zip(self._variables, skipped.variables)
-        )
-
-    def parts(self) -> _Parts:
-        """Returns the header, the numbers of the last skipped steps, and the report."""
-        vector = tf.convert_to_tensor(self.vector).numpy()
-        header = total, _, _, loss_scale = vector[:_HEADER].tolist()
-        times = vector[_HEADER:_TIMES]
-        report = overflow.report(
+    def overflow(self, vector: np.ndarray) -> overflow.Overflow:
+        """Returns the report of the last step, from the value of `vector`."""
+        total, _, _, loss_scale, time = vector[: _HEADER + 1].tolist()
+        return overflow.report(
             *(self._sizes, self._places, vector[_TIMES:].reshape(self._shape)),
-            step=None if times[-1] == _UNKNOWN else int(times[-1]),
+            step=None if time == _UNKNOWN else int(time),
             steps_skipped=int(total),
             loss_scale=loss_scale,
         )
-        return header, times, report
 
 
 def _unique(names: Sequence[str]) -> list[str]:
     """Returns names in which equal ones are numbered."""
-    counts, nth = collections.Counter(names), collections.Counter[str]()
-    unique = []
-    for name in names:
-        nth[name] += 1
-        more = f" ({nth[name]} of {counts[name]})" if counts[name] > 1 else ""
-        unique.append(name + more)
-    return unique
+    counts = collections.Counter(names)
+    return [
+        f"{name} ({names[: i + 1].count(name)} of {counts[name]})" if counts[name] > 1 else name
+        for i, name in enumerate(names)
+    ]
 
 
-def _diagnosis(loss_is_finite: bool | None) -> str:
-    """Returns what to do about a loss that is finite, not finite, or unknown (None)."""
-    forward = (
-        "look at the forward pass, where a smaller loss scale changes nothing: at the inputs and "
-        "labels, the learning rate, weights that are already not finite, and activations above "
-        "65504, the largest float16; print(keras_mp.numerics.check(model, (x, y))) names the cause "
-        "and the cure"
-    )
-    backward = (
-        "gradients overflow on their way back: find the operation whose gradient is not finite "
-        "(with keras_mp.numerics.watch(model): model.fit(x, y) names it), such as a norm at zero, "
-        "run it in float32, or clip what goes into it; with several replicas, see whether "
-        "aggregate_in_float16=False helps, since float16 sums end at 65504"
-    )
-    if loss_is_finite is None:
-        return (
-            "The loss was scaled in another function and could not be looked at. If it is Inf or "
-            f"NaN, {forward}; if it is finite, {backward}."
-        )
-    if loss_is_finite:
-        return f"The loss of the last one was finite, so {backward}."
-    return f"The loss of the last one was Inf or NaN: {forward}."
+_FORWARD = (
+    "look at the forward pass, where a smaller loss scale changes nothing: at the inputs and "
+    "labels, the learning rate, weights that are already not finite, and activations above 65504, "
+    "the largest float16; print(keras_mp.numerics.check(model, (x, y))) names the cause and the "
+    "cure"
+)
+_BACKWARD = (
+    "gradients overflow on their way back: find the operation whose gradient is not finite (with "
+    "keras_mp.numerics.watch(model): model.fit(x, y) names it), such as a norm at zero, run it in "
+    "float32, or clip what goes into it; with several replicas, see whether "
+    "aggregate_in_float16=False helps, since float16 sums end at 65504"
+)
+# What to do, by whether the loss was finite.
+_DIAGNOSES = {
+    None: "The loss was scaled in another function and could not be looked at. If it is Inf or "
+    f"NaN, {_FORWARD}; if it is finite, {_BACKWARD}.",
+    True: f"The loss of the last one was finite, so {_BACKWARD}.",
+    False: f"The loss of the last one was Inf or NaN: {_FORWARD}.",
+}

@@ -139,7 +139,7 @@ def test_a_loss_of_another_function_is_unknown(name):
     compute, apply = map(tf.function, steps.halves(optimizer, lambda: v * np.inf, [v]))
     apply(compute())
     assert optimizer.last_overflow.loss_is_finite is None
-    assert "The loss is not known." in str(optimizer.last_overflow)
+    assert "The loss was not known." in str(optimizer.last_overflow)
     with pytest.raises(RuntimeError, match="can be read only in eager code"):
         tf.function(lambda: optimizer.last_overflow)()
     with pytest.warns(keras_mp.MixedPrecisionWarning, match="could not be looked at"):
