@@ -96,7 +96,6 @@ class _KerasAdapter(_Keras2Adapter):
 
     base = _Optimizer
     computing = ("compute_gradients",)
-    slot_makers = ("add_variable_from_reference",)
 
     def build(self, variables: Sequence[Any]) -> None:
         with (
@@ -140,7 +139,6 @@ class _LegacyAdapter(_Keras2Adapter):
     base = _LegacyOptimizer
     computing = ("_compute_gradients", "get_gradients")
     is_saved_by_keras = False
-    slot_makers = ("add_slot",)
 
     def hyperparameters(self) -> frozenset[str]:
         return frozenset(self.optimizer._hyper) | {"clipnorm", "clipvalue", "global_clipnorm"}

@@ -48,8 +48,6 @@ def _let_wrappers_sum() -> None:
 
 
 class _KerasAdapter(OptimizerAdapter):
-    slot_makers = ("add_variable_from_reference",)
-
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         super().__init__(optimizer)
         self._refuse_second_scale()

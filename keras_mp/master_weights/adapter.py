@@ -1,6 +1,7 @@
 """Drives an optimizer with float32 views of weights that are in 16 bits."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,9 +13,13 @@ from keras_mp.master_weights import methods
 from keras_mp.master_weights.float32_view import Float32View, Updates
 from keras_mp.step import gradients, replicas
 from keras_mp.step.optimizer_adapter import DelegatingAdapter, OptimizerAdapter, Pairs
-from keras_mp.support import host
+from keras_mp.support import attributes, host
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.native_variables import native_variable as native
+
+# The methods with which optimizers make slots. The first argument is the variable that a slot is
+# for.
+_SLOT_MAKERS = ("add_variable_from_reference", "add_slot")
 
 
 class Float32Adapter(DelegatingAdapter):
@@ -157,7 +162,14 @@ class Float32Adapter(DelegatingAdapter):
             with tf.variable_creator_scope(create) if is_view else contextlib.nullcontext():
                 return original(*args, **kwargs)
 
-        with self._inner.slots_made_by(make):
+        optimizer = self.optimizer
+        while hasattr(optimizer, "inner_optimizer"):
+            optimizer = optimizer.inner_optimizer
+        with contextlib.ExitStack() as stack:
+            for name in _SLOT_MAKERS:
+                if hasattr(optimizer, name):
+                    method = functools.partial(make, getattr(optimizer, name))
+                    stack.enter_context(attributes.replaced(optimizer, name, method))
             yield
 
     def views(self, variables: Iterable[Any]) -> list[Any]:

@@ -5,7 +5,7 @@ TensorFlow only.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,9 +44,7 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     Returns:
         bool scalar tensor; True if there is nothing to test.
     """
-    in_xla = host.is_compiled_by_xla()
-    all_axes = functools.cache(lambda rank: tf.constant(list(range(rank)), tf.int32))
-    alike: dict[Any, list[tf.Tensor]] = {}
+    in_xla, alike = host.is_compiled_by_xla(), dict[Any, list[tf.Tensor]]()
     for values in _tested_values(gradients):
         for part in _in_rows(values) if in_xla else [values]:
             is_alike = part.shape.is_fully_defined() and (in_xla or is_small(part))
@@ -58,9 +56,10 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     if in_xla:
         # On CPUs, XLA uses vector units to reduce bools to one, but not floats.
         return tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(each)) for each in totals]))
+    axes = functools.cache(lambda rank: tf.constant(list(range(rank)), tf.int32))
     ranks = [total.shape.rank for total in totals]
-    axes = [None if rank is None else all_axes(rank) for rank in ranks]
-    return tf.math.is_finite(_add([tf.reduce_sum(*each) for each in zip(totals, axes)]))
+    all_axes = [None if rank is None else axes(rank) for rank in ranks]
+    return tf.math.is_finite(_add(list(map(tf.reduce_sum, totals, all_axes))))
 
 
 def _tested_values(gradients: Sequence[Gradient]) -> Iterator[tf.Tensor]:
@@ -144,38 +143,32 @@ def count_of_replicas(
         `COUNTS` tensor of shape [rows, 1 + count, 2], the same on every replica. Each replica has a
         row, which begins with its losses; with `totals`, a last row is for them.
     """
-    strategy = tf.distribute.get_strategy()
-    rows = []
+    strategy, rows = tf.distribute.get_strategy(), []
     for i, (losses, grads, has_examples) in enumerate(of_replicas):
         device = strategy.extended.worker_devices[i] if len(of_replicas) > 1 else None
         with tf.device(device):
-            row = _row(list(losses), [*grads, *[None] * (count - len(grads))])
-            if has_examples is not None:
-                loss = tf.where(has_examples, row[:1], tf.constant(NO_EXAMPLES, COUNTS))
-                row = tf.concat([loss, row[1:]], 0)
-            rows.append(row)
-    of_totals = [] if totals is None else [_row([], list(totals))]
+            lacking = [None] * (count - len(grads))
+            rows.append(_row(list(losses), [*grads, *lacking], has_examples))
     if len(rows) == strategy.num_replicas_in_sync:
-        return tf.stack([*rows, *of_totals])
-
-    @do_not_convert
-    def gather() -> tf.Tensor:
-        return replicas.gather(rows[replicas.local_id()] if len(rows) > 1 else rows[0])
-
-    if tf.distribute.in_cross_replica_context():
-        of_each = strategy.extended.call_for_each_replica(gather)
-        gathered = strategy.experimental_local_results(of_each)[0]
+        counts = tf.stack(rows)
     else:
-        gathered = gather()
-    return tf.concat([gathered, *(each[tf.newaxis] for each in of_totals)], 0)
+        gather = do_not_convert(lambda: replicas.gather(rows[replicas.local_id() % len(rows)]))
+        if tf.distribute.in_cross_replica_context():
+            gather = functools.partial(strategy.extended.call_for_each_replica, gather)
+        counts, *_ = strategy.experimental_local_results(gather())
+    return counts if totals is None else tf.concat([counts, [_row([], list(totals), None)]], 0)
 
 
 @host.shared_operation
-def _row(losses: Sequence[tf.Tensor], gradients: Sequence[Gradient]) -> tf.Tensor:
+def _row(
+    losses: Sequence[tf.Tensor], gradients: Sequence[Gradient], has_examples: tf.Tensor | None
+) -> tf.Tensor:
     counts = count_not_finite([*losses, *gradients])
     loss = tf.fill([1, 2], tf.constant(UNKNOWN, COUNTS))
     if losses:
         loss = tf.reduce_sum(counts[: len(losses)], 0, keepdims=True)
+    if has_examples is not None:
+        loss = tf.where(has_examples, loss, tf.constant(NO_EXAMPLES, COUNTS))
     return tf.concat([loss, counts[len(losses) :]], 0)
 
 
@@ -184,7 +177,7 @@ def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
 
     Where XLA compiles, every step does so: values are only found, but for scalars.
     """
-    rows: list[Any] = [tf.zeros([2], COUNTS)] * len(gradients)
+    rows: dict[int, Any] = dict.fromkeys(range(len(gradients)), tf.zeros([2], COUNTS))
     alike: dict[tf.DType, list[int]] = {}
     for i, gradient in enumerate(gradients):
         if gradient is None or gradient.dtype.is_integer:
@@ -197,23 +190,20 @@ def count_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
             alike.setdefault(gradient.dtype, []).append(i)
         else:
             values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-            rows[i] = tf.stack([tf.reduce_sum(k) for k in _infs_and_nans(tf.reshape(values, [-1]))])
+            kinds = _infs_and_nans(tf.reshape(values, [-1]))
+            rows[i] = tf.stack([tf.reduce_sum(tf.cast(kind, COUNTS)) for kind in kinds])
     for group in alike.values():
         small: list[Any] = [gradients[i] for i in group]
-        sizes = [each.shape.num_elements() for each in small]
-        whose = tf.constant(np.repeat(np.arange(len(group)), sizes))
-        add: Callable[[tf.Tensor], tf.Tensor] = functools.partial(
-            tf.math.unsorted_segment_sum, segment_ids=whose, num_segments=tf.constant(len(group))
-        )
-        kinds = tf.stack([add(kind) for kind in _infs_and_nans(concat(small))], 1)
-        for i, row in zip(group, tf.unstack(kinds)):
-            rows[i] = row
-    return tf.stack(rows) if rows else tf.zeros([0, 2], COUNTS)
+        whose = np.repeat(np.arange(len(group)), [each.shape.num_elements() for each in small])
+        kinds = tf.cast(tf.stack(_infs_and_nans(concat(small)), 1), COUNTS)
+        counts = tf.math.unsorted_segment_sum(kinds, tf.constant(whose), tf.constant(len(group)))
+        rows.update(zip(group, tf.unstack(counts)))
+    return tf.stack(list(rows.values())) if rows else tf.zeros([0, 2], COUNTS)
 
 
 def _infs_and_nans(values: tf.Tensor) -> list[tf.Tensor]:
-    """Returns 1 where values are infinite, and 1 where they are NaN."""
+    """Returns whether values are infinite, and whether they are NaN."""
     values = _real(values)
     if values.dtype in LOW_PRECISION:
         values = kept_casts.as_float32(values)
-    return [tf.cast(kind, COUNTS) for kind in (tf.math.is_inf(values), tf.math.is_nan(values))]
+    return [tf.math.is_inf(values), tf.math.is_nan(values)]

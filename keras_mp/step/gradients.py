@@ -36,12 +36,13 @@ def convert(gradients: Any) -> list[Gradient]:
         TypeError: a value is something else, or `gradients` is not flat.
     """
     is_one = tf.is_tensor(gradients) or isinstance(gradients, (str, dict))
-    if is_one or not isinstance(gradients, Iterable):
+    flat: Any = None if is_one or not isinstance(gradients, Iterable) else list(gradients)
+    if flat is None or any(isinstance(each, (list, tuple, dict, str)) for each in flat):
         raise TypeError(
-            "Expected a flat list of gradients, each a tensor, a tf.IndexedSlices or None. "
-            f"Received: {gradients!r} (of type {type(gradients)})"
+            "A gradient must be a tensor, a tf.IndexedSlices or None, in a flat list. "
+            f"Received: {flat or gradients!r} (of type {type(gradients)})"
         )
-    return [map_values(lambda g: g, gradient) for gradient in list[Any](gradients)]
+    return [map_values(lambda g: g, gradient) for gradient in flat]
 
 
 def scale_loss(loss: tf.Tensor, scaled_by: tf.Tensor) -> tf.Tensor:
@@ -58,16 +59,13 @@ def scale_loss(loss: tf.Tensor, scaled_by: tf.Tensor) -> tf.Tensor:
     Raises:
         TypeError: `loss` is not a floating-point tensor.
     """
-    if loss is None or isinstance(loss, (list, tuple, dict)):
+    is_one = not (loss is None or isinstance(loss, (list, tuple, dict)))
+    loss = tf.convert_to_tensor(loss) if is_one else loss
+    if not (is_one and loss.dtype.is_floating):
         raise TypeError(
-            "The loss must be one tensor, or a callable that returns one; add several losses up "
-            f"before scaling them. Received: loss={loss!r} (of type {type(loss)})"
-        )
-    loss = tf.convert_to_tensor(loss)
-    if not loss.dtype.is_floating:
-        raise TypeError(
-            "Only a floating-point loss can be scaled. "
-            f"Received: loss={loss!r} (of dtype {loss.dtype.name})"
+            "Only a floating-point loss can be scaled, which is one tensor, or a callable that "
+            "returns one; add several losses up before scaling them. "
+            f"Received: loss={loss!r} (of type {type(loss)})"
         )
     if loss.dtype.size < tf.float32.size:
         loss = tf.cast(loss, tf.float32)
@@ -85,17 +83,17 @@ def map_loss(function: Callable[[tf.Tensor], tf.Tensor], loss: Any) -> Any:
     return do_not_convert(lambda: function(user_loss()))
 
 
-def scale(gradients: Sequence[Gradient], scaled_by: tf.Tensor) -> list[Gradient]:
+def scale(gradients: Sequence[Gradient], scaled_by: tf.Tensor | None) -> list[Gradient]:
     """Multiplies gradients by a number, each in its own dtype.
 
     Args:
         gradients: sequence of gradients.
-        scaled_by: float32 scalar tensor.
+        scaled_by: float32 scalar tensor; None leaves them as they are.
 
     Returns:
         list of gradients.
     """
-    return _multiply(gradients, lambda dtype: tf.cast(scaled_by, dtype))
+    return _multiply(gradients, scaled_by, lambda number: number)
 
 
 def unscale(gradients: Sequence[Gradient], divisor: tf.Tensor | None) -> list[Gradient]:
@@ -110,10 +108,8 @@ def unscale(gradients: Sequence[Gradient], divisor: tf.Tensor | None) -> list[Gr
         list of gradients. They are bitwise the quotients if the divisor is a power of two, else
         within one unit in the last place of the quotients.
     """
-    if divisor is None:
-        return list(gradients)
     # A product takes half the time of a quotient.
-    return _multiply(gradients, lambda dtype: 1 / tf.cast(divisor, dtype))
+    return _multiply(gradients, divisor, lambda number: 1 / number)
 
 
 def cast(
@@ -142,8 +138,7 @@ def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[G
     Returns:
         list of gradients.
     """
-    pairs = zip(gradients, models, strict=True)
-    return [g if g is None or m is None else _cast(g, m.dtype) for g, m in pairs]
+    return [g if m is None else _cast(g, m.dtype) for g, m in zip(gradients, models, strict=True)]
 
 
 def pack(
@@ -174,8 +169,7 @@ def pack(
         for group, values in zip(joined, packed):
             shapes: list[Any] = [tuple(gradient.shape) for gradient in group.values()]
             parts = tf.split(values, [math.prod(shape) for shape in shapes])
-            for i, part, shape in zip(group, parts, shapes, strict=True):
-                unpacked[i] = tf.reshape(part, constant(shape))
+            unpacked.update(zip(group, map(tf.reshape, parts, map(constant, shapes))))
         return [unpacked[i] for i in range(len(gradients))]
 
     return [*packed, *(gradients[i] for i in alone)], unpack
@@ -253,26 +247,20 @@ def map_values(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Grad
 
     Returns:
         A gradient of the same kind.
-
-    Raises:
-        TypeError: `gradient` is a nested structure.
     """
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(fn(gradient.values), gradient.indices, gradient.dense_shape)
-    if isinstance(gradient, (list, tuple, dict, str)):
-        raise TypeError(
-            "A gradient must be a tensor, a tf.IndexedSlices or None. "
-            f"Received: {gradient!r} (of type {type(gradient)})"
-        )
     return fn(tf.convert_to_tensor(gradient))
 
 
 def _multiply(
-    gradients: Sequence[Gradient], factor_in: Callable[[tf.DType], tf.Tensor]
+    gradients: Sequence[Gradient], number: tf.Tensor | None, to_factor: Callable[..., tf.Tensor]
 ) -> list[Gradient]:
-    factor = functools.cache(factor_in)
+    if number is None:
+        return list(gradients)
+    factor = functools.cache(lambda dtype: to_factor(tf.cast(number, dtype)))
 
     def multiply(gradient: tf.Tensor) -> tf.Tensor:
         dtype = gradient.dtype

@@ -4,9 +4,11 @@ Reading a variable before it is assigned costs no copy: the assignment makes a n
 value keeps the old one. This module needs TensorFlow only.
 """
 
-from collections.abc import Iterable
-
+import numpy as np
 import tensorflow as tf
+
+# Handles, each with the value that the variable had.
+Kept = list[tuple[tf.Tensor, tf.Tensor]]
 
 
 def read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
@@ -14,49 +16,26 @@ def read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
 
 
-class KeptValues:
-    """The values that a replica restores if the step is skipped.
+def may_have_changed(kept: Kept) -> bool:
+    """Whether a variable may have another value by now. In eager, the value tells.
+
+    NaN, which is not equal to itself, is no other value.
+    """
+    return any(
+        not tf.executing_eagerly()
+        or not np.array_equal(read(at, old.dtype), old, equal_nan=old.dtype.is_floating)
+        for at, old in kept
+    )
+
+
+def put_back(kept: Kept, unless: bool | tf.Tensor = False) -> None:
+    """Restores the values, in any context and also for all replicas.
 
     Args:
-        old: iterable of handles, each with the value that the variable had. Defaults to none.
+        kept: the values.
+        unless: bool, or bool scalar tensor. If it is True, the variables keep the values that they
+            have. Defaults to False.
     """
-
-    def __init__(self, old: Iterable[tuple[tf.Tensor, tf.Tensor]] = ()) -> None:
-        self._old = list(old)
-
-    def __bool__(self) -> bool:
-        return bool(self._old)
-
-    def may_have_changed(self) -> bool:
-        """Whether the step has written to a weight.
-
-        In eager, the value of the weight tells.
-        """
-        is_eager = tf.executing_eagerly()
-        return any(not is_eager or _differ(read(at, old.dtype), old) for at, old in self._old)
-
-    def put_back(self, unless: tf.Tensor | None = None) -> None:
-        """Restores the values, in any context and also for all replicas.
-
-        Args:
-            unless: bool scalar tensor. If it is True, the variables keep the values that they have.
-                Defaults to None, for False.
-        """
-        for handle, old in self._old:
-            value = old if unless is None else tf.where(unless, read(handle, old.dtype), old)
-            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-
-    def release(self) -> None:
-        """Releases the values in eager, where an update copies each value that is held."""
-        if tf.executing_eagerly():
-            self._old.clear()
-
-
-def _differ(new: tf.Tensor, old: tf.Tensor) -> bool | tf.Tensor:
-    """Whether any number of two eager tensors differs, or their shape.
-
-    NaN, which is not equal to itself, does not.
-    """
-    if new.shape != old.shape:
-        return True
-    return tf.reduce_any(tf.where(tf.equal(old, old), tf.not_equal(new, old), tf.equal(new, new)))
+    for handle, old in kept:
+        value = old if unless is False else tf.where(unless, read(handle, old.dtype), old)
+        tf.raw_ops.AssignVariableOp(resource=handle, value=value)

@@ -4,16 +4,13 @@ The adapters for optimizers of `tf.keras` are in `keras_api`, those for others i
 """
 
 import abc
-import contextlib
-import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.step import gradients
-from keras_mp.support import attributes
 from keras_mp.support.dtypes import LOW_PRECISION
 
 Pairs = Sequence[tuple[Any, Any]]
@@ -43,8 +40,6 @@ class OptimizerAdapter(abc.ABC):
             scale. They are not if the optimizer clips the gradient of each example while it
             computes them.
         overrides_minimize: Whether the optimizer does more in `minimize` than other optimizers do.
-        slot_makers: The names of the optimizer's methods that make slots. The first argument is the
-            variable that a slot is for.
         compute_gradients: The first half of `minimize`, of an optimizer of `tf.keras`: a function
             of `loss`, `var_list`, `tape` and `grad_loss` that returns (gradient, variable) pairs.
     """
@@ -54,7 +49,6 @@ class OptimizerAdapter(abc.ABC):
     is_saved_by_keras = True
     only_differentiates = True
     overrides_minimize = False
-    slot_makers: tuple[str, ...] = ()
     compute_gradients: Any = None
 
     def __init__(self, optimizer: Any) -> None:
@@ -75,20 +69,6 @@ class OptimizerAdapter(abc.ABC):
     def build(self, variables: Sequence[Any]) -> None:
         """Creates the optimizer's variables, outside of any function being traced."""
         del variables
-
-    @contextlib.contextmanager
-    def slots_made_by(self, make: Callable[..., Any]) -> Iterator[None]:
-        """Context manager in which a function makes the slots that the optimizer asks for.
-
-        Args:
-            make: called with Keras's own method, and with its arguments.
-        """
-        with contextlib.ExitStack() as stack:
-            for name in self.slot_makers:
-                original = getattr(self.optimizer, name)
-                method = functools.partial(make, original)
-                stack.enter_context(attributes.replaced(self.optimizer, name, method))
-            yield
 
     def built_variables(self) -> Sequence[Any]:
         """Returns the variables that the optimizer was built with.
@@ -140,8 +120,11 @@ class OptimizerAdapter(abc.ABC):
 
         It is an int64 scalar.
         """
-        iterations = getattr(self.optimizer, "iterations", None)
-        return None if iterations is None else tf.cast(tf.convert_to_tensor(iterations), tf.int64)
+        counter = self._counter()
+        return None if counter is None else tf.cast(tf.convert_to_tensor(counter), tf.int64)
+
+    def _counter(self) -> Any:
+        return getattr(self.optimizer, "iterations", None)
 
     def drop_accumulated(self) -> None:
         """Drops accumulated gradients instead of applying them when a step is complete."""
@@ -169,7 +152,7 @@ class DelegatingAdapter(OptimizerAdapter):
 
 
 # What it, or a subclass of it, does itself.
-_ITSELF = {"apply", "build", "overrides_minimize", "slot_makers", "widened"}
+_ITSELF = {"apply", "build", "overrides_minimize", "widened"}
 for _name in vars(OptimizerAdapter).keys() - _ITSELF:
     if not _name.startswith("_"):
         setattr(DelegatingAdapter, _name, property(operator.attrgetter(f"_inner.{_name}")))

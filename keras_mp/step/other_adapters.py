@@ -38,13 +38,11 @@ class V1Optimizer(OptimizerAdapter):
     """The adapter for `tf.compat.v1.train.Optimizer`, also in graphs of TensorFlow 1.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The `tf.compat.v1.train.Optimizer`.
         global_step: variable that each step increments, unless it is skipped; or None.
     """
 
-    def __init__(
-        self, optimizer: tf.compat.v1.train.Optimizer, global_step: tf.Variable | None = None
-    ) -> None:
+    def __init__(self, optimizer: Any, global_step: tf.Variable | None = None) -> None:
         super().__init__(optimizer)
         self._global_step = global_step
 
@@ -58,10 +56,8 @@ class V1Optimizer(OptimizerAdapter):
         if host.in_v1_graph() or not replicas.need_not_meet():
             replicas.once_for_all_replicas(make_slots)
 
-    def steps_made(self) -> tf.Tensor | None:
-        if self._global_step is None:
-            return None
-        return tf.cast(tf.convert_to_tensor(self._global_step), tf.int64)
+    def _counter(self) -> tf.Variable | None:
+        return self._global_step
 
     def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         # A user's subclass that overrides the method may not take the argument.

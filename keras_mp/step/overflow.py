@@ -212,7 +212,7 @@ def _kind_of(infs: float, nans: float) -> str:
 
 
 def report(
-    sizes: dict[str, int | None], places: Sequence[ReplicaPlace], counts: np.ndarray, **step: Any
+    sizes: dict[str, int | None], places: Sequence[ReplicaPlace], counts: np.ndarray, *step: Any
 ) -> Overflow:
     """Returns the report of a step.
 
@@ -221,7 +221,7 @@ def report(
         places: sequence of the replicas.
         counts: array of shape [replicas, 1 + variables, 2], as `count_of_replicas` makes it: of the
             losses, then of the gradients. It may have one more row for sums of gradients.
-        **step: what else an `Overflow` has.
+        *step: what else an `Overflow` has.
     """
     losses = tuple(LossOfReplica(place, _kind_of(*row[0])) for place, row in zip(places, counts))
     found = []
@@ -230,7 +230,7 @@ def report(
         # What is on a replica is in the sum, too.
         for place, (infs, nans) in [row for row in rows if row[0]] or rows:
             found.append(OverflowedGradient(name, place, _number(infs), _number(nans), size))
-    return Overflow(losses=losses, gradients=tuple(found), **step)
+    return Overflow(*step, losses=losses, gradients=tuple(found))
 
 
 def _number(count: float) -> int | None:

@@ -25,24 +25,21 @@ State = TypeVar("State")
 _BYTES_PER_PACK = 2**22
 _REDUCE_DTYPES = (*LOW_PRECISION_NAMES, "float32")
 
+_PLACES: Any = (tf.distribute, tf.compat.v1.distribute)
+
+
+def _strategies(*names: str) -> tuple[type, ...]:
+    modules = [module for place in _PLACES for module in (place, place.experimental)]
+    return tuple(getattr(each, name) for each in modules for name in names if hasattr(each, name))
+
+
 # Nothing was tested on TPUs.
-_TPU_STRATEGIES = (
-    tf.distribute.TPUStrategy,
-    tf.distribute.experimental.TPUStrategy,
-    tf.compat.v1.distribute.experimental.TPUStrategy,
-)
-_OF_WORKERS = (
-    tf.distribute.MultiWorkerMirroredStrategy,
-    tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
-)
+_TPU_STRATEGIES = _strategies("TPUStrategy")
+_OF_WORKERS = _strategies("MultiWorkerMirroredStrategy")
 # The replicas of these strategies sum gradients and update together.
 _SUPPORTED_STRATEGIES = (
     *(*_TPU_STRATEGIES, *_OF_WORKERS),
-    tf.distribute.OneDeviceStrategy,
-    tf.distribute.MirroredStrategy,
-    tf.distribute.experimental.CentralStorageStrategy,
-    tf.compat.v1.distribute.OneDeviceStrategy,
-    tf.compat.v1.distribute.MirroredStrategy,
+    *_strategies("OneDeviceStrategy", "MirroredStrategy", "CentralStorageStrategy"),
 )
 
 
@@ -56,22 +53,19 @@ def check_strategy(may_skip: bool = True) -> None:
         ValueError: the current strategy is such a strategy.
     """
     strategy = tf.distribute.get_strategy()
-    if not tf.distribute.has_strategy() or isinstance(strategy, _SUPPORTED_STRATEGIES):
+    has_servers = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+    is_supported = isinstance(strategy, _SUPPORTED_STRATEGIES) or (has_servers and not may_skip)
+    if is_supported or not tf.distribute.has_strategy():
         return
-    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        if not may_skip:
-            return
-        raise ValueError(
-            "Loss scaling that skips steps does not work under ParameterServerStrategy: its "
-            "workers make steps independently, so they cannot decide together, and would change "
-            "one scale at the same time. Use a fixed scale without `skip_nonfinite`, such as "
-            "LossScaleOptimizer(optimizer, 1024), or train without loss scaling: "
-            f'keras_mp.set_global_policy("mixed_bfloat16"). Received: {strategy}'
-        )
+    instead = (
+        "a fixed scale without `skip_nonfinite`, such as LossScaleOptimizer(optimizer, 1024)"
+        if has_servers
+        else "MirroredStrategy, OneDeviceStrategy, MultiWorkerMirroredStrategy or TPUStrategy"
+    )
     raise ValueError(
-        "Loss scaling does not work under this strategy: it needs replicas that sum gradients and "
-        "skip a step together. Use MirroredStrategy, OneDeviceStrategy, "
-        "MultiWorkerMirroredStrategy or TPUStrategy, or train without loss scaling: "
+        "Loss scaling that skips steps does not work under this strategy: its replicas cannot "
+        "decide together, and would change one scale at the same time. Use "
+        f"{instead}, or train without loss scaling: "
         f'keras_mp.set_global_policy("mixed_bfloat16"). Received: {strategy}'
     )
 
@@ -111,18 +105,14 @@ def to_reduce_dtype(
         TypeError: it is not a dtype.
         ValueError: it is another dtype.
     """
-    dtype = parse(reduce_dtype)
-    if dtype is None or isinstance(reduce_dtype, int):  # TensorFlow numbers its dtypes
-        raise TypeError(
-            f"`reduce_dtype` must be one of {choices}. Received: reduce_dtype={reduce_dtype!r} "
-            f"(of type {type(reduce_dtype)})"
-        )
-    if dtype.name not in choices:
-        raise ValueError(
-            f"`reduce_dtype` must be one of {choices}.{hint} Received: "
-            f"reduce_dtype={reduce_dtype!r}"
-        )
-    return dtype
+    # TensorFlow numbers its dtypes.
+    dtype = None if isinstance(reduce_dtype, int) else parse(reduce_dtype)
+    if dtype is not None and dtype.name in choices:
+        return dtype
+    raise (TypeError if dtype is None else ValueError)(
+        f"`reduce_dtype` must be one of {choices}.{hint} Received: reduce_dtype={reduce_dtype!r} "
+        f"(of type {type(reduce_dtype)})"
+    )
 
 
 def reduce_dtype_of(reduce_dtype: Any, aggregate_in_float16: Any) -> tf.DType:
@@ -145,11 +135,11 @@ def reduce_dtype_of(reduce_dtype: Any, aggregate_in_float16: Any) -> tf.DType:
     if reduce_dtype is None:
         return tf.float32 if in_float16 is False else tf.float16
     dtype = to_reduce_dtype(reduce_dtype)
-    if in_float16 is not None and in_float16 != (dtype == tf.float16):
+    if in_float16 not in (None, dtype == tf.float16):
         raise ValueError(
-            "`reduce_dtype` and `aggregate_in_float16` contradict each other: the latter is "
-            "`reduce_dtype='float16'` if it is True, and any other if it is False. Pass one of "
-            f"them. Received: reduce_dtype={reduce_dtype!r}, aggregate_in_float16={in_float16!r}"
+            "`reduce_dtype` and `aggregate_in_float16` contradict each other: True is "
+            "`reduce_dtype='float16'`, False any other. Pass one of them. "
+            f"Received: reduce_dtype={reduce_dtype!r}, aggregate_in_float16={in_float16!r}"
         )
     return dtype
 
@@ -167,15 +157,20 @@ def all_reduce(gradients: Sequence[Any]) -> list[Any]:
     Source: RFC 293, "All-reducing in float16".
     """
     options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_BYTES_PER_PACK)
-    sent: list[Any] = [_bits_as(tf.float16, g) if _cannot_be_gathered(g) else g for g in gradients]
-    received: list[Gradient] = [None] * len(sent)
+    # Sparse gradients are gathered, which TensorFlow cannot do in bfloat16 but on TPUs.
+    can_gather = isinstance(tf.distribute.get_strategy(), _TPU_STRATEGIES)
+    alike: dict[Any, dict[int, Any]] = {}
+    for i, gradient in enumerate(gradients):
+        if gradient is not None:
+            is_sparse = isinstance(gradient, tf.IndexedSlices) and not can_gather
+            sent = tf.float16 if is_sparse and gradient.dtype == tf.bfloat16 else gradient.dtype
+            alike.setdefault(sent, {})[i] = _bits_as(sent, gradient)
     # TensorFlow packs the tensors of one call, the last ones first, and cannot pack different
     # dtypes.
-    for dtype in dict.fromkeys(g.dtype for g in sent if g is not None):
-        positions = [i for i, g in enumerate(sent) if g is not None and g.dtype == dtype]
-        summed = _summed([sent[i] for i in positions], options)
-        for position, gradient in zip(positions, summed):
-            received[position] = _bits_as(gradients[position].dtype, gradient)
+    received: list[Any] = [None] * len(gradients)
+    for group in alike.values():
+        for i, gradient in zip(group, _summed(list(group.values()), options)):
+            received[i] = _bits_as(gradients[i].dtype, gradient)
     return received
 
 
@@ -221,19 +216,6 @@ def gather(values: tf.Tensor) -> tf.Tensor:
     is_own = tf.one_hot(context.replica_id_in_sync_group, count, dtype=values.dtype)
     [rows] = _summed([tf.reshape(is_own, [count, *(1 for _ in values.shape)]) * values])
     return rows
-
-
-def agree(finite: tf.Tensor) -> tf.Tensor:
-    """Returns whether the gradients of all replicas are finite.
-
-    Args:
-        finite: bool scalar tensor. Whether the gradients of this replica are finite.
-
-    Returns:
-        bool scalar tensor, the same on every replica.
-    """
-    [not_finite] = _summed([tf.cast(tf.logical_not(finite), tf.float32)])
-    return tf.equal(not_finite, 0.0)
 
 
 def decide_for_all_replicas(
@@ -295,16 +277,6 @@ def local_id() -> int:
     """Returns the number of this replica in this process; 0 without several."""
     own = number()
     return 0 if own is None else own % len(tf.distribute.get_strategy().extended.worker_devices)
-
-
-def _cannot_be_gathered(gradient: Gradient) -> bool:
-    """Whether a gradient is sparse and bfloat16.
-
-    Rows cannot be gathered in that dtype.
-    """
-    if not isinstance(gradient, tf.IndexedSlices) or gradient.dtype != tf.bfloat16:
-        return False
-    return not isinstance(tf.distribute.get_strategy(), _TPU_STRATEGIES)
 
 
 def _bits_as(dtype: tf.DType, gradient: tf.Tensor | tf.IndexedSlices) -> Gradient:

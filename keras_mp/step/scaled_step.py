@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp.hooks import observers
-from keras_mp.step import finiteness, gradients, replicas
+from keras_mp.step import finiteness, gradients, kept_values, replicas
 from keras_mp.step.gradients import Gradient
-from keras_mp.step.kept_values import KeptValues, read
 from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
 from keras_mp.step.record import GradientState
 from keras_mp.step.scaled_losses import thread
@@ -34,7 +33,8 @@ class _Replica(NamedTuple):
         losses: its losses, as far as they are known.
         sums: function that returns the gradients that are applied. A branch takes fewer inputs if
             it separates small ones itself.
-        kept: the values to restore if the step is skipped.
+        kept: function that returns the values to restore if the step is skipped. Where replicas
+            meet, TensorFlow would take a list of handles apart.
         has_examples: bool scalar tensor; None if that is certain, or not known.
         own: function that returns the gradients that it has computed, as it sent them or as they
             were before the user clipped them, in which values that are not finite are counted.
@@ -42,7 +42,7 @@ class _Replica(NamedTuple):
 
     losses: Sequence[tf.Tensor]
     sums: Callable[[], Sequence[Gradient]]
-    kept: KeptValues
+    kept: Callable[[], kept_values.Kept]
     has_examples: tf.Tensor | None
     own: Callable[[], Sequence[Gradient]]
 
@@ -75,7 +75,9 @@ def make_step(
         verdict, a bool scalar tensor that is the same on every replica, or None where no step is
         skipped.
     """
-    variables, may_skip = [v for _, v in pairs], scaler is not None and scaler.can_skip
+    given, variables = [g for g, _ in pairs], [v for _, v in pairs]
+    may_skip, count = scaler is not None and scaler.can_skip, len(pairs)
+    divisor, under_way = state.scaled_by if state.scaled else None, thread.under_way
     if scaler is not None:
         observers.tell(observers.Observer.step_begins)
         # Checked again, since the scaler may have been made outside of the strategy's scope.
@@ -84,79 +86,87 @@ def make_step(
     if replicas.number_of_workers() > 1:
         facts = {"loss_scale": scaler and scaler.loss_scale, "reduce_dtype": reduce_dtype.name}
         facts["gradients are still scaled"] = state.scaled
-        owner, grads = scaler or adapter.optimizer, [gradient for gradient, _ in pairs]
-        observers.tell(observers.Observer.workers_meet, owner, grads, facts)
-    divisor = state.scaled_by if state.scaled else None
+        observers.tell(observers.Observer.workers_meet, scaler or adapter.optimizer, given, facts)
     observers.tell(observers.Observer.gradients, pairs, divisor, state.scaled_by)
-    kept, has_examples, under_way = KeptValues(), None, thread.under_way
+    kept, has_examples = [], None
     if under_way is not None:
-        kept = under_way.keep(variables, adapter.optimizer, may_skip)
-        has_examples = under_way.has_examples()
+        kept, has_examples = under_way.keep(variables, adapter.optimizer, may_skip)
 
     # Combine the gradients of all replicas, and verdicts with them. For variables that are
-    # overwritten, the new values stand in place of gradients.
-    new_values = _new_values(adapter, state, pairs)
-    grads = [None if i in new_values else gradient for i, (gradient, _) in enumerate(pairs)]
-    unclipped = _changed_since(state.unclipped, grads)
-    if state.unclipped:
-        state.unclipped.clear()
-    packed, unpack, sent = [*adapter.widened(grads), *_marks(state, kept, has_examples)], list, None
+    # overwritten, new values stand in place of gradients. If these were divided along with
+    # gradients, that is undone: they were never scaled.
+    new = [i for i, g in enumerate(given) if g is not None and adapter.is_overwritten(variables[i])]
+    multiplied_by = state.scaled_by if state.is_divided else None
+    new_values = dict(zip(new, gradients.scale([given[i] for i in new], multiplied_by)))
+    grads = [None if i in new_values else gradient for i, gradient in enumerate(given)]
+    unclipped = _before_clipping(state, grads)
+    verdicts = [] if state.was_finite is None else [state.was_finite]
+    if has_examples is not None and kept:
+        # Statistics of a batch without examples are not finite, though its gradients may be.
+        changed = kept_values.may_have_changed(kept)
+        verdicts.append(has_examples if changed else tf.constant(True))
+    packed, unpack, sent = [*adapter.widened(grads), *map(_as_gradient, verdicts)], list, None
     custom = adapter.custom_aggregation() if aggregate else None
-    if custom or (aggregate and replicas.are_several()):
-        packed, unpack, sent = _summed(packed, variables, custom, state, reduce_dtype, may_skip)
+    are_several = replicas.are_several()
+    if aggregate and are_several and not custom:
+        packed, unpack, sent = _summed(packed, state, reduce_dtype, may_skip)
     else:
         packed = gradients.unscale(packed, divisor)
-    completes = adapter.completes_step()
-    if new_values or completes is not None:
-        packed = [new_values.get(i, gradient) for i, gradient in enumerate(unpack(packed))]
-        unpack = list
+    if custom:
+        sent, marks = packed[:count], packed[count:]
+        marks = replicas.all_reduce(marks) if are_several else marks
+        packed = [*(g for g, _ in custom(list(zip(sent, variables)))), *marks]
 
     def sums() -> list[Gradient]:
-        return unpack(packed)[: len(pairs)]
+        return [new_values.get(i, each) for i, each in enumerate(unpack(packed)[:count])]
 
     # Test them. The verdict is the same on every replica.
-    finite, tested, totals, values = None, variables, sums if sent else None, packed
+    finite, tested, totals, completes = None, variables, sums if sent else None, None
     if may_skip:
+        tests, completes = [*packed, *new_values.values()], adapter.completes_step()
         if completes is not None:
-            of_totals, tested = zip(*adapter.totals(list(zip(sums(), variables))), strict=True)
-            totals, values = lambda: of_totals, [*of_totals, *packed[len(pairs) :]]
-        finite = finiteness.all_finite(values)
-        if not aggregate and replicas.are_several():
-            finite = replicas.agree(finite)
-    own = (lambda: unclipped) if unclipped else sent or sums
-    replica = _Replica(state.losses, sums, kept, has_examples, own)
+            of_step, tested = zip(*adapter.totals(list(zip(sums(), variables))), strict=True)
+            tests, totals = [*of_step, *unpack(packed)[count:]], lambda: of_step
+        finite = finiteness.all_finite(tests)
+        if not aggregate and are_several:
+            finite = tf.math.is_finite(*replicas.all_reduce([_as_gradient(finite)]))
+    own = (lambda: unclipped) if unclipped else (lambda: unpack(sent)[:count]) if sent else sums
+    replica = _Replica(state.losses, sums, lambda: kept, has_examples, own)
 
     # Make or skip the step, once for all replicas.
     def apply(replica: _Replica) -> Any:
         with attributes.replaced(thread, "is_applying", True):
             return adapter.apply(list(zip(replica.sums(), variables)), name, aggregate=False)
 
-    def outcome(finite: Any, skipped: SkippedStep | None = None) -> list[Any]:
-        assert scaler is not None
-        return scaler.outcome(finite, skipped, state.moved_scale is scaler.loss_scale)
-
     def decide(steps: Sequence[_Replica], apply_on_each: Callable[[], Any]) -> Operation:
-        def put_back(unless: tf.Tensor | None = None) -> None:
+        moved: Any = scaler
+
+        def put_back(unless: Any) -> None:
             for each in steps:
-                each.kept.put_back(unless)
+                kept_values.put_back(each.kept(), unless)
+
+        def end(finite: Any) -> list[Any]:
+            skipped = None
+            if finite is not True:
+                skipped = _skipped(adapter, steps, tested, totals)
+                if completes is not None:
+                    adapter.drop_accumulated()
+                put_back(finite)
+            return moved.outcome(finite, skipped, state.moved_scale is moved.loss_scale)
 
         def make() -> Operation:
-            for each in steps:
-                each.kept.release()
-            applied = apply_on_each()
-            return _operation([applied, *(outcome(True) if may_skip else ())])
+            if tf.executing_eagerly():  # An update copies each value that is held.
+                for each in steps:
+                    each.kept().clear()
+            return _operation([apply_on_each(), *(end(True) if may_skip else ())])
 
         def skip() -> Operation:
-            skipped = _skipped(adapter, steps, tested, totals)
-            if completes is not None:
-                adapter.drop_accumulated()
-            put_back()
-            return _operation(outcome(False, skipped))
+            return _operation(end(False))
 
         def accumulate() -> Operation:
             applied = apply_on_each()
             put_back(finite)
-            return _operation([applied, *(scaler.accumulated() if scaler else ())])
+            return _operation([applied, *moved.accumulated()])
 
         def complete() -> Operation:
             # A function of its own could not ask other replicas what was not finite there, nor be
@@ -173,10 +183,8 @@ def make_step(
         if not is_compiled or tf.distribute.in_cross_replica_context():
             return complete()
         # Without a branch. The optimizer writes, and the old values are put back.
-        skipped = _skipped(adapter, steps, tested, totals)
         _write_if(finite, apply_on_each)
-        put_back(finite)
-        return _operation(outcome(finite, skipped))
+        return _operation(end(finite))
 
     operation = replicas.decide_for_all_replicas(decide, replica, apply)
     if under_way is not None and scaler is not None and not scaler.is_shared:
@@ -185,102 +193,56 @@ def make_step(
 
 
 def _summed(
-    grads: list[Gradient],
-    variables: list[Any],
-    custom: Callable[..., Pairs] | None,
-    state: GradientState,
-    reduce_dtype: tf.DType,
-    may_skip: bool,
-) -> tuple[list[Gradient], Callable[[list[Gradient]], list[Gradient]], Callable[[], Any]]:
-    """Sums gradients over replicas while they are scaled, and the marks of these.
+    grads: list[Gradient], state: GradientState, reduce_dtype: tf.DType, may_skip: bool
+) -> tuple[list[Gradient], Callable[[list[Gradient]], list[Gradient]], list[Gradient]]:
+    """Sums gradients over replicas while they are scaled.
 
     RFC 293, "All-reducing in float16".
 
     Returns:
         tuple of the sums, unscaled, small ones of them joined; of a function that separates these;
-        and of one that returns the gradients that this replica has sent to the others.
+        and of what this replica has sent to the others, joined in the same way.
     """
-    scaled_by = state.scaled_by
-    divisor = scaled_by if state.scaled else None
-    if custom:
-        unscaled = gradients.unscale(grads, divisor)
-        own, marks = unscaled[: len(variables)], unscaled[len(variables) :]
-        if replicas.are_several():
-            marks = replicas.all_reduce(marks)
-        sums = custom(list(zip(own, variables, strict=True)))
-        return [*(gradient for gradient, _ in sums), *marks], list, lambda: own
+    scaled_by, divisor = state.scaled_by, state.scaled_by if state.scaled else None
     packed, unpack = gradients.pack(grads)
-    if reduce_dtype == tf.float16:
-        if not may_skip or scaled_by is None:
-            # Unscaled, small values would vanish; and a sum that overflows is harmless only if the
-            # step can be skipped.
-            reduce_dtype = tf.float32
-        elif divisor is None:
-            packed, divisor = gradients.scale(packed, scaled_by), scaled_by
+    # In float16 small values would vanish unless they are scaled; and a sum that overflows is
+    # harmless only if the step can be skipped.
+    if reduce_dtype == tf.float16 and (not may_skip or scaled_by is None):
+        reduce_dtype = tf.float32
+    elif reduce_dtype == tf.float16 and divisor is None:
+        packed, divisor = gradients.scale(packed, scaled_by), scaled_by
     wide = packed if may_skip else gradients.cast(packed, [tf.float16], tf.float32)
     sent = gradients.cast(wide, [tf.float32], reduce_dtype)
     sums = gradients.cast_as(replicas.all_reduce(sent), wide)
     # They are unscaled while they are packed: one operation for many small gradients.
-    sums = gradients.cast_as(gradients.unscale(sums, divisor), packed)
-    return sums, unpack, lambda: unpack(sent)[: len(variables)]
+    return gradients.cast_as(gradients.unscale(sums, divisor), packed), unpack, sent
 
 
-def _new_values(
-    adapter: OptimizerAdapter, state: GradientState, pairs: Pairs
-) -> dict[int, Gradient]:
-    """Returns, by position, the new values that come in place of gradients.
-
-    New values were never scaled. If they were divided along with the gradients, that is undone.
-    """
-    values = {
-        i: gradient
-        for i, (gradient, variable) in enumerate(pairs)
-        if gradient is not None and adapter.is_overwritten(variable)
-    }
-    if values and state.is_divided and state.scaled_by is not None:
-        values = dict(zip(values, gradients.scale(list(values.values()), state.scaled_by)))
-    return values
+def _as_gradient(verdict: tf.Tensor) -> tf.Tensor:
+    """Returns a number that is summed and tested with gradients: NaN for False."""
+    return tf.where(verdict, 0.0, float("nan"))
 
 
-def _marks(
-    state: GradientState, kept: KeptValues, has_examples: tf.Tensor | None
-) -> list[Gradient]:
-    """Returns verdicts as gradients (NaN for False), summed and tested with others."""
-    verdicts = [] if state.was_finite is None else [state.was_finite]
-    if has_examples is not None and kept:
-        # Statistics of a batch without examples are not finite, though its gradients may be.
-        verdicts.append(has_examples if kept.may_have_changed() else tf.constant(True))
-    return [tf.where(is_good, 0.0, float("nan")) for is_good in verdicts]
-
-
-def _changed_since(before: Sequence[Gradient], now: Sequence[Gradient]) -> list[Gradient]:
+def _before_clipping(state: GradientState, grads: Sequence[Gradient]) -> list[Gradient]:
     """Returns gradients as they were before the user changed (e.g. clipped) them.
 
-    `before` are the gradients that the user was given, in their order. The result is empty if none
-    has changed, or if the two do not correspond.
+    The result is empty if none has changed, or if those that the user was given do not correspond.
     """
-    old = [gradient for gradient in before if gradient is not None]
-    new = {i: gradient for i, gradient in enumerate(now) if gradient is not None}
-    pairs = list(zip(old, new.values()))
-    if len(old) != len(new) or all(_dense(a) is _dense(b) for a, b in pairs):
+    old: list[Any] = [gradient for gradient in state.unclipped if gradient is not None]
+    if state.unclipped:
+        state.unclipped.clear()
+    now: dict[int, Any] = {i: gradient for i, gradient in enumerate(grads) if gradient is not None}
+    pairs = list(zip(old, now.values()))
+    # Sparse ones are put together anew.
+    is_same = all(getattr(a, "values", a) is getattr(b, "values", b) for a, b in pairs)
+    if is_same or len(old) != len(now):
         return []
-    if not all(a.shape.is_compatible_with(b.shape) for a, b in pairs):
-        return []
-    aligned: list[Gradient] = [None] * len(now)
-    for i, gradient in zip(new, old):
-        aligned[i] = gradient
-    return aligned
-
-
-def _dense(gradient: Gradient) -> tf.Tensor | None:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    fit, before = all(a.shape.is_compatible_with(b.shape) for a, b in pairs), dict(zip(now, old))
+    return [before.get(i) for i in range(len(grads))] if fit else []
 
 
 def _skipped(
-    adapter: OptimizerAdapter,
-    steps: Sequence[_Replica],
-    tested: Sequence[Any],
-    totals: Callable[[], Sequence[Gradient]] | None,
+    adapter: OptimizerAdapter, steps: Sequence[_Replica], tested: Sequence[Any], totals: Any
 ) -> SkippedStep:
     """Looks for Inf and NaN in a step that is skipped, or, without branches, may be.
 
@@ -291,20 +253,19 @@ def _skipped(
         totals: function that returns the gradients that were tested, if these are not those that
             replicas have computed.
     """
-    count = tf.distribute.get_strategy().num_replicas_in_sync
     if host.in_v1_graph():  # Nothing is noted of gradients there, which a branch need not be given.
         tested, totals, steps = (), None, [each._replace(own=tuple) for each in steps]
     of_replicas = [(each.losses, each.own(), each.has_examples) for each in steps]
     counts = finiteness.count_of_replicas(of_replicas, totals and totals(), len(tested))
-    loss_is_finite = tf.reduce_all(tf.equal(counts[:count, 0], 0))
+    count = tf.distribute.get_strategy().num_replicas_in_sync
+    losses, found = counts[:count, 0], counts[:count, 1:]
     has_overflowed: Any = True
     if steps[0].has_examples is not None:
-        has_examples = counts[:count, 0, 0] > finiteness.UNKNOWN - 1
-        is_bad = tf.reduce_any(tf.not_equal(counts[:count, 1:], 0), [1, 2])
-        has_cause = tf.reduce_any(is_bad & has_examples)
-        has_overflowed = has_cause | tf.reduce_all(has_examples)
-    made = adapter.steps_made()
-    return SkippedStep(tested, counts, made, loss_is_finite, has_overflowed)
+        has_examples = losses[:, 0] > finiteness.UNKNOWN - 1
+        has_cause = tf.reduce_any(tf.not_equal(found, 0), [1, 2]) & has_examples
+        has_overflowed = tf.reduce_any(has_cause) | tf.reduce_all(has_examples)
+    is_finite = tf.reduce_all(tf.equal(losses, 0))
+    return SkippedStep(tested, counts, adapter.steps_made(), is_finite, has_overflowed)
 
 
 def _write_if(finite: tf.Tensor, update: Callable[[], Any]) -> None:
@@ -313,27 +274,16 @@ def _write_if(finite: tf.Tensor, update: Callable[[], Any]) -> None:
     On a GPU, a branch copies its condition to the host, which waits for it. XLA makes one pass of
     an update and of the selection of new or old values.
     """
-
-    def write() -> None:
-        update()
-
-    traced = tf.function(write, autograph=False).get_concrete_function()
-    written = [
-        (outside, graphs.handle_data(outside))
-        for outside, inside in traced.graph.captures
-        if inside.dtype == tf.resource
-        and not all(variable_ops.only_reads(op, inside) for op in inside.consumers())
-    ]
-    # The table in which a tool notes what it has seen has no such data, and keeps it.
-    kept = KeptValues(
-        [
-            (handle, read(handle, data.shape_and_type[0].dtype))
-            for handle, data in written
-            if data is not None and data.shape_and_type
-        ]
-    )
+    traced = tf.function(lambda: [update(), None][1], autograph=False).get_concrete_function()
+    kept: kept_values.Kept = []
+    for outside, inside in traced.graph.captures:
+        is_read = (variable_ops.only_reads(op, inside) for op in inside.consumers())
+        data = graphs.handle_data(outside) if inside.dtype == tf.resource else None
+        # The table in which a tool notes what it has seen has no such data, and keeps it.
+        if data is not None and data.shape_and_type and not all(is_read):
+            kept.append((outside, kept_values.read(outside, data.shape_and_type[0].dtype)))
     traced()
-    kept.put_back(finite)
+    kept_values.put_back(kept, finite)
 
 
 def _operation(result: Any) -> Operation:

@@ -138,8 +138,7 @@ class SkipReport:
 
     def ask(self) -> None:
         """Gives the warnings of steps that XLA has compiled, which cannot call Python."""
-        may_tell = self.warn_after or self.raise_after
-        if may_tell and tf.executing_eagerly():
+        if (self.warn_after or self.raise_after) and tf.executing_eagerly():
             self._look()
 
     def variables(self) -> dict[str, tf.Variable]:
@@ -163,9 +162,7 @@ class SkipReport:
 
         After a checkpoint was restored, a note may be of a later step.
         """
-        if not self._notes:
-            return None
-        total = int(tf.convert_to_tensor(self._scaler.steps_skipped))
+        total = int(tf.convert_to_tensor(self._scaler.steps_skipped)) if self._notes else 0
         read = [(n, tf.convert_to_tensor(n.vector).numpy()) for n in self._notes.values()]
         read = [(note, vector) for note, vector in read if 0 < vector[0] <= total]
         return max(read, key=lambda each: each[1][0], default=None)
@@ -190,9 +187,7 @@ class SkipReport:
             news["half"] = "Half of the last 100 steps were skipped."
         can_fall = isinstance(scale, DynamicLossScale) and last.loss_is_finite is not False
         if can_fall and float(scale()) <= scale.min_loss_scale < scale.initial_loss_scale:
-            news["floor"] = (
-                "The loss scale has come down to its floor, and steps are still skipped."
-            )
+            news["floor"] = "The loss scale has come down to its floor; steps are still skipped."
         for what, text in news.items():
             if what not in self._told:
                 self._told.add(what)
@@ -240,12 +235,8 @@ class _Note:
     def overflow(self, vector: np.ndarray) -> overflow.Overflow:
         """Returns the report of the last step, from the value of `vector`."""
         total, _, _, loss_scale, time = vector[: _HEADER + 1].tolist()
-        return overflow.report(
-            *(self._sizes, self._places, vector[_TIMES:].reshape(self._shape)),
-            step=None if time == _UNKNOWN else int(time),
-            steps_skipped=int(total),
-            loss_scale=loss_scale,
-        )
+        counts, step = vector[_TIMES:].reshape(self._shape), None if time == _UNKNOWN else int(time)
+        return overflow.report(self._sizes, self._places, counts, step, int(total), loss_scale)
 
 
 def _unique(names: Sequence[str]) -> list[str]:

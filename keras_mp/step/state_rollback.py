@@ -8,16 +8,16 @@ pruned. In eager this is unknown, so all values are kept until the verdict.
 This module needs TensorFlow only; it asks a model for its `weights`.
 """
 
+import collections
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.step import replicas
-from keras_mp.step.kept_values import KeptValues, read
+from keras_mp.step import kept_values, replicas
 from keras_mp.step.overflow import name_of
 from keras_mp.step.scaled_losses import thread
 from keras_mp.support import attributes, function_graphs, host, messages, variable_ops
@@ -124,15 +124,20 @@ class StepUnderWay:
 
     def __init__(self, variables: Iterable[tuple[Any, bool]]) -> None:
         self.graph = host.current_graph()
-        self.weights: dict[int, Weight] = {}
+        self.weights = _weights_of(variables)
         self._examples: tf.Tensor | None = None
         # The values that were read in eager, by the ids of the handles.
         self._values: dict[int, tf.Tensor] = {}
         # The number of operations that each graph had when the step began there.
         self._starts: dict[Any, int] = {}
-        if self.graph is not None:
-            self._starts[self.graph] = len(self.graph.get_operations())
-        self.add(variables)
+        self.begin()
+
+    def begin(self) -> None:
+        """Remembers the values where a step begins: also after one was made or skipped."""
+        graph = host.current_graph()
+        if graph is not None:
+            self._starts[graph] = len(graph.get_operations())
+        self._read(self.weights)
 
     def add(self, variables: Iterable[tuple[Any, bool]]) -> None:
         """Remembers the values of more variables."""
@@ -140,24 +145,22 @@ class StepUnderWay:
         self.weights = {**self.weights, **new}
         self._read(new)
 
+    def _read(self, weights: dict[int, Weight]) -> None:
+        values = {key: kept_values.read(each.handle, each.dtype) for key, each in weights.items()}
+        if tf.executing_eagerly():
+            self._values.update(values)
+
     def watch(self, batch: Any) -> None:
         """Notes the batch that the model is given, a structure of tensors."""
         tensors = (each for each in tf.nest.flatten(batch) if isinstance(each, tf.Tensor))
         self._examples = next((each for each in tensors if each.shape.rank), None)
 
-    def has_examples(self) -> tf.Tensor | None:
-        """Returns whether the batch has examples; None if that is certain, or not known."""
-        if self._examples is None or self.graph is not host.current_graph():
-            return None
-        size = self._examples.shape[0]
-        if size is None:
-            return tf.shape(self._examples)[0] > 0
-        # In eager, each replica knows the size of its own part only.
-        is_certain = size > 0 and not (tf.executing_eagerly() and replicas.are_several())
-        return None if is_certain else tf.constant(size > 0)
+    def keep(
+        self, trained: Sequence[Any], optimizer: Any, may_skip: bool
+    ) -> tuple[kept_values.Kept, tf.Tensor | None]:
+        """Returns what to restore if the optimizer's step is skipped, and what the batch has.
 
-    def keep(self, trained: Sequence[Any], optimizer: Any, may_skip: bool) -> KeptValues:
-        """Returns what to restore if the optimizer's step is skipped.
+        The latter is whether it has examples; None if that is certain, or not known.
 
         Called in a replica context, before anything is applied.
 
@@ -167,22 +170,28 @@ class StepUnderWay:
             optimizer: what trains them.
             may_skip: bool. Whether the step may be skipped.
         """
-        weights = _weights_of((variable, True) for variable in trained)
+        own = _weights_of((variable, True) for variable in trained)
         if hasattr(optimizer, "iterations"):
-            _trained_by.setdefault(optimizer, set()).update(weights)
-        old = self._old_values(weights) if may_skip else ()
-        if tf.executing_eagerly():
-            # An update copies values that are held. The other values are for the steps of other
-            # optimizers.
-            self._values = {key: v for key, v in self._values.items() if key not in weights}
-        return KeptValues(old)
+            _trained_by.setdefault(optimizer, set()).update(own)
+        weights = {k: w for k, w in self.weights.items() if k in own or not w.is_trained}
+        if not tf.executing_eagerly():
+            return self._written(weights) if may_skip else [], self._has_examples()
+        values = self._values
+        # An update copies values that are held. The other values are for the steps of other
+        # optimizers.
+        self._values = {key: value for key, value in values.items() if key not in own}
+        kept = [(w.handle, values[key]) for key, w in weights.items() if key in values]
+        return kept if may_skip else [], self._has_examples()
 
-    def begin(self) -> None:
-        """Remembers the values again, after a step was made or skipped."""
-        graph = host.current_graph()
-        if graph is not None:
-            self._starts[graph] = len(graph.get_operations())
-        self._read(self.weights)
+    def _has_examples(self) -> tf.Tensor | None:
+        if self._examples is None or self.graph is not host.current_graph():
+            return None
+        size = self._examples.shape[0]
+        if size is None:
+            return tf.shape(self._examples)[0] > 0
+        # In eager, each replica knows the size of its own part only.
+        is_certain = size > 0 and not (tf.executing_eagerly() and replicas.are_several())
+        return None if is_certain else tf.constant(size > 0)
 
     def put_back(self) -> None:
         """Restores in eager what was written since the step began.
@@ -195,20 +204,16 @@ class StepUnderWay:
         old = {key: (self.weights[key].handle, value) for key, value in self._values.items()}
         trained = {key for key, weight in self.weights.items() if weight.is_trained}
         trained = trained.union(*_trained_by.values())
-        if not KeptValues(old[key] for key in old if key in trained).may_have_changed():
-            KeptValues(old.values()).put_back()
+        if not kept_values.may_have_changed([old[key] for key in old if key in trained]):
+            kept_values.put_back(list(old.values()))
 
-    def _old_values(self, trained: dict[int, Weight]) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """Returns handles and old values of variables that the step may have written."""
-        weights = {key: w for key, w in self.weights.items() if key in trained or not w.is_trained}
-        if tf.executing_eagerly():
-            values = self._values
-            return [(w.handle, values[key]) for key, w in weights.items() if key in values]
+    def _written(self, weights: dict[int, Weight]) -> kept_values.Kept:
+        """Returns the old values of variables that the step may have written in a graph."""
         graphs = function_graphs.graphs_of_branches(host.current_graph())
-        uses_since = [_uses_since(self._starts.get(graph, 0), graph) for graph in graphs]
+        of_graphs = [_uses_since(self._starts.get(graph, 0), graph) for graph in graphs]
         old, unknown = [], []
-        for weight in weights.values():
-            uses = [use for of_graph in uses_since for use in of_graph(weight.handle)]
+        for key, weight in weights.items():
+            uses = [use for of_graph in of_graphs for use in of_graph.get(key, ())]
             before = itertools.takewhile(lambda use: not use[1], uses)
             reads = (op.outputs[0] for op, _ in before if op.type == "ReadVariableOp")
             value, is_written = next(reads, None), any(writes for _, writes in uses)
@@ -225,40 +230,28 @@ class StepUnderWay:
             )
         return old
 
-    def _read(self, weights: dict[int, Weight]) -> None:
-        values = {key: read(weight.handle, weight.dtype) for key, weight in weights.items()}
-        if tf.executing_eagerly():
-            self._values.update(values)
-
 
 # What optimizers have trained: the ids of the handles.
 _trained_by: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary()
 
 
-def _uses_since(
-    start: int, graph: tf.Graph
-) -> Callable[[tf.Tensor], list[tuple[tf.Operation, bool]]]:
-    """Returns a function that finds the operations on a variable in a graph.
+def _uses_since(start: int, graph: tf.Graph) -> Mapping[int, list[tuple[tf.Operation, bool]]]:
+    """Returns the operations on variables that a graph has from a certain one on.
 
     Args:
         start: int. The number of the first operation to look at.
         graph: the graph.
 
     Returns:
-        function of a handle. It returns the list of the operations that take it, in their order,
-        each with a bool: whether it may write.
+        dict from the ids of handles to the operations that take them, in their order, each with a
+        bool: whether it may write.
     """
-    handles = {id(outside): inside for outside, inside in graph.captures}
-    places = {op.name: i for i, op in enumerate(graph.get_operations())}
-
-    def uses(handle: tf.Tensor) -> list[tuple[tf.Operation, bool]]:
-        inside = handles.get(id(handle))
-        if inside is None:
-            return []
-        by_place = {places[op.name]: op for op in inside.consumers()}
-        since = (by_place[place] for place in sorted(by_place) if place >= start)
-        return [(op, not variable_ops.only_reads(op, inside)) for op in since]
-
+    handles = {id(inside): id(outside) for outside, inside in graph.captures}
+    uses = collections.defaultdict(list)
+    for op in graph.get_operations()[start:]:
+        for handle in op.inputs:
+            if id(handle) in handles:
+                uses[handles[id(handle)]].append((op, not variable_ops.only_reads(op, handle)))
     return uses
 
 

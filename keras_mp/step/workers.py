@@ -52,13 +52,10 @@ def check_alike(owner: Any, grads: Sequence[Gradient], facts: Mapping[str, Any])
     # here.
     shapes = [str(gradient.shape) for gradient in present if isinstance(gradient, tf.Tensor)]
     with tf.init_scope():  # In a graph the text of a loss scale has no number.
-        given = {name: str(fact) for name, fact in facts.items()}
-    own = {
-        **{name: fact() for name, fact in FACTS.items()},
-        **given,
-        "gradients": ", ".join(f"{count} of {name}" for name, count in sorted(dtypes.items())),
-        "shapes of dense gradients": ", ".join(shapes),
-    }
+        own = {name: fact() for name, fact in FACTS.items()}
+        own |= {name: str(fact) for name, fact in facts.items()}
+    own["gradients"] = ", ".join(f"{count} of {name}" for name, count in sorted(dtypes.items()))
+    own["shapes of dense gradients"] = ", ".join(shapes)
     try:
         of_workers = _exchange(own)
     except tf.errors.OpError as error:
@@ -69,17 +66,17 @@ def check_alike(owner: Any, grads: Sequence[Gradient], facts: Mapping[str, Any])
             f"has failed. Received: {error.message} (of type {type(error).__name__}), in the "
             f"first step of {own}"
         ) from error
-    different = [name for name in own if len({facts.get(name) for facts in of_workers}) > 1]
-    if different:
-        lines = [
-            f"  {name}: "
-            + "; ".join(f"worker {i}: {facts.get(name)}" for i, facts in enumerate(of_workers))
-            for name in different
-        ]
+    lines = [
+        f"\n  {name}: "
+        + "; ".join(f"worker {i}: {each.get(name)}" for i, each in enumerate(of_workers))
+        for name in own
+        if len({each.get(name) for each in of_workers}) > 1
+    ]
+    if lines:
         raise ValueError(
             "The workers do not run the same training, so sums of their gradients would be wrong, "
-            "or would never end. Run the same program on all of them. What differs:\n"
-            + "\n".join(lines)
+            "or would never end. Run the same program on all of them. What differs:"
+            + "".join(lines)
         )
     _known_to_be_alike.add(owner)
 
