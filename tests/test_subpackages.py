@@ -112,7 +112,7 @@ ATTACHED = {
     *("master_weights", "plots", "extensions"),
 }
 # Lines of code.
-LARGEST_CORE = {"loss_scale_optimizer": 3162, "grad_scaler": 2688, "policy": 1021}
+LARGEST_CORE = {"loss_scale_optimizer": 3155, "grad_scaler": 2679, "policy": 1021}
 
 
 def modules():

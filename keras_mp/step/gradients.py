@@ -204,9 +204,8 @@ def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     gradients, variables = convert(g for g, _ in pairs), [v for _, v in pairs]
     if pairs and all(g is None for g in gradients):
         raise ValueError(
-            "No gradients provided for any variable: "
-            f"{[v.name for v in variables]}. Is the loss computed from them, under the tape? "
-            f"Received: {gradients!r}"
+            "No gradients provided for any variable. Is the loss computed from them, under the "
+            f"tape? Received: None for each of {[v.name for v in variables]}"
         )
     return list(zip(gradients, variables, strict=True))
 

@@ -28,9 +28,7 @@ def other_adapter(optimizer: Any) -> OptimizerAdapter | None:
     if callable(getattr(optimizer, "apply", None)):
         # Like the `apply` of Sonnet's optimizers, this one takes two lists.
         of_lists = allow_conversion(optimizer.apply)
-        return Function(
-            optimizer, lambda pairs: of_lists([g for g, _ in pairs], [v for _, v in pairs])
-        )
+        return Function(optimizer, lambda pairs: of_lists(*map(list, zip(*pairs))))
     return Function(optimizer, allow_conversion(optimizer)) if callable(optimizer) else None
 
 

@@ -200,8 +200,7 @@ def places_of(variable: tf.Variable) -> list[ReplicaPlace]:
     strategy = tf.distribute.get_strategy()
     count = strategy.num_replicas_in_sync
     devices = [variable.device] if count == 1 else strategy.extended.worker_devices
-    specs = map(tf.DeviceSpec.from_string, devices)
-    names = [f"{spec.device_type}:{spec.device_index}" for spec in specs]
+    names = [device.rpartition("device:")[2] for device in devices]
     return [ReplicaPlace(i, i // len(names), names[i % len(names)]) for i in range(count)]
 
 

@@ -129,9 +129,8 @@ class SkipReport:
         """
         if not tf.executing_eagerly():
             raise RuntimeError(
-                "`last_overflow` can be read only in eager code, for example after the "
-                "tf.function that makes a step, or in a callback. It is not available for graphs "
-                "of TensorFlow 1."
+                "`last_overflow` can be read only in eager code, such as a callback, or after the "
+                "tf.function that makes a step. Graphs of TensorFlow 1 have none."
             )
         found = self._last_note()
         return None if found is None else found[0].overflow(found[1])
@@ -158,7 +157,7 @@ class SkipReport:
         return note
 
     def _last_note(self) -> "tuple[_Note, np.ndarray] | None":
-        """Returns the note of the last skipped step, and what it has; None if none was skipped.
+        """Returns the note of the last skipped step, with its value; None without one.
 
         After a checkpoint was restored, a note may be of a later step.
         """

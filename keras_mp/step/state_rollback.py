@@ -8,11 +8,9 @@ pruned. In eager this is unknown, so all values are kept until the verdict.
 This module needs TensorFlow only; it asks a model for its `weights`.
 """
 
-import collections
 import contextlib
-import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -158,9 +156,9 @@ class StepUnderWay:
     def keep(
         self, trained: Sequence[Any], optimizer: Any, may_skip: bool
     ) -> tuple[kept_values.Kept, tf.Tensor | None]:
-        """Returns what to restore if the optimizer's step is skipped, and what the batch has.
+        """Returns what to restore if the step is skipped, and whether there are examples.
 
-        The latter is whether it has examples; None if that is certain, or not known.
+        The latter is None if that is certain, or not known.
 
         Called in a replica context, before anything is applied.
 
@@ -209,18 +207,20 @@ class StepUnderWay:
 
     def _written(self, weights: dict[int, Weight]) -> kept_values.Kept:
         """Returns the old values of variables that the step may have written in a graph."""
-        graphs = function_graphs.graphs_of_branches(host.current_graph())
-        of_graphs = [_uses_since(self._starts.get(graph, 0), graph) for graph in graphs]
-        old, unknown = [], []
-        for key, weight in weights.items():
-            uses = [use for of_graph in of_graphs for use in of_graph.get(key, ())]
-            before = itertools.takewhile(lambda use: not use[1], uses)
-            reads = (op.outputs[0] for op, _ in before if op.type == "ReadVariableOp")
-            value, is_written = next(reads, None), any(writes for _, writes in uses)
-            if is_written and value is not None:
-                old.append((weight.handle, value))
-            elif is_written:
-                unknown.append(name_of(weight.variable))
+        first, written = dict[int, tf.Tensor](), set[int]()
+        for graph in function_graphs.graphs_of_branches(host.current_graph()):
+            since = graph.get_operations()[self._starts.get(graph, 0) :]
+            places = {op.name: place for place, op in enumerate(since)}
+            captured = [each for each in graph.captures if id(each[0]) in weights]
+            uses = [(op, *each) for each in captured for op in each[1].consumers()]
+            uses = [use for use in uses if use[0].name in places]
+            for op, outside, handle in sorted(uses, key=lambda use: places[use[0].name]):
+                if not variable_ops.only_reads(op, handle):
+                    written.add(id(outside))
+                elif op.type == "ReadVariableOp" and id(outside) not in written:
+                    first.setdefault(id(outside), op.outputs[0])
+        old = [(weights[key].handle, first[key]) for key in first if key in written]
+        unknown = [name_of(weights[key].variable) for key in weights if key in written - {*first}]
         if unknown:
             messages.warn(
                 "If this step is skipped, these weights keep what the forward pass assigns to "
@@ -233,26 +233,6 @@ class StepUnderWay:
 
 # What optimizers have trained: the ids of the handles.
 _trained_by: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary()
-
-
-def _uses_since(start: int, graph: tf.Graph) -> Mapping[int, list[tuple[tf.Operation, bool]]]:
-    """Returns the operations on variables that a graph has from a certain one on.
-
-    Args:
-        start: int. The number of the first operation to look at.
-        graph: the graph.
-
-    Returns:
-        dict from the ids of handles to the operations that take them, in their order, each with a
-        bool: whether it may write.
-    """
-    handles = {id(inside): id(outside) for outside, inside in graph.captures}
-    uses = collections.defaultdict(list)
-    for op in graph.get_operations()[start:]:
-        for handle in op.inputs:
-            if id(handle) in handles:
-                uses[handles[id(handle)]].append((op, not variable_ops.only_reads(op, handle)))
-    return uses
 
 
 def _weights_of(variables: Iterable[tuple[Any, bool]]) -> dict[int, Weight]:

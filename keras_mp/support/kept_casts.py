@@ -23,8 +23,6 @@ _MAGNITUDE = 0x7FFFFFFF
 # digits.
 _SMALLEST, _LARGEST, _DIGITS = -14, 15, -10
 _FLOAT16_MAX = 65504.0
-# The bits of the exponent in 16 bits, which are all set in infinities and NaN.
-_EXPONENTS = {tf.float16: 0x7C00, tf.bfloat16: 0x7F80}
 
 
 def to_16_bits(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
@@ -119,12 +117,10 @@ def is_finite(value: tf.Tensor) -> tf.Tensor:
     Returns:
         bool tensor.
     """
-    if value.dtype.size == 1:
-        value = tf.cast(value, tf.float32)  # There is no kernel for 8 bits.
-    if not (is_low(value.dtype) and may_be_compiled_by_xla()):
-        return tf.math.is_finite(value)
-    bits, exponents = tf.bitcast(value, tf.uint16), _EXPONENTS[value.dtype]
-    return tf.not_equal(tf.bitwise.bitwise_and(bits, exponents), exponents)
+    # There is no kernel for 8 bits.
+    if value.dtype.size == 1 or (is_low(value.dtype) and may_be_compiled_by_xla()):
+        value = as_float32(value)
+    return tf.math.is_finite(value)
 
 
 def may_be_compiled_by_xla() -> bool:

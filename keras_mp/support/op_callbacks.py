@@ -30,7 +30,10 @@ def observed(callback: Callable[..., Any]) -> Iterator[None]:
 
 
 def are_off() -> bool:
-    """Whether the callbacks of this thread are off. In eager, TensorFlow calls them even so."""
+    """Whether the callbacks of this thread are off.
+
+    In eager, TensorFlow calls them even so.
+    """
     return features.is_on(UNOBSERVED) and operations.context().invoking_op_callbacks
 
 
