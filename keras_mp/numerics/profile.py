@@ -26,8 +26,6 @@ _WARM_UP, PROFILED = 2, 3
 # A smaller share cannot be told from noise.
 _LEAST = 0.03
 
-CLASSES = ("products", "elementwise", "reductions", "casts", "update", "loops", "compiled", "rest")
-
 # The name scope of what belongs to the class "update".
 UPDATE = "update_of_weights"
 
@@ -42,10 +40,8 @@ _OPS = {
         *("products over axes", "maxima over axes", "softmax", "log softmax", "cross entropies"),
         "batch normalization",
     ),
-    "loops": op_table.ops(
-        *("loops", "lists of a loop", "entries of frames", "exits of frames", "frames"),
-        "empty tensors",
-    ),
+    "loops": op_table.ops("loops", "lists of a loop", "empty tensors", "frames")
+    | op_table.ops("entries of frames", "exits of frames"),
     "elementwise": op_table.ops(
         *("additions", "multiplications", "squared differences", "squares", "powers", "divisions"),
         *("divisions without NaN", "reciprocals", "roots", "exponentials", "logarithms"),
@@ -53,6 +49,7 @@ _OPS = {
         *("leaky relu", "softsign", "sigmoids", "exponential units", "softplus"),
     ),
 }
+CLASSES = (*_OPS, "update", "compiled", "rest")
 
 
 class Change(NamedTuple):
@@ -95,7 +92,8 @@ class StepTimes(Result):
     A step of 'model' takes 2 ms. Its operations take, by class, in all threads together:
     products  3 ms  75%
     casts     1 ms  25%
-    Nothing that was tried saves 3 % or more.
+    What saves 3% or more, each tried alone on a copy of the model:
+      nothing
     """
 
     name: str
@@ -109,17 +107,14 @@ class StepTimes(Result):
             f"A step of {self.name!r} takes {_milliseconds(self.seconds)}. Its operations take, by "
             "class, in all threads together:"
         )
-        total = sum(self.classes.values()) or 1.0
+        total = sum(self.classes.values())
         classes = sorted(self.classes.items(), key=lambda item: -item[1])
         yield from text_tables.aligned(
             [(name, _milliseconds(each), f"{each / total:.0%}") for name, each in classes if each]
         )
-        if self.changes:
-            yield "What saves most, each tried alone on a copy of the model:"
-        else:
-            yield f"Nothing that was tried saves {100 * _LEAST:.0f} % or more."
-        for change in self.changes:
-            yield f"  {_milliseconds(change.seconds)}: {change.what}"
+        yield f"What saves {_LEAST:.0%} or more, each tried alone on a copy of the model:"
+        gains = [f"  {_milliseconds(each.seconds)}: {each.what}" for each in self.changes]
+        yield from gains or ["  nothing"]
         for what, error in self.tried.items():
             if isinstance(error, str):
                 yield f"Could not be tried: {what} ({error})"
@@ -155,11 +150,7 @@ class Profile(Result):
 
 
 def profile(
-    function: Callable[..., object],
-    *args: Any,
-    device: str | None = None,
-    steps: int = 9,
-    **kwargs: Any,
+    function: Any, *args: Any, device: str | None = None, steps: int = 9, **kwargs: Any
 ) -> Profile:
     """Says what a model computes in which dtype and why, where its time goes, and what saves time.
 
@@ -191,10 +182,9 @@ def profile(
     """
     steps = validation.integer("steps", steps, at_least=0)
     counted = census(function, *args, device=device, **kwargs)
-    model: Any = function if isinstance(function, tf.keras.Model) else None
-    if device is not None or model is None or not steps or not trains(model):
-        return Profile(counted, None)
-    return Profile(counted, step_times(model, args[0], steps))
+    is_model = isinstance(function, tf.keras.Model) and trains(function)
+    is_timed = is_model and device is None and steps > 0
+    return Profile(counted, step_times(function, args[0], steps) if is_timed else None)
 
 
 def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
@@ -256,29 +246,24 @@ def _candidates(model: tf.keras.Model) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields changes to try, each a line of code and the arguments of `_step_of`."""
     layers = [layer for layer in keras_api.flatten_layers(model) if layer.weights]
     dtypes = {layer.compute_dtype for layer in layers} | {model.compute_dtype}
-    low = next((name for name in LOW_PRECISION_NAMES if name in dtypes), None)
-    best = hardware.best_policy()
-    now = "float32" if low is None else f"mixed_{low}"
-    for policy in dict.fromkeys((best, "float32")):
+    now = next((f"mixed_{name}" for name in LOW_PRECISION_NAMES if name in dtypes), "float32")
+    for policy in dict.fromkeys((hardware.best_policy(), "float32")):
         if policy != now:
             what = f'keras_mp.set_global_policy("{policy}"), before the model is made'
             yield what, {"policies": policy}
     heads = set(map(id, keras_api.output_layers(model) or []))
     for path, layer in layer_paths.layers_by_path(model).items():
-        is_float32 = layer.weights and layer.dtype_policy.name == "float32"
-        if low is not None and path and id(layer) in heads and is_float32:
-            policy = Policy(f"mixed_{low}", output_dtype="float32")
-            code = f'dtype=keras_mp.Policy("mixed_{low}", output_dtype="float32")'
-            yield f"{code}, of layer {path!r}", {"policies": {path: policy}}
+        is_head = id(layer) in heads and layer.weights
+        if is_head and layer.dtype_policy.name == "float32" != now:
+            code = f'dtype=keras_mp.Policy("{now}", output_dtype="float32")'
+            policies = {path: Policy(now, output_dtype="float32")}
+            yield f"{code}, of layer {path!r}", {"policies": policies}
     if model.jit_compile is not True:
         yield "model.compile(..., jit_compile=True)", {"compiles": True}
 
 
 def _step_of(
-    model: tf.keras.Model,
-    data: batches.Batch,
-    policies: Any = None,
-    compiles: bool = False,
+    model: tf.keras.Model, data: batches.Batch, policies: Any = None, compiles: bool = False
 ) -> Callable[[], object]:
     """Returns a function that makes a step with a copy of the model, with a change.
 
@@ -288,29 +273,24 @@ def _step_of(
         policies: what `convert` takes; None for those that the layers have.
         compiles: bool. Whether XLA compiles the whole step.
     """
-    optimizer = run.optimizer_of(model)
     is_compiled = compiles or model.jit_compile is True
-    copy: Any = run.compiled(model, policies or {}, optimizer, jit_compile=is_compiled)
-    _name_update(copy.optimizer)
-
-    step = functools.partial(copy.train_on_batch, data.x, data.y, sample_weight=data.sample_weight)
-    for _ in range(_WARM_UP):
-        step()
-    return step
-
-
-def _name_update(optimizer: tf.keras.optimizers.Optimizer) -> None:
-    """Runs the update of the weights in a name scope, by which the profiler tells it."""
+    copy: Any = run.compiled(model, policies or {}, jit_compile=is_compiled)
+    optimizer = copy.optimizer
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     name = "apply" if hasattr(optimizer, "apply") else "apply_gradients"
     update = getattr(optimizer, name)
 
+    # By the scope, the profiler tells the update of the weights.
     def in_scope(*args: Any, **kwargs: Any) -> Any:
         with tf.name_scope(UPDATE):
             return update(*args, **kwargs)
 
-    vars(optimizer).update({name: in_scope})
+    vars(optimizer)[name] = in_scope
+    step = functools.partial(copy.train_on_batch, data.x, data.y, sample_weight=data.sample_weight)
+    for _ in range(_WARM_UP):
+        step()
+    return step
 
 
 def _milliseconds(seconds: float) -> str:
@@ -326,12 +306,12 @@ def class_of(event: str) -> str | None:
     """
     if event.endswith(f"::{XLA}"):
         return "compiled"
-    node, _, op = event.rpartition(":")
-    if not node or node.endswith(":") or not re.fullmatch(r"\w+", op):
+    found = re.fullmatch(r"(.*[^:]):(?:_(?:Mkl(?:Native)?)?)?(\w+)", event)
+    if found is None:
         return None
+    node, op = found.groups()
     if UPDATE in node:
         return "update"
-    op = re.sub("^_(Mkl(Native)?)?", "", op)  # those of oneDNN and of grappler
     known = {op, op.removeprefix("Fused"), re.sub("Grad(?=(V[23])?$)", "", op)}
     return next((name for name, ops in _OPS.items() if known & ops), "rest")
 

@@ -128,8 +128,9 @@ def test_a_loop_of_which_nothing_tells_how_often_it_turns():
     is_least = [each.is_least for each in found.operations if each.work]
     assert sorted(is_least) == [False, True, True]
     assert found.work() == {"float32": (2 + 5) * 2 * 4**3}
-    assert "of some loops is unknown. They are counted once: outside of layers." in str(found)
-    assert "the program (a loop, counted once)" in str(found)
+    text = found.to_text(None)
+    assert "of some loops is unknown. They are counted once: outside of layers (products: 2" in text
+    assert "the program (a loop, counted once)" in text
 
 
 @once
@@ -178,7 +179,7 @@ def test_products_on_tensor_cores():
     assert found.work() == {"float16": 2 * 2 * 7 * 8 * 8}
     lines = found.to_text(None).splitlines()
     assert lines[0] == "Census of function on a GPU 7.0"
-    assert "The tensor cores of a GPU 7.0 take 100% of the multiplications." in lines
+    assert "Tensor cores take 100% of the multiplications." in lines
     [odd] = [each for each in lines if each.startswith("100% of the multiplications have sizes")]
     assert "no multiples of 8: 7 x 8 x 8. Round units" in odd
     assert json.loads(found.to_json())["device"] == "GPU 7.0"
@@ -255,7 +256,7 @@ def test_the_work_of_a_training_step_by_layer_in_sentences_and_json(kernels_of_t
         by_layer[each.layer] += each.work
     assert by_layer["widens/dense"] == 3 * INNER
     assert by_layer["head"] == 3 * HEAD
-    text = str(found)
+    text = found.to_text(None)
     assert text.startswith("Census of the training step of 'small'\nOf the multiplications, ")
     assert "in float32 (policy float32: head)" in text
     read = json.loads(found.to_json())
@@ -281,9 +282,9 @@ def test_the_work_of_a_recurrent_layer():
 
 @once
 def test_what_cannot_be_counted_is_refused():
-    with pytest.raises(TypeError, match="Expected a batch after the model"):
+    with pytest.raises(TypeError, match="and a batch, .* 0 positional and 0 other arguments"):
         census(K.Sequential([K.Input([8]), L.Dense(4)]))
-    with pytest.raises(TypeError, match="Expected a model"):
+    with pytest.raises(TypeError, match="Expected a model .* Received: 3"):
         census(3)
 
 
@@ -293,9 +294,8 @@ def test_shapes_that_are_not_known_count_nothing():
     assert found.work() == {}
     assert dtypes_of(found)["MatMul", "float32"] == 1
     assert census(tf.function(lambda: None)).operations == ()
-    assert str(found).splitlines()[1] == (
-        "The shapes of 1 product are not known, so they are not counted: outside of layers."
-    )
+    said = "The shapes of some products are unknown. They are not counted: outside of layers"
+    assert found.to_text(None).splitlines()[1] == f"{said} (products: 1, layers: 1)."
 
 
 def _with_a_model_inside():
@@ -367,7 +367,7 @@ def test_many_operations_for_little_arithmetic(function, shape, is_bound):
     found = census(tf.function(function), spec, device="GPU 9.0")
     assert found.sending.is_bound == is_bound
     assert (BOUND in str(found)) == is_bound
-    assert ("tf.function(step, jit_compile=True)" in str(found)) == is_bound
+    assert ("tf.function(step, jit_compile=True)" in found.to_text(None)) == is_bound
     assert json.loads(found.to_json())["sending"]["is_bound"] == is_bound
     # Nothing is said of a machine whose CPU computes.
     if not tf.config.get_visible_devices("GPU"):

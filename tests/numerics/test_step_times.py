@@ -104,7 +104,7 @@ def test_what_saves_most_is_proposed(monkeypatch):
     assert [change.what for change in found.changes] == [XLA]
     assert found.changes[0].seconds == pytest.approx(0.3)
     assert "300 ms: model.compile(..., jit_compile=True)" in str(found)
-    assert "float32" not in str(found).partition("What saves most")[2]
+    assert "float32" not in str(found).partition("What saves 3% or more")[2]
 
 
 class NotInFloat32(L.Layer):
@@ -132,4 +132,4 @@ def test_bad_arguments():
         keras_mp.numerics.profile(model, (X, Y), steps=-1)
     assert keras_mp.numerics.profile(model, (X, Y), steps=0).times is None
     assert keras_mp.numerics.profile(sequential(dense(3), loss=None), (X, Y)).times is None
-    assert isinstance(str(StepTimes("m", 1.0, {}, {}, ())), str)
+    assert str(StepTimes("m", 1.0, {}, {}, ())).endswith("copy of the model:\n  nothing")
