@@ -8,8 +8,9 @@ for the device until it is read.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -33,20 +34,9 @@ _T = TypeVar("_T")
 _OF_LAYERS = ("output", "output gradient")
 
 
-class _Seen(NamedTuple):
-    """A tensor that a step has shown.
-
-    Attributes:
-        row: tuple of str, the kind and the path.
-        tensor: tensor.
-        divisor: float32 scalar tensor by which the values are still to be divided, or None.
-        scale: float32 scalar tensor, what the loss was multiplied by, or None.
-    """
-
-    row: RowKey
-    tensor: tf.Tensor
-    divisor: tf.Tensor | None = None
-    scale: tf.Tensor | None = None
+# A tensor that a step has shown; by what its values are still to be divided, and what the loss was
+# multiplied by: float32 scalars, or None.
+_Seen = tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]
 
 
 class ExponentHistograms:
@@ -104,25 +94,18 @@ class ExponentHistograms:
                 "yet. Call it on a batch first."
             )
         self._every = validation.integer("every", every)
-        self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         # Those that scale a loss show their gradients themselves.
         self._plain_optimizers = list(filter(_scales_no_loss, tf.nest.flatten(self.optimizer)))
         layers, variables = layers_by_path(model), variables_by_path(model)
-        # But for models, which return what their layers do, and cells, which are in loops.
-        shown = [
-            path
-            for path, layer in layers.items()
-            if not isinstance(layer, tf.keras.Model) and not hasattr(layer, "state_size")
-        ]
         rows: list[RowKey] = []
         for kind in KINDS:
-            name, is_of_layers = f"{kind}s".replace(" ", "_"), kind in _OF_LAYERS
+            name, known = f"{kind}s".replace(" ", "_"), layers if kind in _OF_LAYERS else variables
             choice = choices.get(name, kind in ("gradient", "output"))
             if isinstance(choice, bool):
-                paths = (shown if is_of_layers else variables) if choice else ()
+                paths = [path for path, each in known.items() if choice and _is_shown(each)]
             else:
-                paths = chosen(name, choice, layers if is_of_layers else variables)
+                paths = chosen(name, choice, known)
             rows += [(kind, path) for path in paths]
         self._layers = {path: layers[path] for kind, path in rows if kind in _OF_LAYERS}
         # Weights are looked at when it is read.
@@ -130,9 +113,7 @@ class ExponentHistograms:
         self.places = {row: i for i, row in enumerate(row for row in rows if row[0] != "weight")}
         self.paths = paths_of_weights(model)
         # What each row was computed in.
-        self.dtypes = {
-            ("gradient", path): layer.compute_dtype for path, (_, layer) in variables.items()
-        }
+        self.dtypes = {("gradient", path): of.compute_dtype for path, (_, of) in variables.items()}
         self.misses_gradients = any(kind == "gradient" for kind, _ in rows)
         self._strategy = model.distribute_strategy
         with self._strategy.scope():
@@ -164,11 +145,9 @@ class ExponentHistograms:
             yield
             return
         step = _Step(self, due)
-        with (
-            layer_observers.attached(step, self._layers.items()),
-            observers.attached(step),
-            contextlib.ExitStack() as stack,
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(layer_observers.attached(step, self._layers.items()))
+            stack.enter_context(observers.attached(step))
             for optimizer in self._plain_optimizers:
                 # Told to the observers of this thread.
                 stack.enter_context(wrapped.everywhere(optimizer, "apply_gradients", _told))
@@ -205,54 +184,54 @@ class ExponentHistograms:
         """
         local = self._strategy.experimental_local_results
         bins = np.sum([each.numpy() for each in local(self._bins)], axis=0)
-        scales = [each.numpy() for each in local(self._overflowed_at)]
+        overflowed_at = np.min([each.numpy() for each in local(self._overflowed_at)], axis=0)
         step, counted, loss_scale = (
             local(each)[0].numpy().item() for each in (self._steps, self._counted, self._loss_scale)
         )
         for variable, value in ((self._bins, 0), (self._counted, 0), (self._overflowed_at, np.inf)):
             for each in local(variable):
                 each.assign(tf.fill(each.shape, tf.constant(value, each.dtype)))
-        overflowed_at = np.min(scales, axis=0).astype(float).tolist()
         rows = [
-            Row(*row, self.dtypes.get(row, ""), Histogram(bins[i]), overflowed_at[i])
+            Row(*row, self.dtypes.get(row, ""), Histogram(bins[i]), float(overflowed_at[i]))
             for row, i in self.places.items()
             if bins[i].any()
         ]
-        for path, variable in self._weights.items() if counted else ():
-            [weight] = low_precision_weights.as_seen(self.optimizer, [variable])
-            value = tf.convert_to_tensor(weight)
-            rows.append(Row("weight", path, value.dtype.name, Histogram.count(value)))
+        if counted:
+            weights = low_precision_weights.as_seen(self.optimizer, [*self._weights.values()])
+            for path, weight in zip(self._weights, map(tf.convert_to_tensor, weights)):
+                rows.append(Row("weight", path, weight.dtype.name, Histogram.count(weight)))
         return Report(rows, step=step, counted=counted, loss_scale=loss_scale)
 
-    def add(self, seen: Sequence[_Seen]) -> None:
-        """Counts the values of tensors, on this replica."""
+    def add(
+        self, seen: Mapping[RowKey, Sequence[_Seen]], steps: int = 0, scale: tf.Tensor | None = None
+    ) -> None:
+        """Counts the values of tensors, on this replica.
+
+        Args:
+            seen: tensors by row.
+            steps: int. How many steps have ended.
+            scale: float32 scalar tensor, what the loss was multiplied by; None if by nothing.
+        """
+        self._counted.assign_add(steps)
+        if scale is not None:
+            self._loss_scale.assign(scale)
         if not self.places:
             return
         bins = [tf.zeros([ROWS, COLUMNS], tf.int64)] * len(self.places)
         overflowed_at = [tf.constant(np.inf)] * len(self.places)
-        for row, tensor, divisor, scale in seen:
-            if row[0] != "gradient":
-                self.dtypes[row] = tensor.dtype.name
-            place, of_tensor = self.places[row], count_exponents(tensor, divisor)
-            bins[place] = bins[place] + of_tensor
-            if scale is not None:
-                is_bad = tf.reduce_any(of_tensor[-1] > 0)
-                at = tf.where(is_bad, tf.cast(scale, tf.float32), np.inf)
-                overflowed_at[place] = tf.minimum(overflowed_at[place], at)
+        for (kind, path), tensors in seen.items():
+            place = self.places[kind, path]
+            for tensor, divisor, scaled_by in tensors:
+                if kind != "gradient":
+                    self.dtypes[kind, path] = tensor.dtype.name
+                of_tensor = count_exponents(tensor, divisor)
+                bins[place] += of_tensor
+                if scaled_by is not None:
+                    is_bad = tf.reduce_any(of_tensor[-1] > 0)
+                    at = tf.where(is_bad, tf.cast(scaled_by, tf.float32), np.inf)
+                    overflowed_at[place] = tf.minimum(overflowed_at[place], at)
         self._bins.assign_add(tf.stack(bins))
         self._overflowed_at.assign(tf.minimum(self._overflowed_at, tf.stack(overflowed_at)))
-
-    def end_step(self, seen: Sequence[_Seen], scale: tf.Tensor | None) -> None:
-        """Counts a step.
-
-        Args:
-            seen: what it has shown.
-            scale: float32 scalar tensor, what the loss was multiplied by; None if by nothing.
-        """
-        self.add(seen)
-        self._counted.assign_add(1)
-        if scale is not None:
-            self._loss_scale.assign(scale)
 
 
 class _Step(observers.Observer, LayerObserver):
@@ -264,39 +243,34 @@ class _Step(observers.Observer, LayerObserver):
     """
 
     def __init__(self, owner: ExponentHistograms, due: tf.Tensor) -> None:
-        self._owner, self._due = owner, due
-        self._graph = host.current_graph()
-        self._observations: list[_Seen] = []
+        self._owner, self._due, self._graph = owner, due, host.current_graph()
+        self._seen: dict[RowKey, list[_Seen]] = defaultdict(list)
         self._scale: tf.Tensor | None = None
         # What was shown before an optimizer got it, which may be one that is watched as well.
-        self._shown_early: set[str] = set()
+        self._shown_early: set[RowKey] = set()
 
     def outputs(self, call: LayerCall, outputs: Any) -> Any:
         """Notes what a layer returns, and has the gradient of that noted."""
         if keras_api.is_symbolic():  # Keras only asks for shapes.
             return outputs
         if model_outputs.is_made_again():  # What it has returned before is not used.
-            row = "output", call.path
-            before = [i for i, each in enumerate(self._observations) if each.row == row]
-            if before:
-                del self._observations[before[-1]]
+            del self._seen.get(("output", call.path), [])[-1:]
         return tf.nest.map_structure(functools.partial(self._output, call.path), outputs)
 
     def _output(self, path: str, tensor: Any) -> Any:
         if not isinstance(tensor, tf.Tensor) or not tensor.dtype.is_floating:
             return tensor
         row = "output gradient", path
-        self._note(_Seen(("output", path), tensor))
+        self._note(("output", path), (tensor, None, None))
         # TensorFlow cannot differentiate a loop whose backward pass assigns to variables.
-        is_outside = host.current_graph() is self._graph
-        if row not in self._owner.places or not is_outside:
+        if row not in self._owner.places or host.current_graph() is not self._graph:
             return tensor
 
         @tf.custom_gradient
         def tapped(x: tf.Tensor) -> Any:
             @do_not_convert
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                self._observations.append(_Seen(row, upstream))
+                self._seen[row].append((upstream, None, None))
                 return upstream
 
             return tf.identity(x), gradient
@@ -313,25 +287,23 @@ class _Step(observers.Observer, LayerObserver):
         if host.current_graph() is self._graph and scaled_by is not None:
             self._scale = scaled_by
         for gradient, variable in pairs:
-            path = self._owner.paths.get(id(variable), "")
-            if gradient is None or ("gradient", path) not in self._owner.places:
+            row = "gradient", self._owner.paths.get(id(variable), "")
+            if gradient is None or row not in self._owner.places:
                 continue
             self._owner.misses_gradients = False
             if scaled_by is not None:
-                self._shown_early.add(path)
-            elif path in self._shown_early:
-                continue
-            values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-            seen = ("gradient", path), tf.convert_to_tensor(values), divisor, scaled_by
-            self._note(_Seen(*seen))
+                self._shown_early.add(row)
+            if scaled_by is not None or row not in self._shown_early:
+                values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+                self._note(row, (tf.convert_to_tensor(values), divisor, scaled_by))
 
-    def _note(self, observation: _Seen) -> None:
-        if observation.row not in self._owner.places or not observation.tensor.dtype.is_floating:
+    def _note(self, row: RowKey, seen: _Seen) -> None:
+        if row not in self._owner.places or not seen[0].dtype.is_floating:
             return
         if host.current_graph() is self._graph:
-            self._observations.append(observation)
+            self._seen[row].append(seen)
         else:
-            self._if_due(lambda: self._owner.add([observation]))
+            self._if_due(lambda: self._owner.add({row: [seen]}))
 
     def count(self) -> None:
         """Counts what was observed, if that is due. Called at the end of the step."""
@@ -342,20 +314,19 @@ class _Step(observers.Observer, LayerObserver):
                 "counted. Pass `optimizer`, whose `apply_gradients` is to be called in the step, "
                 f"or `gradients=False`. Received: optimizer={self._owner.optimizer!r}"
             )
-        # Gradients of outputs came before it was known what the loss was multiplied by.
-        scaled = {"divisor": self._scale, "scale": self._scale}
-        seen = [
-            each._replace(**scaled) if each.row[0] == "output gradient" else each
-            for each in self._observations
-        ]
-        self._if_due(lambda: self._owner.end_step(seen, self._scale))
+        for (kind, _), seen in self._seen.items():
+            if kind == "output gradient":  # They came before it was known how the loss was scaled.
+                seen[:] = [(tensor, self._scale, self._scale) for tensor, _, _ in seen]
+        self._if_due(lambda: self._owner.add(self._seen, 1, self._scale))
 
     @op_callbacks.unobserved()
     def _if_due(self, count: Callable[[], None]) -> None:
-        if tf.executing_eagerly():
-            count()  # A step that is not due is not observed.
-        else:
-            tf.cond(self._due, host.as_one_operation(count), lambda: None)
+        tf.cond(self._due, host.as_one_operation(count), lambda: None)
+
+
+def _is_shown(layer: Any) -> bool:
+    """Whether it is no model, which returns what its layers do, and no cell, which is in a loop."""
+    return not isinstance(layer, tf.keras.Model) and not hasattr(layer, "state_size")
 
 
 def _told(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:

@@ -135,15 +135,11 @@ class OperationTable:
             if known:
                 self.row_of.note(outputs, known[0])
             return []
-        checked = [value for value in outputs if value.dtype.is_floating]
-        if kind in _NOT_CHECKED:
-            checked = []
-        elif kind.startswith(_FIRST_OUTPUT_ONLY):
-            checked = checked[:1]
+        checked = [each for each in outputs if each.dtype.is_floating and kind not in _NOT_CHECKED]
         if not checked and kind not in _ONLY_LOOKS:
             for i in known:
                 self.rows[i].is_used_elsewhere = True
-        return checked
+        return checked[: 1 if kind.startswith(_FIRST_OUTPUT_ONLY) else None]
 
     def use(self, rows: Iterable[int]) -> None:
         """Notes that the results of operations are used."""
@@ -170,15 +166,14 @@ class OperationTable:
         Returns:
             The number of the row.
         """
-        index = len(self.rows)
         # What is made of gradients, such as their sum over replicas, overflows as they do.
         is_gradient = origin.is_gradient or any(self.rows[i].is_gradient for i in inputs)
         dtype, line = values[0].dtype.name, origin.line and origin.line.short
+        self.use(inputs)
+        self.row_of.note(values, len(self.rows))
         row = Range(kind, origin.layer, line, dtype, is_gradient, inputs=inputs, is_given=is_given)
         self.rows.append(row)
-        self.use(inputs)
-        self.row_of.note(values, index)
-        return index
+        return len(self.rows) - 1
 
 
 class EagerRecorder(OperationTable):
@@ -203,16 +198,14 @@ class EagerRecorder(OperationTable):
         checked = self.outputs_to_check(kind, inputs, outputs)
         if not checked:
             return
-        origin = origins.running()
         known = self.row_of.of(inputs)
-        self.add(kind, origin, checked, known)
-        numbers = np.concatenate([value.numpy().ravel() for value in checked])
-        numbers = numbers.astype(np.float64)
+        self.add(kind, origins.running(), checked, known)
+        numbers = np.concatenate([value.numpy().ravel() for value in checked]).astype(np.float64)
         finite = numbers[np.isfinite(numbers)]
         bad = numbers.size - finite.size
-        low, high = finite.min(initial=math.inf), finite.max(initial=-math.inf)
         begins_here = bad > 0 and not any(self.measured[i][0] for i in known)
-        self.measured.append((bad, low, high, begins_here))
+        row = bad, finite.min(initial=math.inf), finite.max(initial=-math.inf), begins_here
+        self.measured.append(row)
 
     def is_full(self) -> bool:
         """Whether to read the rows, but not before what is not finite may have been used."""
@@ -289,15 +282,14 @@ class GraphRecorder(OperationTable):
         self, origin: Origin, values: Sequence[tf.Tensor], inputs: list[int], is_given: bool = False
     ) -> int:
         """Gives an operation a row, which is measured when the graph runs; returns its number."""
-        graph, made = values[0].graph, values[0].op
-        index = self.add(made.type, origin, values, inputs, is_given)
+        graph = values[0].graph
+        index = self.add(values[0].op.type, origin, values, inputs, is_given)
         # Tensors of another graph cannot be used.
         found = [self._bad[i] for i in set(inputs) if i in self._bad]
-        before = [bad for bad in found if bad.graph is graph]
-        dtypes = tuple(value.dtype for value in values)
-        measured = _measuring(dtypes, len(before), _is_inside(graph, _LOOP))
+        before = tf.add_n([bad for bad in found if bad.graph is graph] or [tf.constant(0.0)])
+        measured = _measuring(tuple(value.dtype for value in values), _is_inside(graph, _LOOP))
         state = _captured(graph, self._state(values[0].device))
-        self._bad[index] = measured(state, index, *values, *before)
+        self._bad[index] = measured(state, index, before, *values)
         return index
 
     def _state(self, device: str) -> tf.Tensor:
@@ -311,36 +303,31 @@ class GraphRecorder(OperationTable):
 
 
 @functools.cache
-def _measuring(dtypes: tuple[tf.DType, ...], inputs: int, is_in_loop: bool) -> Callable[..., Any]:
+def _measuring(dtypes: tuple[tf.DType, ...], is_in_loop: bool) -> Callable[..., tf.Tensor]:
     """Returns a function that writes what an operation returned into its row of the variable.
 
     It is traced once: to call it adds one operation to a graph, and not twenty.
 
     Args:
         dtypes: of the tensors that the operation returned.
-        inputs: of how many tensors that go in it is known how many numbers are not finite.
         is_in_loop: whether the operation may run several times before the row is read.
 
     Returns:
-        A function of the handle of the variable, the number of the row, the tensors, and for each
-        input that number. It returns how many numbers are not finite.
+        A function of the handle of the variable, the number of the row, how many numbers of the
+        inputs are not finite, and the tensors. It returns how many of theirs are not.
     """
     any_shape: Any = None
-    values = [tf.TensorSpec(any_shape, dtype) for dtype in dtypes]
-    counts = [tf.TensorSpec([], tf.float32)] * inputs
-    signature = [tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int32), *values, *counts]
+    signature = [tf.TensorSpec([], dtype) for dtype in (tf.resource, tf.int32, tf.float32)]
+    signature += [tf.TensorSpec(any_shape, dtype) for dtype in dtypes]
 
     @tf.function(input_signature=signature, autograph=False)
-    def measured(state: tf.Tensor, index: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:
-        values, before = tensors[: len(dtypes)], tensors[len(dtypes) :]
+    def measured(state: Any, index: Any, before: Any, *values: tf.Tensor) -> tf.Tensor:
         finite = _joined(map(kept_casts.is_finite, values))
         numbers = _joined(map(kept_casts.as_float32, values))
         count = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float32))
-        begins_here = count > 0
-        if before:
-            begins_here = tf.logical_and(begins_here, tf.equal(tf.add_n(before), 0))
         low = tf.reduce_min(tf.where(finite, numbers, math.inf))
         high = tf.reduce_max(tf.where(finite, numbers, -math.inf))
+        begins_here = tf.logical_and(count > 0, tf.equal(before, 0))
         row = tf.stack([count, low, high, tf.cast(begins_here, tf.float32)])
         if is_in_loop:
             # In later iterations, what an iteration has computed is not finite from the start: the

@@ -1,7 +1,8 @@
 """Patterns that choose layers, variables and operations by their paths and names."""
 
-import fnmatch
+import itertools
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 
 def listed(argument: str, patterns: str | Iterable[str]) -> list[str]:
@@ -41,12 +42,8 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
     [True, True, True, True, False]
     """
     names = path.split("/")
-    ways = ("/".join(names[:end]) for end in range(1, len(names) + 1))
-    known = {*ways, *names}
-    return any(
-        pattern in known or any(fnmatch.fnmatchcase(each, pattern) for each in known)
-        for pattern in patterns
-    )
+    known = {*names, *itertools.accumulate(names, "{}/{}".format)}
+    return any(each == name or fnmatchcase(name, each) for each in patterns for name in known)
 
 
 def chosen(argument: str, patterns: str | Iterable[str], paths: Iterable[str]) -> list[str]:
@@ -62,8 +59,7 @@ def chosen(argument: str, patterns: str | Iterable[str], paths: Iterable[str]) -
         ValueError: one matches no path.
     """
     wanted, known = listed(argument, patterns), list(paths)
-    unknown = [each for each in wanted if not any(matches(path, [each]) for path in known)]
-    if unknown:
+    if unknown := [each for each in wanted if not any(matches(path, [each]) for path in known)]:
         raise ValueError(
             f"Expected paths, or patterns of them, for `{argument}`: {known}. Received: {unknown}"
         )

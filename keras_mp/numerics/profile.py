@@ -114,10 +114,9 @@ class StepTimes(Result):
         )
         yield f"What saves {_LEAST:.0%} or more, each tried alone on a copy of the model:"
         gains = [f"  {_milliseconds(each.seconds)}: {each.what}" for each in self.changes]
+        failed = ((what, each) for what, each in self.tried.items() if isinstance(each, str))
         yield from gains or ["  nothing"]
-        for what, error in self.tried.items():
-            if isinstance(error, str):
-                yield f"Could not be tried: {what} ({error})"
+        yield from (f"Could not be tried: {what} ({error})" for what, error in failed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,12 +305,12 @@ def class_of(event: str) -> str | None:
     """
     if event.endswith(f"::{XLA}"):
         return "compiled"
-    found = re.fullmatch(r"(.*[^:]):(?:_(?:Mkl(?:Native)?)?)?(\w+)", event)
-    if found is None:
+    node, _, op = event.rpartition(":")
+    if not node or node.endswith(":") or not re.fullmatch(r"\w+", op):
         return None
-    node, op = found.groups()
     if UPDATE in node:
         return "update"
+    op = re.sub("^_(Mkl(Native)?)?", "", op)  # those of oneDNN and of grappler
     known = {op, op.removeprefix("Fused"), re.sub("Grad(?=(V[23])?$)", "", op)}
     return next((name for name, ops in _OPS.items() if known & ops), "rest")
 
@@ -325,13 +324,11 @@ def seconds_by_class(step: Callable[[], object]) -> dict[str, float]:
         with tf.profiler.experimental.Profile(folder):
             for _ in range(PROFILED):
                 step()
-        space = XSpace()
         [file] = pathlib.Path(folder).rglob("*.xplane.pb")
-        space.ParseFromString(file.read_bytes())
+        space = XSpace.FromString(file.read_bytes())
     for plane in space.planes:
-        for line in plane.lines:
-            for event in line.events:
-                found = class_of(plane.event_metadata[event.metadata_id].name)
-                if found is not None:
-                    seconds[found] += event.duration_ps / 1e12 / PROFILED
+        for event in (event for line in plane.lines for event in line.events):
+            found = class_of(plane.event_metadata[event.metadata_id].name)
+            if found is not None:
+                seconds[found] += event.duration_ps / 1e12 / PROFILED
     return seconds
