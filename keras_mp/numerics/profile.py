@@ -252,8 +252,8 @@ def _candidates(model: tf.keras.Model) -> Iterator[tuple[str, dict[str, Any]]]:
             yield what, {"policies": policy}
     heads = set(map(id, keras_api.output_layers(model) or []))
     for path, layer in layer_paths.layers_by_path(model).items():
-        is_head = id(layer) in heads and layer.weights
-        if is_head and layer.dtype_policy.name == "float32" != now:
+        is_wide = layer.weights and layer.dtype_policy.name == "float32"
+        if id(layer) in heads and is_wide and now != "float32":
             code = f'dtype=keras_mp.Policy("{now}", output_dtype="float32")'
             policies = {path: Policy(now, output_dtype="float32")}
             yield f"{code}, of layer {path!r}", {"policies": policies}
