@@ -277,15 +277,8 @@ def _step_of(
     optimizer = copy.optimizer
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
-    name = "apply" if hasattr(optimizer, "apply") else "apply_gradients"
-    update = getattr(optimizer, name)
-
-    # By the scope, the profiler tells the update of the weights.
-    def in_scope(*args: Any, **kwargs: Any) -> Any:
-        with tf.name_scope(UPDATE):
-            return update(*args, **kwargs)
-
-    vars(optimizer)[name] = in_scope
+    # The name scope of its update, by which the profiler tells that.
+    vars(optimizer).update(name=UPDATE, _name=UPDATE)
     step = functools.partial(copy.train_on_batch, data.x, data.y, sample_weight=data.sample_weight)
     for _ in range(_WARM_UP):
         step()
