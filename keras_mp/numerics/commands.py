@@ -124,7 +124,7 @@ def _objects_of(modules: Sequence[str]) -> dict[str, Any]:
     return objects
 
 
-def _check(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[Result, int]:
+def _check(model: Any, batch: Batch, options: Any) -> tuple[Result, int]:
     """Checks a saved model.
 
     The exit status is 0 if nothing is found, 1 if something is, 2 if a file cannot be used or a
@@ -138,14 +138,12 @@ def _check(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> 
     return found, FOUND if found.findings else FAILED if found.notes else SOUND
 
 
-def _profile(
-    model: tf.keras.Model, batch: Batch, options: argparse.Namespace
-) -> tuple[Result, int]:
+def _profile(model: Any, batch: Batch, options: Any) -> tuple[Result, int]:
     """Profiles a saved model."""
     return profile(model, tuple(batch), **_given(profile, options)), SOUND
 
 
-def _watch(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[Result, int]:
+def _watch(model: Any, batch: Batch, options: Any) -> tuple[Result, int]:
     """Trains a saved model, and watches it.
 
     The exit status is 1 if an operation is not finite. The file is not changed.
@@ -161,7 +159,7 @@ def _watch(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> 
     return watching, FOUND if watching.found else SOUND
 
 
-def _tune(model: tf.keras.Model, batch: Batch, options: argparse.Namespace) -> tuple[Result, int]:
+def _tune(model: Any, batch: Batch, options: Any) -> tuple[Result, int]:
     """Tunes a saved model on batches, of which the last quarter is held out.
 
     The exit status is 0 if layers may compute in 16 bits, 1 if none may, 2 if a file cannot be

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import numpy as np
 import tensorflow as tf
@@ -38,11 +38,6 @@ from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import attributes, marks
 
 LOSS = "loss"
-
-_Structure = TypeVar("_Structure")
-
-# A layer, an operation of Keras, a loss.
-Called = tf.keras.layers.Layer | Callable[..., Any]
 
 Change = Callable[[tf.Tensor], tf.Tensor]
 
@@ -237,7 +232,7 @@ def floating(structure: Any) -> list[tf.Tensor]:
     return list(found.values())
 
 
-def map_floating(change: Change, structure: _Structure) -> _Structure:
+def map_floating(change: Change, structure: Any) -> Any:
     """Returns the structure, with its floating-point tensors changed."""
     return tf.nest.map_structure(
         lambda value: change(value) if is_floating(value) else value, structure
@@ -488,7 +483,7 @@ def runners(
 
 def replay(
     call: Call,
-    layer: Called,
+    layer: Any,
     upstream: Sequence[tf.Tensor | None],
     dtype: str | None = None,
     noise: Noise | None = None,
@@ -497,7 +492,7 @@ def replay(
 
     Args:
         call: what was called, with what.
-        layer: what to call now.
+        layer: what to call now: a layer, an operation of Keras, a loss.
         upstream: the gradients of its outputs.
         dtype: to which inputs in 16 bits are cast; None leaves them.
         noise: Noise on inputs, weights, outputs and upstream gradients.

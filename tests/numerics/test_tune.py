@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import Times, once
+from tests.common import Times, assert_all_equal, once
 from tests.numerics.tools import Norm, commands, dtypes, main, saved, sequential
 
 K = tf.keras
@@ -19,13 +19,8 @@ tune = keras_mp.numerics.tune
 
 def batches(count=4, size=1.0, seed=0):
     random = np.random.default_rng(seed)
-    return [
-        (
-            size * random.normal(size=[8, 6]).astype("float32"),
-            random.normal(size=[8, 2]).astype("float32"),
-        )
-        for _ in range(count)
-    ]
+    x, y = (lambda n=n: random.normal(size=[8, n]).astype("float32") for n in (6, 2))
+    return [(size * x(), y()) for _ in range(count)]
 
 
 def model_with_norm():
@@ -45,8 +40,7 @@ def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_pat
     rows = {layer.path: layer for layer in tuned.layers}
     assert rows["norm"].reason.endswith(" off")
     assert (rows["first"].multiplications, rows["last"].multiplications) == (8 * 6 * 16, 8 * 16 * 2)
-    for was, weight in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(was, weight)
+    assert_all_equal(model.get_weights(), before)
     assert tune(model, batches()) == tuned
     # What it made is what its policies make, as a dict, as JSON and as itself; and can be saved.
     path = tmp_path / "policies.json"
@@ -80,10 +74,8 @@ def test_bfloat16_holds_what_float16_does_not():
 
 @once
 def test_layers_go_back_for_the_batches_that_are_kept_aside():
-    model = model_with_norm()
     # Small numbers do not overflow, so that only a batch that is held out tells.
-    held_out = batches(1, seed=1)
-    small = batches(1, size=0.01)
+    model, held_out, small = model_with_norm(), batches(1, seed=1), batches(1, size=0.01)
     assert "float32" not in tune(model, small, held_out=batches(1, 0.01)).policies.values()
     tuned = tune(model, small, held_out=held_out)
     assert tuned.policies["norm"] == "float32"
@@ -219,6 +211,18 @@ def test_a_layer_that_does_not_run_in_16_bits():
     assert tuned.policies == {"": "mixed_float16", "stubborn": "float32", "dense": "mixed_float16"}
 
 
+class Stopping(L.Layer):
+    def call(self, x):
+        return x if x.dtype == tf.float32 else tf.stop_gradient(x)
+
+
+@once
+def test_a_gradient_that_is_missing_in_16_bits_is_infinitely_far_off():
+    model = sequential(L.Dense(2, name="dense"), Stopping(name="stopping"), shape=[6])
+    [_, stopping] = tune(model, batches(2)).layers
+    assert (stopping.policy, stopping.reason) == ("float32", "gradients of dense not finite")
+
+
 @once
 def test_the_example_of_the_page():
     page = pathlib.Path(__file__).parents[2] / "docs" / "numerics.md"
@@ -248,7 +252,6 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert main(["check", *files, "--policy", outputs[1]]) in (0, 1)
     assert main(["tune", *files, "--batch-size", "8", "--include", "norm"]) == 1
     assert "to_text(rows=None)" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         main(["tune", *files, "--batch-size", "0"])
-    assert ended.value.code == 2
     assert "must be at least 1" in capsys.readouterr().err
