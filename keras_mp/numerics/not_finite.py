@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -36,32 +36,6 @@ _DIVIDING = _DIVISIONS | op_table.ops("reciprocals", "logarithms")
 _ON_THE_WAY = op_table.ops("casts", "identities", "reshapes")
 # From where a number is lost to where that matters.
 _HANDING_ON = _ON_THE_WAY | op_table.ops("moves", "views", "roots")
-
-
-class _Cause(NamedTuple):
-    """Where numbers stop being finite.
-
-    Attributes:
-        origin: the operation where it began.
-        begun: float. How many of its numbers are not finite.
-        in_float32: int. How many of them are not in float32 either.
-        counted: str. Which operation has NaN first, if one has, how many, and what follows.
-        layer: str. Where that operation is.
-        user: the first operation that computes with a constant that is not finite.
-        zeros: dict of operations, and how many numbers of each are 0 in 16 bits only.
-        largest: dict of words for inputs of the batch, and the largest magnitude of each.
-        weight: float. The largest magnitude of a weight.
-    """
-
-    origin: tf.Operation
-    begun: float
-    in_float32: int
-    counted: str
-    layer: str
-    user: tf.Operation
-    zeros: Mapping[tf.Operation, int]
-    largest: Mapping[str, float]
-    weight: float
 
 
 @dataclasses.dataclass
@@ -107,23 +81,21 @@ class NotFinite(Observed):
         origin, *_ = causes.begun(takes, is_bad, np.isin(np.arange(len(takes)), ended))
         users = (i for i in computed if is_given[takes[i]].any())
         number = infinities[ended, 2] if nan[ended] else infinities[ended].sum()
-        what, kind = operations[ended], "NaN" if nan[ended] else "infinite"
+        at, last = operations[origin], operations[ended]
         so = "so is the loss" if loss else "so are gradients, though the loss is not"
-        # What is not computed again is not known to be otherwise in float32.
+        counted = f"{number:,.0f} results of {last.type} are "
+        counted += f"{'NaN' if nan[ended] else 'infinite'}; {so}."
         zeros, exact = of["counts"][:, ZEROS], dict(zip(self.again, of["exact"], strict=True))
-        wide = exact.get(operations[origin], np.zeros(traced_step.COUNTS))
-        found = _Cause(
-            operations[origin],
-            infinities[origin].sum(),
-            int(wide[BAD].sum()),
-            f"{number:,.0f} results of {what.type} are {kind}; {so}.",
-            self.where(what),
-            operations[next(users, ended)],
-            {each: int(zeros[places[each]] - wide[ZEROS]) for each, wide in exact.items()},
-            dict(zip(self.inputs, of["sizes"].tolist(), strict=True)),
-            of["weights"].max(initial=0.0),
+        lost = {each: int(zeros[places[each]] - wide[ZEROS]) for each, wide in exact.items()}
+        in_float32 = int(exact[at][BAD].sum()) if at in exact else 0
+        inputs = dict(zip(self.inputs, of["sizes"].tolist(), strict=True))
+        given = [of[each].max(initial=0.0) for each in ("sizes", "weights")]
+        return (
+            _constant(at, operations[next(users, ended)], f"in {self.where(last)}, {counted}")
+            or _large_input(at, inputs, counted)
+            or _underflow(at, lost, in_float32, counted)
+            or _too_large(at, infinities[origin].sum(), in_float32, given, counted)
         )
-        return _constant(found) or _large_input(found) or _underflow(found) or _too_large(found)
 
 
 def results(step: TracedStep) -> Iterator[Observed]:
@@ -133,9 +105,8 @@ def results(step: TracedStep) -> Iterator[Observed]:
     """
     operations = [o for o in step.forward if o.outputs and o.outputs[0].dtype.is_floating]
     # A metric of Keras 3 may return its variable, which is not of this graph.
-    ends = [each for each in tf.nest.flatten(step.result) if isinstance(each, tf.Tensor)]
-    ends += [step.scaling.inputs[0]] if step.scaling is not None else []
-    ends = [tensor for tensor in ends if tensor.dtype.is_floating]
+    ends = [*tf.nest.flatten(step.result), *(step.scaling.inputs[:1] if step.scaling else ())]
+    ends = [each for each in ends if isinstance(each, tf.Tensor) and each.dtype.is_floating]
     if not ends or not any(is_narrow(each.outputs[0].dtype) for each in operations):
         return
     # Operations after the backward pass use gradients, which overflow as is planned.
@@ -184,54 +155,55 @@ def _has_16_bits(operation: tf.Operation) -> bool:
 def _is_tried(step: TracedStep, operation: tf.Operation) -> bool:
     """Whether it is computed again in float32. Products are where something divides by them."""
     output = operation.outputs[0]
+    is_tried = operation.type in _AGAIN and output.shape.num_elements() != 1
     if operation.type in _PRODUCTS:
         is_tried = step.leads_to(output, _DIVIDING, _HANDING_ON, steps=4) is not None
-    else:
-        is_tried = operation.type in _AGAIN and output.shape.num_elements() != 1
     return is_tried and _has_16_bits(operation)
 
 
-def _constant(cause: _Cause) -> Said | None:
+def _constant(origin: tf.Operation, user: tf.Operation, counted: str) -> Said | None:
     """A constant that 16 bits do not hold."""
-    value, dtype = _constant_of(cause.origin), cause.origin.outputs[0].dtype
+    value, dtype = _constant_of(origin), origin.outputs[0].dtype
     if value is None or not is_narrow(dtype):
         return None
     why = (
         f"A constant, such as the -1e9 of a mask, is {next(iter(np.ravel(value)), 0.0)} in "
-        f"{dtype.name}, and with it, in {cause.layer}, {cause.counted}"
+        f"{dtype.name}, and with it, {counted}"
     )
     cure = CURES["a constant"].format(largest=dtype.max, lowest=dtype.min)
-    return Said(cause.user, "a constant that is infinite in 16 bits", why, cure)
+    return Said(user, "a constant that is infinite in 16 bits", why, cure)
 
 
-def _large_input(cause: _Cause) -> Said | None:
+def _large_input(origin: tf.Operation, sizes: Mapping[str, float], counted: str) -> Said | None:
     """An input is cast to 16 bits, which do not hold it."""
-    tensor, dtype = cause.origin.outputs[0], cause.origin.outputs[0].dtype
-    name, size = max(cause.largest.items(), key=lambda each: each[1], default=("", 0.0))
-    is_cast = cause.origin.type == "Cast" and dtype in LOW_PRECISION and size > float(dtype.max)
+    tensor, dtype = origin.outputs[0], origin.outputs[0].dtype
+    name, size = max(sizes.items(), key=lambda each: each[1], default=("", 0.0))
+    is_cast = origin.type == "Cast" and dtype in LOW_PRECISION and size > float(dtype.max)
     if not is_cast or traced_step.before(tensor, _ON_THE_WAY).op.type != "Placeholder":
         return None
     why = (
         f"It reaches {size:.3g}, and {dtype.name}, to which it is cast, has no larger number than "
-        f"{dtype.max:.5g}: {cause.counted}"
+        f"{dtype.max:.5g}: {counted}"
     )
     return Said(name, "an input that 16 bits do not hold", why, CURES["an input"])
 
 
-def _underflow(cause: _Cause) -> Said | None:
+def _underflow(
+    origin: tf.Operation, lost: Mapping[tf.Operation, int], in_float32: int, counted: str
+) -> Said | None:
     """Numbers became 0 in 16 bits, and something divides by them or takes their logarithm."""
-    origin, is_narrow_there = cause.origin, _has_16_bits(cause.origin)
-    if is_narrow_there and not cause.in_float32:
+    is_narrow_there = _has_16_bits(origin)
+    if is_narrow_there and not in_float32:
         return None
     # A quotient is not finite because of its divisor. The nearest come first.
     behind = dict.fromkeys(_made_of(origin)[-1 if origin.type in _DIVISIONS else 0 :])
     for maker in (waiting := list(behind)):
-        if (zeros := cause.zeros.get(maker, 0)) > 0:
+        if lost.get(maker, 0) > 0:
             dtype = maker.outputs[0].dtype.name
             why = (
-                f"{zeros:,} results of {maker.type} are 0 in {dtype}, whose smallest number is "
-                f"{SMALLEST[dtype]:.1g}, but not in float32. {origin.type} of them is the first "
-                f"result that is not finite: {cause.counted}"
+                f"{lost[maker]:,} results of {maker.type} are 0 in {dtype}, whose smallest number "
+                f"is {SMALLEST[dtype]:.1g}, but not in float32. {origin.type} of them is the first "
+                f"result that is not finite: {counted}"
             )
             return Said(maker, UNDERFLOW, why, CURES["too small"].format(dtype=dtype))
         # What is computed in float32 can only have been lost where it was made.
@@ -241,23 +213,24 @@ def _underflow(cause: _Cause) -> Said | None:
     return None
 
 
-def _too_large(cause: _Cause) -> Said | None:
+def _too_large(
+    origin: tf.Operation, begun: float, in_float32: int, given: Sequence[float], counted: str
+) -> Said | None:
     """The result is beyond the dtype; or for the most part it is not finite in float32 either."""
-    origin, dtype = cause.origin, cause.origin.outputs[0].dtype.name
+    dtype, (size, weight) = origin.outputs[0].dtype.name, given
     first = "is the first operation with finite inputs whose results are not finite"
-    if not _has_16_bits(origin) or 2 * cause.in_float32 >= cause.begun:
+    if not _has_16_bits(origin) or 2 * in_float32 >= begun:
         is_given = origin.type == "Placeholder" or _constant_of(origin) is not None
-        why = f"{origin.type} {first}, in float32, too: {cause.counted}"
+        why = f"{origin.type} {first}, in float32, too: {counted}"
         return None if is_given else Said(origin, IN_ANY_DTYPE, why, CURES["not finite"])
     beyond = f" (the largest {dtype} is {LARGEST[dtype]:,.0f})" if dtype in LARGEST else ""
-    why = f"{origin.type} in {dtype} {first}{beyond}: {cause.counted}"
+    why = f"{origin.type} in {dtype} {first}{beyond}: {counted}"
     cure = CURES["too large for float16" if dtype == "float16" else "too large"]
-    if cause.in_float32:
-        why += f" {cause.in_float32:,} of its results are not finite in float32, either."
+    if in_float32:
+        why += f" {in_float32:,} of its results are not finite in float32, either."
         cure = CURES["too large for float32"]
-    size = max(cause.largest.values(), default=0.0)
-    if not cause.weight < causes.LARGE_WEIGHTS:
-        why += f" Weights reach {cause.weight:.3g}."
+    if not weight < causes.LARGE_WEIGHTS:
+        why += f" Weights reach {weight:.3g}."
         cure = CURES["weights"] + cure[0].lower() + cure[1:]
     elif size >= causes.LARGE_INPUTS:
         why += f" The inputs of the batch reach {size:.3g}."

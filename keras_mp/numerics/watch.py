@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -177,7 +177,12 @@ class watch(keras_api.BaseCallback, Result):
                 "Expected one `watch` block at a time, since each would also check the "
                 "operations of the other. Pass all optimizers to one of them."
             )
-        self._scales = [(scale, float(scale())) for scale in self._dynamic_scales()]
+        known = (getattr(each, "optimizer", each) for each in self._scaled)
+        owners = (owner for each in known for owner in wrappers_among(each) or [each])
+        scales = (getattr(owner, "loss_scale", None) for owner in owners)
+        self._scales = [
+            (each, float(each())) for each in scales if isinstance(each, DynamicLossScale)
+        ]
         self._forget_traces()
         self._block.callback(self._forget_traces)
         if self._watched is not None:
@@ -202,13 +207,6 @@ class watch(keras_api.BaseCallback, Result):
                 f"found nothing in them. {self._graphs.not_watched:,} that were traced later were "
                 "not watched: use it around a part of the program, or a smaller model."
             )
-
-    def _dynamic_scales(self) -> Iterator[DynamicLossScale]:
-        """Yields those of the model, and of optimizers and `GradScaler`s."""
-        for each in self._scaled:
-            for owner in wrappers_among(getattr(each, "optimizer", each)) or [each]:
-                if isinstance(scale := getattr(owner, "loss_scale", None), DynamicLossScale):
-                    yield scale
 
     def _forget_traces(self) -> None:
         if (model := self._watched) is not None:
@@ -243,11 +241,10 @@ class watch(keras_api.BaseCallback, Result):
         return True
 
     def _is_checked(self, row: Range) -> bool:
-        is_included, is_excluded = (
-            any(patterns.matches(each, chosen) for each in (row.operation, row.layer))
-            for chosen in (self._include, self._exclude)
-        )
-        return is_included and not is_excluded
+        def is_among(chosen: Iterable[str]) -> bool:
+            return any(patterns.matches(each, chosen) for each in (row.operation, row.layer))
+
+        return is_among(self._include) and not is_among(self._exclude)
 
     def _observe(
         self, kind: Any, inputs: Any, _: Any, outputs: Any, op_name: Any = None, graph: Any = None
