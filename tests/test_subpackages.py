@@ -112,7 +112,7 @@ ATTACHED = {
     *("master_weights", "plots", "extensions"),
 }
 # Lines of code.
-LARGEST_CORE = {"loss_scale_optimizer": 3155, "grad_scaler": 2679, "policy": 1021}
+LARGEST_CORE = {"loss_scale_optimizer": 3143, "grad_scaler": 2667, "policy": 1021}
 
 
 def modules():

@@ -531,7 +531,7 @@ def _is_followed(dtype: tf.DType) -> bool:
 
 
 def _has_left(value: Any) -> bool:
-    """Whether a tensor, or what it was made of, is a 16-bit one that was made in reach."""
+    """Whether a tensor, or what it was made of, is of 16 bits and made in reach."""
     face = of(value) if isinstance(value, tf.Tensor) else None
     return face is not None and (face.kind == LEFT or is_low(value.dtype))
 

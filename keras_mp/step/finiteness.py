@@ -50,16 +50,15 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
             is_alike = part.shape.is_fully_defined() and (in_xla or is_small(part))
             kind = tuple(part.shape.as_list()) if is_alike else id(part)
             alike.setdefault(kind, []).append(part)
-    totals = [_add(parts) for parts in alike.values()]
+    totals = [tf.add_n(parts) if len(parts) > 1 else parts[0] for parts in alike.values()]
     if not totals:
         return tf.constant(True)
     if in_xla:
         # On CPUs, XLA uses vector units to reduce bools to one, but not floats.
         return tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(each)) for each in totals]))
-    axes = functools.cache(lambda rank: tf.constant(list(range(rank)), tf.int32))
-    ranks = [total.shape.rank for total in totals]
-    all_axes = [None if rank is None else axes(rank) for rank in ranks]
-    return tf.math.is_finite(_add(list(map(tf.reduce_sum, totals, all_axes))))
+    # One constant for each rank instead of each gradient makes graphs smaller.
+    axes = functools.cache(lambda n: None if n is None else tf.constant([*range(n)], tf.int32))
+    return tf.math.is_finite(tf.add_n([tf.reduce_sum(t, axes(t.shape.rank)) for t in totals]))
 
 
 def _tested_values(gradients: Sequence[Gradient]) -> Iterator[tf.Tensor]:
@@ -117,10 +116,6 @@ def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
         tf.cast(tf.gather(magnitudes, order), tf.float32), tf.cumsum(is_new), tf.size(indices)
     )
     return kept_casts.to_16_bits(sums, tf.float16)
-
-
-def _add(tensors: list[tf.Tensor]) -> tf.Tensor:
-    return tf.add_n(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def count_of_replicas(

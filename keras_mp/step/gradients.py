@@ -76,8 +76,7 @@ def scale_loss(loss: tf.Tensor, scaled_by: tf.Tensor) -> tf.Tensor:
 
 def map_loss(function: Callable[[tf.Tensor], tf.Tensor], loss: Any) -> Any:
     """Applies a function to a loss: now, or when a callable loss is called."""
-    is_callable = callable(loss) and not tf.is_tensor(loss)
-    if not is_callable:
+    if tf.is_tensor(loss) or not callable(loss):
         return function(loss)  # pyright: ignore[reportArgumentType]
     user_loss = allow_conversion(loss)
     return do_not_convert(lambda: function(user_loss()))

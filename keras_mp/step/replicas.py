@@ -57,15 +57,12 @@ def check_strategy(may_skip: bool = True) -> None:
     is_supported = isinstance(strategy, _SUPPORTED_STRATEGIES) or (has_servers and not may_skip)
     if is_supported or not tf.distribute.has_strategy():
         return
-    instead = (
-        "a fixed scale without `skip_nonfinite`, such as LossScaleOptimizer(optimizer, 1024)"
-        if has_servers
-        else "MirroredStrategy, OneDeviceStrategy, MultiWorkerMirroredStrategy or TPUStrategy"
-    )
     raise ValueError(
         "Loss scaling that skips steps does not work under this strategy: its replicas cannot "
-        "decide together, and would change one scale at the same time. Use "
-        f"{instead}, or train without loss scaling: "
+        "decide together, and would change one scale at the same time. Use a fixed scale without "
+        "`skip_nonfinite` under ParameterServerStrategy, such as LossScaleOptimizer(optimizer, "
+        "1024); else MirroredStrategy, OneDeviceStrategy, MultiWorkerMirroredStrategy or "
+        "TPUStrategy; or train without loss scaling: "
         f'keras_mp.set_global_policy("mixed_bfloat16"). Received: {strategy}'
     )
 
@@ -129,19 +126,13 @@ def reduce_dtype_of(reduce_dtype: Any, aggregate_in_float16: Any) -> tf.DType:
         TypeError: an argument is something else.
         ValueError: they contradict each other.
     """
-    in_float16 = aggregate_in_float16
+    in_float16, hint = aggregate_in_float16, ""
     if in_float16 is not None:
         validation.boolean("aggregate_in_float16", in_float16)
-    if reduce_dtype is None:
-        return tf.float32 if in_float16 is False else tf.float16
-    dtype = to_reduce_dtype(reduce_dtype)
-    if in_float16 not in (None, dtype == tf.float16):
-        raise ValueError(
-            "`reduce_dtype` and `aggregate_in_float16` contradict each other: True is "
-            "`reduce_dtype='float16'`, False any other. Pass one of them. "
-            f"Received: reduce_dtype={reduce_dtype!r}, aggregate_in_float16={in_float16!r}"
-        )
-    return dtype
+        hint = f" Others and `aggregate_in_float16={in_float16}` contradict each other."
+    choices = tuple(name for name in _REDUCE_DTYPES if in_float16 in (None, name == "float16"))
+    default = "float32" if in_float16 is False else "float16"
+    return to_reduce_dtype(default if reduce_dtype is None else reduce_dtype, choices, hint)
 
 
 def all_reduce(gradients: Sequence[Any]) -> list[Any]:

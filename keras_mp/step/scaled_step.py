@@ -274,7 +274,11 @@ def _write_if(finite: tf.Tensor, update: Callable[[], Any]) -> None:
     On a GPU, a branch copies its condition to the host, which waits for it. XLA makes one pass of
     an update and of the selection of new or old values.
     """
-    traced = tf.function(lambda: [update(), None][1], autograph=False).get_concrete_function()
+
+    def write() -> None:
+        update()
+
+    traced = tf.function(write, autograph=False).get_concrete_function()
     kept: kept_values.Kept = []
     for outside, inside in traced.graph.captures:
         is_read = (variable_ops.only_reads(op, inside) for op in inside.consumers())
