@@ -8,6 +8,7 @@ for the device until it is read.
 
 import contextlib
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from keras_mp.numerics.report import KINDS, Report, Row, RowKey
 from keras_mp.step.gradients import Gradient
 from keras_mp.support import host, marks, messages, op_callbacks, validation
 from keras_mp.support.autograph import do_not_convert
+from keras_mp.support.native_variables import native_variable
 
 _T = TypeVar("_T")
 
@@ -203,20 +205,28 @@ class ExponentHistograms:
         return Report(rows, step=step, counted=counted, loss_scale=loss_scale)
 
     def add(
-        self, seen: Mapping[RowKey, Sequence[_Seen]], steps: int = 0, scale: tf.Tensor | None = None
+        self,
+        seen: Mapping[RowKey, Sequence[_Seen]],
+        scales: Sequence[tf.Tensor | None] = (),
+        steps: int = 0,
     ) -> None:
         """Counts the values of tensors, on this replica.
 
         Args:
             seen: tensors by row.
+            scales: what the losses of the step were multiplied by, each a float32 scalar tensor, or
+                None for by nothing.
             steps: int. How many steps have ended.
-            scale: float32 scalar tensor, what the loss was multiplied by; None if by nothing.
         """
         self._counted.assign_add(steps)
+        scale = next((each for each in reversed(scales) if each is not None), None)
         if scale is not None:
             self._loss_scale.assign(scale)
         if not self.places:
             return
+        # Nobody knows which loss a gradient of an output is of: it counts if all were scaled alike.
+        first, *others = (1.0 if each is None else each for each in (scale, *scales))
+        is_known = tf.cast(tf.reduce_all(tf.equal(others, first)), tf.int64)
         bins = [tf.zeros([ROWS, COLUMNS], tf.int64)] * len(self.places)
         overflowed_at = [tf.constant(np.inf)] * len(self.places)
         for (kind, path), tensors in seen.items():
@@ -224,7 +234,10 @@ class ExponentHistograms:
             for tensor, divisor, scaled_by in tensors:
                 if kind != "gradient":
                     self.dtypes[kind, path] = tensor.dtype.name
-                of_tensor = count_exponents(tensor, divisor)
+                if kind == "output gradient":
+                    scaled_by, of_tensor = scale, count_exponents(tensor, scale) * is_known
+                else:
+                    of_tensor = count_exponents(tensor, divisor)
                 bins[place] += of_tensor
                 if scaled_by is not None:
                     is_bad = tf.reduce_any(of_tensor[-1] > 0)
@@ -245,9 +258,10 @@ class _Step(observers.Observer, LayerObserver):
     def __init__(self, owner: ExponentHistograms, due: tf.Tensor) -> None:
         self._owner, self._due, self._graph = owner, due, host.current_graph()
         self._seen: dict[RowKey, list[_Seen]] = defaultdict(list)
-        self._scale: tf.Tensor | None = None
-        # What was shown before an optimizer got it, which may be one that is watched as well.
-        self._shown_early: set[RowKey] = set()
+        self._scales: list[tf.Tensor | None] = []
+        # The variables whose gradients were shown before an optimizer that is watched as well got
+        # them.
+        self._shown_early: set[int] = set()
 
     def outputs(self, call: LayerCall, outputs: Any) -> Any:
         """Notes what a layer returns, and has the gradient of that noted."""
@@ -284,16 +298,16 @@ class _Step(observers.Observer, LayerObserver):
         scaled_by: tf.Tensor | None,
     ) -> None:
         """Notes the gradients of variables."""
-        if host.current_graph() is self._graph and scaled_by is not None:
-            self._scale = scaled_by
-        for gradient, variable in pairs:
+        keys = [id(native_variable(variable)) for _, variable in pairs]
+        is_new = [scaled_by is not None or key not in self._shown_early for key in keys]
+        if scaled_by is not None:
+            self._shown_early.update(keys)
+        if any(is_new) and host.current_graph() is self._graph:
+            self._scales.append(scaled_by)
+        for gradient, variable in itertools.compress(pairs, is_new):
             row = "gradient", self._owner.paths.get(id(variable), "")
-            if gradient is None or row not in self._owner.places:
-                continue
-            self._owner.misses_gradients = False
-            if scaled_by is not None:
-                self._shown_early.add(row)
-            if scaled_by is not None or row not in self._shown_early:
+            if gradient is not None and row in self._owner.places:
+                self._owner.misses_gradients = False
                 values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
                 self._note(row, (tf.convert_to_tensor(values), divisor, scaled_by))
 
@@ -314,10 +328,7 @@ class _Step(observers.Observer, LayerObserver):
                 "counted. Pass `optimizer`, whose `apply_gradients` is to be called in the step, "
                 f"or `gradients=False`. Received: optimizer={self._owner.optimizer!r}"
             )
-        for (kind, _), seen in self._seen.items():
-            if kind == "output gradient":  # They came before it was known how the loss was scaled.
-                seen[:] = [(tensor, self._scale, self._scale) for tensor, _, _ in seen]
-        self._if_due(lambda: self._owner.add(self._seen, 1, self._scale))
+        self._if_due(lambda: self._owner.add(self._seen, self._scales, 1))
 
     @op_callbacks.unobserved()
     def _if_due(self, count: Callable[[], None]) -> None:

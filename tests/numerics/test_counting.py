@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
+from tests import steps
 from tests.common import IS_KERAS_3, mirrored, once
 from tests.numerics.test_reports import distributions
 from tests.numerics.tools import ExponentHistograms, Histogram, count_exponents, histogram_of
@@ -140,6 +141,22 @@ def test_a_scaler_shows_gradients_once_and_two_may_look():
         assert report["gradient", "inner/second/bias"].histogram.total == 2
         assert report["output", "last"].histogram.total == 8 * 2
         assert report.loss_scale == 2.0**15
+
+
+@once
+@pytest.mark.parametrize(("scales", "counted"), [((8, 8), 2), ((8, 2), 0), ((8, None), 0)])
+def test_gradients_of_outputs_are_counted_if_all_losses_are_scaled_alike(scales, counted):
+    model, (x, y) = small_model(), data()
+    optimizers = [K.optimizers.SGD() if each is None else scaling(each) for each in scales]
+    rows = {"outputs": False, "output_gradients": ["last"]}
+    histograms = ExponentHistograms(model, every=1, optimizer=optimizers, **rows)
+    mse = lambda: tf.reduce_mean((model(x) - y) ** 2)  # noqa: E731
+    with histograms.step():
+        for each, scale in zip(optimizers, scales):
+            made = steps.unscaled if scale is None else steps.rfc
+            made(each, mse, model.trainable_variables)()
+    found = [row.histogram.total for row in histograms.read().rows if "output" in row.kind]
+    assert sum(found) == counted * 8 * 2
 
 
 def test_an_overflow_is_remembered_with_its_scale():

@@ -14,6 +14,7 @@ from tests.numerics.tools import StepTimes, class_of, dense, sequential, step_ti
 L = tf.keras.layers
 X, Y = np.ones([4, 8], "float32"), np.ones([4, 3], "float32")
 
+POLICIES = "mixed_bfloat16", "float32"
 POLICY = 'keras_mp.set_global_policy("{}"), before the model is made'
 XLA = "model.compile(..., jit_compile=True)"
 HEAD = 'dtype=keras_mp.Policy("mixed_bfloat16", output_dtype="float32"), of layer \'head\''
@@ -63,11 +64,7 @@ def test_events_of_the_profiler_have_classes():
         (
             "mixed_float16",
             "sgd",
-            [
-                *(POLICY.format("mixed_bfloat16"), POLICY.format("float32")),
-                HEAD.replace("bfloat16", "float16"),
-                XLA,
-            ],
+            [*map(POLICY.format, POLICIES), HEAD.replace("bfloat16", "float16"), XLA],
         ),
     ],
 )
