@@ -27,7 +27,7 @@ from keras_mp.numerics.histogram import COLUMNS, ROWS, Histogram, count_exponent
 from keras_mp.numerics.patterns import chosen
 from keras_mp.numerics.report import KINDS, Report, Row, RowKey
 from keras_mp.step.gradients import Gradient
-from keras_mp.support import host, marks, messages, op_callbacks, validation
+from keras_mp.support import attributes, host, marks, messages, op_callbacks, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.native_variables import native_variable
 
@@ -345,9 +345,17 @@ def _told(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:
     def told(grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> _T:
         pairs = list(grads_and_vars)
         observers.tell(observers.Observer.gradients, pairs, None, None)
-        return apply_gradients(pairs, *args, **kwargs)
+        with _not_told_again():
+            return apply_gradients(pairs, *args, **kwargs)
 
     return told
+
+
+@do_not_convert
+def _not_told_again() -> contextlib.AbstractContextManager[None]:
+    """A wrapper that sums gradients over replicas tells them, too."""
+    others = tuple(each for each in observers.thread.observers if not isinstance(each, _Step))
+    return attributes.replaced(observers.thread, "observers", others)
 
 
 def _scales_no_loss(optimizer: tf.keras.optimizers.Optimizer | None) -> bool:
