@@ -147,7 +147,6 @@ CURES = {
     'them; or create the layer with dtype="float32".',
     "a custom gradient": "Let the gradient function of tf.custom_gradient return gradients in the "
     "dtypes of its inputs: tf.cast(gradient, x.dtype).",
-    "a batch": "Clean the data, or check with another batch.",
 }
 
 
