@@ -171,7 +171,7 @@ def _number(like: Any, value: float) -> Any:
 @in_a_layer(
     *("an epsilon of 1e-8 in a variance", "MobileNet", "conv1_relu"),
     audit=_EPSILON,
-    compare="a constant of 1e-08, which is 0",
+    compare="a constant of 1e-08: 0",
     watch="Rsqrt",
 )
 def _epsilon_in_a_variance(x):
@@ -183,7 +183,7 @@ def _epsilon_in_a_variance(x):
 @in_a_layer(
     *("an epsilon of 1e-12 in a norm", "VGG16", "block4_pool"),
     audit=_EPSILON,
-    compare="a constant of 1e-12, which is 0",
+    compare="a constant of 1e-12: 0",
 )
 def _epsilon_in_a_norm(x):
     """Vectors of length 1; those of a blank image are zero."""
@@ -195,7 +195,7 @@ def _epsilon_in_a_norm(x):
 @in_a_layer(
     *("an epsilon of 1e-9 in a logarithm", "MobileNetV2", "block_1_expand_relu"),
     audit=_EPSILON,
-    compare="a constant of 1e-09, which is 0",
+    compare="a constant of 1e-09: 0",
 )
 def _epsilon_in_a_logarithm(x):
     """A logarithmic compression."""
@@ -290,7 +290,7 @@ def _mask(x):
 @in_a_layer(
     *("a mask of -1e9 over whole rows", "VGG16", "block3_pool"),
     audit=_INFINITE,
-    compare="which is infinite in float16",
+    compare=": infinite in float16",
 )
 def _masked_rows(x):
     """Attention over positions that have something: blank images have none."""
@@ -303,7 +303,7 @@ def _masked_rows(x):
 @in_a_layer(
     *("a constant of 1e5", "MobileNet", "conv_pw_3_relu"),
     audit=_INFINITE,
-    compare="which is infinite in float16",
+    compare=": infinite in float16",
 )
 def _large_constant(x):
     """A temperature that float16 does not hold."""
@@ -351,7 +351,7 @@ def _reversed(x):
 
 @in_a_layer(
     *("a gradient times 1e-9", "MobileNet", "conv_pw_5_relu"),
-    compare="a constant of 1e-09, which is 0",
+    compare="a constant of 1e-09: 0",
 )
 def _gradient_that_vanishes(x):
     """A gradient reversal with a small constant."""

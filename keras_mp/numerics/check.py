@@ -16,12 +16,12 @@ from keras_mp.models.model_steps import has_own_train_step
 from keras_mp.numerics import audit, not_finite, own_thread
 from keras_mp.numerics import batches as batches_of
 from keras_mp.numerics.batches import Batch, Batches, Structure
-from keras_mp.numerics.compare import compare, policy_path
+from keras_mp.numerics.compare import Comparison, compare, policy_path
 from keras_mp.numerics.hazards import EPSILON
 from keras_mp.numerics.histogram import exponent_of
-from keras_mp.numerics.records import SIDES, Comparison
+from keras_mp.numerics.records import SIDES
 from keras_mp.numerics.report import MANY_ZEROS, TOLERANCE, Advice, Report, advise
-from keras_mp.numerics.results import Finding, Result
+from keras_mp.numerics.results import Finding, Result, plain
 from keras_mp.numerics.run import LOSS, GivenLoss, compiled, runners
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -112,8 +112,8 @@ class Check(Result):
         if self.report is None:
             why = " ".join(self.notes) or "The step has to be mended first."
             raise ValueError(f"The model was not run at its loss scale. {why}")
-        findings = self.comparison.findings if self.comparison else ()
-        compared = [each for each in findings if each.path != LOSS]
+        found = self.comparison.findings if self.comparison else ()
+        compared = [each for each in found if each.path != LOSS]
         forward, backward = (
             {each.path: each.why.removesuffix(".") for each in compared if each.hazard == hazard}
             for hazard in (_FORWARD, _BACKWARD)
@@ -122,9 +122,8 @@ class Check(Result):
         return advise(self.report, tolerance, forward, backward, owner)
 
     def _lines(self, rows: int | None) -> Iterator[str]:
-        found, what = self.findings, "nothing found"
-        if found:
-            what = f"{len(found)} finding{'s' * (len(found) > 1)}"
+        found = self.findings
+        what = f"{len(found)} finding{'s' * (len(found) > 1)}" if found else "nothing found"
         yield f"Check of {self.name!r}, policy {self.policy}: {what}."
         groups = [(each.where, [each]) for each in found]
         if rows is not None:
@@ -138,60 +137,55 @@ class Check(Result):
         for text in (*texts, *(f"Not looked at: {note}" for note in self.notes)):
             yield ""
             for line in text.splitlines():
-                yield from [line] if rows is None else text_tables.wrapped(line, "    ")
-        if rows is None:
-            yield from ["", self.comparison.to_text(None)] if self.comparison else []
-        elif more := list(text_tables.more(sum(len(each) for _, each in groups[rows:]), "finding")):
-            yield from ["", *more]
+                yield from text_tables.wrapped(line, "    ")
+        if rows is None and self.comparison:
+            yield from ["", self.comparison.to_text(None)]
+        left = len(found) - sum(len(group) for _, group in groups[:rows])
+        for line in text_tables.more(left, "finding"):
+            yield from ["", line]
 
     def __repr__(self) -> str:
         return f"<Check of {self.name!r}: {len(self.findings)} findings>"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the findings, the comparison, the exponents and advice, as JSON has them."""
-        return {
-            "name": self.name,
-            "policy": self.policy,
-            "findings": self.findings,
-            "comparison": self.comparison and self.comparison.to_dict(),
-            "report": self.report and self.report.to_dict(),
-            "advice": self.report and self.advice(),
-            "notes": self.notes,
-        }
+        names = ("name", "policy", "findings", "comparison", "report", "notes")
+        advice = self.report and self.advice()
+        return plain({**{name: getattr(self, name) for name in names}, "advice": advice})
 
 
 def _lost(checked: Check) -> Iterator[Finding]:
     """Says what gradients and outputs lose at the loss scale that the model is trained with."""
-    if checked.report is None or checked.has_cause:
+    report = checked.report
+    if report is None or checked.has_cause:
         return
     advice = checked.advice(MANY_ZEROS)
     scales = [of.loss_scale for of in wrappers_among(getattr(checked.model, "optimizer", None))]
     # A dynamic loss scale that is too large finds its way down.
-    falls = 0 < (advice.loss_scale or 0.0) < checked.report.loss_scale and not advice.policies
-    if advice.sentences and not (falls and all(isinstance(x, DynamicLossScale) for x in scales)):
-        shown = advice if advice.policies else checked.advice()  # the figure that users get
-        where, why = next(iter(shown.policies), _SCALE), " ".join(shown.sentences)
-        hazard, cure = f"{_LOST}{checked.report.dtype} loses", _cure(shown)
-        gradients = [row for row in checked.report.rows if row.kind == "gradient"]
-        helpless = [row.path for row in gradients if row.is_lost and row.overflowed_at <= 1]
-        if helpless and not shown.policies:
-            hazard, where = not_finite.IN_ANY_DTYPE, helpless[-1]
-            cure = "Run a step in `keras_mp.numerics.watch()`, which names the operation."
-        yield Finding(hazard, where, None, why, cure)
+    falls = 0 < (advice.loss_scale or 0.0) < report.loss_scale and not advice.policies
+    if not advice.sentences or (falls and all(isinstance(x, DynamicLossScale) for x in scales)):
+        return
+    shown = advice if advice.policies else checked.advice()  # the figure that users get
+    hazard, where = f"{_LOST}{report.dtype} loses", next(iter(shown.policies), _SCALE)
+    cure, gradients = _cure(shown), (row for row in report.rows if row.kind == "gradient")
+    helpless = [row.path for row in gradients if row.is_lost and row.overflowed_at <= 1]
+    if helpless and not shown.policies:
+        hazard, where = not_finite.IN_ANY_DTYPE, helpless[-1]
+        cure = "Run a step in `keras_mp.numerics.watch()`, which names the operation."
+    yield Finding(hazard, where, None, " ".join(shown.sentences), cure)
 
 
 def _explains(cause: Finding, other: Finding) -> bool:
     """Whether a finding follows from another one, which comes before it."""
     if other.hazard in (_FORWARD, _BACKWARD) or other.hazard.startswith(_LOST):
-        is_cause = cause.hazard in _CAUSES or cause.path == other.path
         # What is lost has the path of the layer that has the policy.
-        is_inside = other.hazard.startswith(_LOST) and cause.path.startswith(f"{other.path}/")
+        is_inside = f"{cause.path}/".startswith(f"{other.path}/")
         # A loss scale that is wrong makes gradients so.
-        if is_cause or is_inside or (cause.where == _SCALE and other.hazard == _BACKWARD):
-            return True
-    if cause.hazard == EPSILON:
-        return other.hazard in not_finite.HAZARDS and cause.path == other.path
-    return cause.hazard in _OF_THE_LOSS and other.path == LOSS
+        is_of_scale = cause.where == _SCALE and other.hazard == _BACKWARD
+        is_of_loss = cause.hazard in _OF_THE_LOSS and other.path == LOSS
+        return cause.hazard in _CAUSES or is_inside or is_of_scale or is_of_loss
+    is_epsilon = cause.hazard == EPSILON and cause.path == other.path
+    return is_epsilon and other.hazard in not_finite.HAZARDS
 
 
 def _cure(advice: Advice) -> str:
@@ -208,18 +202,19 @@ def _missing(
     batch: Batch,
     loss: GivenLoss | None,
     step: Callable[..., tf.Tensor] | None,
-) -> tuple[str, str] | None:
+) -> str | None:
     """Returns what cannot be looked at, and why: an argument is missing."""
+    what, why = _SCALES, None
     if compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES):
-        return _SCALES, "The model does not compute in 16 bits."
-    if step is not None:
-        return _SCALES, "It is not known what `step` multiplies: pass `loss` in its place."
-    if loss is None and not getattr(model, "loss", None):
+        why = "The model does not compute in 16 bits."
+    elif step is not None:
+        why = "It is not known what `step` multiplies: pass `loss` in its place."
+    elif loss is None and not getattr(model, "loss", None):
         what = _SCALES if has_own_train_step(model) else f"the backward pass, and {_SCALES}"
-        return what, f"The loss of {model.name!r} is not known: pass `loss`, or compile the model."
-    if batch.y is None:
-        return _SCALES, "The batch has no labels: pass (x, y)."
-    return None
+        why = f"The loss of {model.name!r} is not known: pass `loss`, or compile the model."
+    elif batch.y is None:
+        why = "The batch has no labels: pass (x, y)."
+    return why and f"{what}. {why}"
 
 
 def check(
@@ -290,7 +285,7 @@ def check(
     if any(each.hazard in audit.UNTRACEABLE for each in checked.hazards):
         note = f"{_DISTANCES}, and {_SCALES}. The step has to be mended first."
         return dataclasses.replace(checked, notes=(note,))
-    notes: dict[str, list[str]] = {}  # What could not be looked at, by the reason.
+    notes: list[str] = []  # what could not be looked at, and why
 
     def look(what: str, batch: Batch, reference: Any) -> tuple[Comparison, Report] | None:
         """Compares with a reference, or notes why this model cannot be looked at so."""
@@ -303,31 +298,29 @@ def check(
         except Exception as error:  # A layer of the program may raise anything in eager.
             text, _, _ = str(error).partition(" Received: ")
             # What a `train_step` does with a batch need not be what `call` does.
-            is_known = checked.hazards or "cannot be converted" in text
-            if isinstance(error, ValueError) and not (is_known or has_own_train_step(narrow)):
+            is_known = "cannot be converted" in text or has_own_train_step(narrow)
+            if isinstance(error, ValueError) and not (checked.hazards or is_known):
                 raise
             # What is not finite in float32 either is compared with nothing, and the cause says so.
             if not checked.has_cause:
-                notes.setdefault(batches_of.reason(ValueError(text)), []).append(what)
+                notes.append(f"{what}. {batches_of.reason(ValueError(text))}")
             return None
 
     missing = _missing(narrow, made[0], loss, step)
-    looks = {_DISTANCES: reference}
+    looks = {f"{_DISTANCES}, and {_SCALES}": reference}
     if missing is not None:
-        notes[missing[1]] = [missing[0]]
-    elif not is_given and reference == "float32":
-        looks = {f"{_DISTANCES}, and {_SCALES}": reference}
-    else:
-        looks[_SCALES] = "float32"
+        looks, notes = {_DISTANCES: reference}, [missing]
+    elif is_given or reference != "float32":
+        looks = {_DISTANCES: reference, _SCALES: "float32"}
     found = [[look(what, batch, each) for what, each in looks.items()] for batch in made]
     comparisons = [each[0] for each, *_ in found if each]
     reports = [each[1] for *_, each in found if each and missing is None]
     comparison = Comparison.of_batches(comparisons) if comparisons else None
     if comparison is not None and not comparison.is_judged and not checked.has_cause:
-        notes["The loss of the reference is not finite either."] = ["the distances"]
+        notes.append("the distances. The loss of the reference is not finite either.")
     return dataclasses.replace(
         checked,
         comparison=comparison,
         report=functools.reduce(operator.add, reports) if reports else None,
-        notes=tuple(f"{', and '.join(dict.fromkeys(of))}. {why}" for why, of in notes.items()),
+        notes=tuple(dict.fromkeys(notes)),
     )

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
@@ -17,40 +17,16 @@ import tensorflow as tf
 
 from keras_mp.conversion import paths_in_config
 from keras_mp.models.layer_paths import layers_by_path, variables_by_path
-from keras_mp.numerics import origins
+from keras_mp.numerics import origins, records
+from keras_mp.numerics import run as runs
 from keras_mp.numerics.audit import policy_of
 from keras_mp.numerics.histogram import Histogram
 from keras_mp.numerics.operation_table import ByTensor
-from keras_mp.numerics.records import (
-    LIMIT,
-    NOISE,
-    SIDES,
-    SMALLEST,
-    UNIT_ROUNDOFF,
-    ComparedLayer,
-    Comparison,
-    Distance,
-    are_finite,
-    array,
-    off,
-    relative,
-    rms,
-    underflow,
-)
+from keras_mp.numerics.records import LIMIT, NOISE, SIDES, SMALLEST, UNIT_ROUNDOFF, Distance
 from keras_mp.numerics.report import MANY_ZEROS, Report, Row
-from keras_mp.numerics.results import Finding
-from keras_mp.numerics.run import (
-    LOSS,
-    Call,
-    Run,
-    Runner,
-    explain,
-    first_scale,
-    is_floating,
-    named_weights,
-    replay,
-)
-from keras_mp.support import op_callbacks, op_table
+from keras_mp.numerics.results import Finding, Result
+from keras_mp.numerics.run import LOSS, Call, Run, Runner
+from keras_mp.support import op_callbacks, op_table, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
@@ -86,6 +62,130 @@ _Pair: TypeAlias = tuple[Call, Call]
 _Both: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
+class ComparedLayer(NamedTuple):
+    """One call of a layer.
+
+    Attributes:
+        path: str. The names of the layers from below the model to this one; of the model its name.
+        kind: str. Its class.
+        dtype: str. The narrowest dtype that it computes in or returns.
+        output: Distance of what it returned, all layers before it included; None where it returned
+            no floating point number.
+        gradient: Distance of the gradients of what it returned and of its weights, whichever is
+            further, all layers after it included.
+    """
+
+    path: str
+    kind: str
+    dtype: str
+    output: Distance | None = None
+    gradient: Distance | None = None
+
+    @property
+    def units(self) -> float:
+        """The larger one of the distances, in units of what rounding explains."""
+        return max((each.units for each in (self.output, self.gradient) if each), default=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison(Result):
+    """Where two runs part. Its `str` is a table.
+
+    Attributes:
+        name: str. The run that was looked at.
+        reference: str. The one that it was compared with.
+        layers: list of ComparedLayer, in the order in which the layers returned.
+        findings: list of `Finding`, in the order in which things happened: the forward pass first.
+            Layers that only pass on what another one did are not among them. Empty where rounding
+            explains all.
+        losses: the loss of the run and that of the reference.
+        loss_scale: float. What the loss was multiplied by in the run.
+        batches: int. Of how many batches it is the one that is furthest off, with the findings of
+            all.
+
+    Example:
+
+    >>> from keras_mp.numerics.compare import Comparison
+    >>> comparison = Comparison("16 bits", "float32", [], [], (0.5, 0.5), 1.0)
+    >>> print(comparison)
+    Rounding explains all differences. 16 bits and float32
+    """
+
+    name: str
+    reference: str
+    layers: list[ComparedLayer]
+    findings: list[Finding]
+    losses: tuple[float, float]
+    loss_scale: float
+    batches: int = 1
+
+    @classmethod
+    def of_batches(cls, found: "Sequence[Comparison]") -> "Comparison":
+        """Returns the comparison that is furthest off, with the worst finding of each place."""
+        findings = [finding for one in found for finding in one.findings]
+        by_units = sorted(findings, key=lambda each: each.units or 0.0)
+        # In their order, each with the last one of its place.
+        worst = {(each.path, each.hazard): each for each in (*findings, *by_units)}
+        furthest = max(
+            found,
+            key=lambda one: (one.is_judged, max((row.units for row in one.layers), default=0)),
+        )
+        return dataclasses.replace(furthest, findings=[*worst.values()], batches=len(found))
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the reference has a finite loss, or there are findings.
+
+        Example:
+
+        >>> nan = float("nan")
+        >>> from keras_mp.numerics.compare import Comparison
+        >>> Comparison("16 bits", "float32", [], [], (nan, nan), 1.0).is_judged
+        False
+        """
+        return bool(self.findings) or math.isfinite(self.losses[1])
+
+    def _lines(self, rows: int | None) -> Iterator[str]:
+        verdict = "Further apart than rounding explains:"
+        if not self.is_judged:
+            verdict = "Nothing can be said: the loss of the reference is not finite either."
+        elif not self.findings:
+            verdict = "Rounding explains all differences."
+            if rows is not None:
+                names = (text_tables.fitted(each, 30) for each in (self.name, self.reference))
+                yield f"{verdict} {' and '.join(names)}"
+                return
+        scope = f", the worst of {self.batches} batches" if self.batches > 1 else ""
+        head = f"{self.name}, compared with {self.reference}{scope}"
+        yield from text_tables.wrapped(head, "   ")
+        first, second = self.losses
+        yield f"Loss: {first:.6g} and {second:.6g}, at a loss scale of {self.loss_scale:g}"
+        yield from ["", verdict]
+        for i, each in enumerate(self.findings[:rows], 1):
+            yield from text_tables.wrapped(
+                f"{i}. {each.hazard}, in {each.where}: {each.why}", "   "
+            )
+        yield from text_tables.more(len(self.findings) - len(self.findings[:rows]), "finding")
+        yield ""
+        cells, named = [], {finding.path for finding in self.findings}
+        for row in self.layers:
+            is_named, both = row.path in named, (row.output, row.gradient)
+            texts = (f"{row.path} ({row.kind})", row.dtype, *map(_cell, both))
+            alike = row.kind, row.dtype, is_named, row.units > LIMIT
+            cells.append(text_tables.RankedRow(texts, (is_named, row.units), alike))
+        header = ("Layer", "Dtype", "Output", "Gradient")
+        yield from text_tables.shortened(header, cells, rows, left=(0, 1))
+        yield ""
+        yield "Relative distances, and in parentheses in units of what rounding explains."
+
+
+def _cell(distance: Distance | None) -> str:
+    if distance is None:
+        return "-"
+    is_number = 0 < distance.relative < math.inf
+    return records.share_off(distance.relative) + f" ({distance.units:,.1f})" * is_number
+
+
 class TooFar(NamedTuple):
     """A call of a layer that is further from the reference than rounding explains.
 
@@ -104,8 +204,7 @@ class TooFar(NamedTuple):
     what: str = ""
 
 
-@dataclasses.dataclass
-class Operation:
+class Operation(NamedTuple):
     """An operation that ran in eager.
 
     Attributes:
@@ -220,19 +319,18 @@ def compare(narrow: Runner, wide: Runner) -> tuple[Comparison, Report]:
             )
         progress.begin("the reference, with noise")
         unit = UNIT_ROUNDOFF[run.dtype]
-        calls = explain(other.measured(), lambda noise: wide.run(noise=noise).measured(), unit)
+        calls = runs.explain(other.measured(), lambda noise: wide.run(noise=noise).measured(), unit)
         progress.begin("layers that are off, by themselves")
         pairs = list(zip(run.measured(), calls))
-        report = _report(run, other, first_scale(narrow.model))
+        report = _report(run, other, runs.first_scale(narrow.model))
         rows = [_compared(*pair) for pair in pairs]
         # Noise may explain as much, where nothing is left of a gradient.
         always = any((row.lost or 0) > MANY_ZEROS for row in report.rows)
         culprits = _culprits(pairs, rows, unit, always)
     findings = [_finding(each, run.model) for each in culprits]
-    losses = run.loss, other.loss
     first, second = (f"{each.model.name} in {policy_of(each.model)}" for each in (narrow, wide))
-    found = Comparison(first, second, rows, findings, losses, run.loss_scale)
-    return found, report
+    losses = run.loss, other.loss
+    return Comparison(first, second, rows, findings, losses, run.loss_scale), report
 
 
 def _compared(call: Call, wide: Call) -> ComparedLayer:
@@ -265,17 +363,14 @@ def _culprits(
     for i, ((call, wide), row) in enumerate(zip(pairs, rows)):
         if any(culprit.call in call.inside for culprit in forward):
             continue
-        made = row.output or Distance(0.0, 0.0)
-        if _is_far(made) and not are_finite(call.inputs) and are_finite(wide.inputs):
-            if not forward:
-                what = f"What it takes is beyond {call.dtype}"
-                forward.append(TooFar(call, wide, "forward", made.units, what))
-            continue
-        before = off(call.inputs, wide.inputs)
+        made, has_numbers = row.output or Distance(0.0, 0.0), records.are_finite(call.inputs)
+        if _is_far(made) and not has_numbers and not forward and records.are_finite(wide.inputs):
+            what = f"What it takes is beyond {call.dtype}"
+            forward.append(TooFar(call, wide, "forward", made.units, what))
+        before = records.off(call.inputs, wide.inputs)
         rises = not call.inside and made.relative > _RISES * max(before, least)
-        if not (always or rises or made.units > _LOOKED_AT):
-            continue
-        alone = _alone(call, wide)
+        is_suspect = always or rises or made.units > _LOOKED_AT
+        alone = _alone(call, wide) if has_numbers and is_suspect else None
         if alone is None:
             continue
         output, gradient, times = alone
@@ -284,13 +379,11 @@ def _culprits(
             if not forward or before <= 1:
                 forward.append(TooFar(call, wide, "forward", output.units))
         elif rises and (times > _AMPLIFIES or made.relative > _OFF):
-            narrow, exact = _maker(pairs[: i + 1])
             what = (
-                f"{'It' if narrow is call else f'`{call.path}`'} amplifies rounding by "
-                f"{times:,.0f}; its inputs are off by {before:.2%}, its outputs by "
-                f"{made.relative:.1%} of their size"
+                f"`{call.path}` amplifies rounding by {times:,.0f}; its inputs are off by "
+                f"{before:.2%}, its outputs by {made.relative:.1%} of their size"
             )
-            forward.append(TooFar(narrow, exact, "forward", made.units, what))
+            forward.append(TooFar(*_maker(pairs[: i + 1]), "forward", made.units, what))
         # The gradient that a layer is to blame for is that of what it takes.
         elif _is_far(gradient) and not any(each.call in call.inside for each in backward):
             backward.append(TooFar(call, wide, "backward", gradient.units))
@@ -315,22 +408,22 @@ def _alone(call: Call, wide: Call) -> tuple[Distance | None, Distance | None, fl
         way of its own or has a state, or what it takes is spoilt already.
     """
     upstream = call.gradients
-    narrow = replay(call, call.layer, upstream)
+    narrow = runs.replay(call, call.layer, upstream)
     both = call, narrow.calls[-1]
     before, again = ([each.numpy().tobytes() for each in of.outputs] for of in both)
-    if before != again or not are_finite(call.inputs):
+    if before != again:
         return None
 
     def measured(replayed: Run) -> Call:
         return replayed.calls[-1].measure(replayed.gradients)
 
-    in_float32 = functools.partial(replay, call, wide.layer, upstream, "float32")
+    in_float32 = functools.partial(runs.replay, call, wide.layer, upstream, "float32")
     unit, exact = UNIT_ROUNDOFF[call.dtype], measured(in_float32())
-    explain([exact], lambda noise: [measured(in_float32(noise))], unit)
+    runs.explain([exact], lambda noise: [measured(in_float32(noise))], unit)
     own = _compared(measured(narrow), exact)
     outputs = (each for (side, _), each in exact.quantities.items() if side == "forward")
     moved = max((each.explained / each.size for each in outputs if each.size), default=0.0)
-    gradient = own.gradient if are_finite(upstream) else None
+    gradient = own.gradient if records.are_finite(upstream) else None
     return own.output, gradient, moved / (NOISE * unit)
 
 
@@ -349,8 +442,11 @@ def _maker(pairs: Sequence[_Pair]) -> _Pair:
 
 def _finding(culprit: TooFar, model: tf.keras.Model) -> Finding:
     """Says what a call does, and how far it is off where that is a number."""
-    call, units, line = culprit.call, culprit.units, None
-    why = culprit.what or _of_other_weights(culprit)
+    call, units, why, line = culprit.call, culprit.units, culprit.what, None
+    both = (getattr(each.layer, "weights", ()) for each in (call, culprit.wide))
+    weights = [records.relative(*map(records.array, each)) for each in zip(*both)]
+    if not why and any(weights):
+        why = f"Its weights differ from those of the reference by up to {max(weights):.2%}"
     if not why:
         why, line = _explanation(culprit)
     if 1 <= units < math.inf:
@@ -360,14 +456,6 @@ def _finding(culprit: TooFar, model: tf.keras.Model) -> Finding:
     cure = f"Change that line, or {cure}" if line else cure
     hazard = f"a difference in the {culprit.side} pass"
     return Finding(hazard, at, line, f"{why}.", f"{cure[0].upper()}{cure[1:]}.", units)
-
-
-def _of_other_weights(culprit: TooFar) -> str:
-    both = (getattr(each.layer, "weights", ()) for each in (culprit.call, culprit.wide))
-    found = [relative(array(narrow), array(other)) for narrow, other in zip(*both)]
-    if not any(found):
-        return ""
-    return f"Its weights differ from those of the reference by up to {max(found):.2%}"
 
 
 def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
@@ -380,7 +468,7 @@ def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
     kept = KeptOperations(), KeptOperations()
     for operations, layer, to in zip(kept, (call.layer, culprit.wide.layer), (None, "float32")):
         with op_callbacks.observed(operations.keep):
-            replay(call, layer, call.gradients, to)
+            runs.replay(call, layer, call.gradients, to)
     narrow, wide = (
         [op for op in each.operations if op.origin.is_gradient == (culprit.side == "backward")]
         for each in kept
@@ -390,103 +478,88 @@ def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
     found, most = (f"Its output in {dtype} is further off than rounding explains", None), 2.0
     for start, other, count in blocks:
         for op, exact in zip(narrow[start : start + count], wide[other : other + count]):
-            given = [each for each in zip(op.inputs, exact.inputs) if not kept[0].of(each[:1])]
-            if lost := _lost_input(op.kind, _both(given), dtype):
-                return lost, op.origin.line
-            inputs = _both(zip(op.inputs, exact.inputs))
-            outputs = _both(zip(op.outputs, exact.outputs))
-            before, after = (
-                max((relative(*each) for each in of), default=0.0) for of in (inputs, outputs)
-            )
-            if math.isinf(after) and not math.isinf(before):
-                return _not_finite(op.kind, inputs, outputs, dtype), op.origin.line
-            rise = after / max(before, UNIT_ROUNDOFF[dtype])
+            pairs = zip(op.inputs, exact.inputs)
+            given = _both(pair for pair in pairs if not kept[0].of(pair[:1]))
+            rise, what = _told(op, exact, given, dtype)
             if rise > most:
-                found, most = (_inexact(op.kind, inputs, outputs, dtype), op.origin.line), rise
+                found, most = (what, op.origin.line), rise
     return found
 
 
 def _both(pairs: Iterable[tuple[tf.Tensor, tf.Tensor]]) -> list[_Both]:
     """Returns the floating-point tensors with the same shape in both, as arrays."""
-    floating = ((n, w) for n, w in pairs if is_floating(n) and is_floating(w))
-    return [(array(n), array(w)) for n, w in floating if n.shape == w.shape]
+    floating = ((n, w) for n, w in pairs if runs.is_floating(n) and runs.is_floating(w))
+    return [(records.array(n), records.array(w)) for n, w in floating if n.shape == w.shape]
 
 
-def _lost_input(kind: str, inputs: Sequence[_Both], dtype: str) -> str:
-    """Describes an input that 16 bits do not hold, of those that no operation has computed."""
-    for narrow, wide in inputs:
+def _told(op: Operation, exact: Operation, given: Sequence[_Both], dtype: str) -> tuple[float, str]:
+    """Describes what an operation does in 16 bits.
+
+    Args:
+        op: Operation, in 16 bits.
+        exact: the same in the reference.
+        given: those of its inputs that no operation has computed.
+        dtype: str. The dtype of 16 bits.
+
+    Returns:
+        How many times as far off its results are as its inputs, infinite if these are lost; and
+        what is wrong.
+    """
+    kind, highest = op.kind, float(tf.as_dtype(dtype).max)
+    inputs, outputs = _both(zip(op.inputs, exact.inputs)), _both(zip(op.outputs, exact.outputs))
+    for narrow, wide in given:
         largest = np.abs(wide).max(initial=0)
-        takes, are = "takes numbers", "which are"
-        if wide.size == 1:
-            takes, are = "takes a constant", "which is"
-        what = f"{kind} {takes} of {largest:.1g}, {are}"
+        takes = f"{kind} takes {'a constant' if wide.size == 1 else 'numbers'} of {largest:.1g}"
         if 0 < largest < SMALLEST[dtype] and not narrow.any():
-            return f"{what} 0 in {dtype}: its smallest number is {SMALLEST[dtype]:.1g}"
+            smallest = f"whose smallest number is {SMALLEST[dtype]:.1g}"
+            return math.inf, f"{takes}: 0 in {dtype}, {smallest}"
         if np.isfinite(largest) and not np.isfinite(narrow).all():
-            return f"{what} infinite in {dtype}: its largest number is {_largest(dtype)}"
-    return ""
-
-
-def _largest(dtype: str) -> str:
-    return f"{float(tf.as_dtype(dtype).max):,.0f}" if dtype == "float16" else "3.4e38"
-
-
-def _not_finite(kind: str, inputs: Sequence[_Both], outputs: Sequence[_Both], dtype: str) -> str:
-    narrow, wide = (np.concatenate([each.ravel() for each in of]) for of in zip(*outputs))
-    reached, terms = np.abs(wide[np.isfinite(wide)]).max(initial=0), _terms(kind, inputs, outputs)
-    bad = f"{np.count_nonzero(~np.isfinite(narrow)):,} of {narrow.size:,} results are not finite"
-    of_terms = f", a sum over {terms:,} values," if terms > 1 else ""
-    if reached > float(tf.as_dtype(dtype).max):
-        return (
-            f"Overflow: {kind}{of_terms} reaches {reached:.3g}; the largest {dtype} is "
-            f"{_largest(dtype)}"
-        )
-    if terms > 1:
-        only = f"though the result is only {reached:.3g}"
-        return f"Overflow inside of {kind}{of_terms} {only}: {bad} in {dtype}"
-    is_pole = kind in _POLES and any((values == 0).any() for values, _ in inputs)
-    of_zero = " of zero" if is_pole else ""
-    return f"{kind}{of_zero}: {bad} in {dtype}; in float32 they reach {reached:.3g}"
-
-
-def _inexact(kind: str, inputs: Sequence[_Both], outputs: Sequence[_Both], dtype: str) -> str:
-    narrow, wide = max(outputs, key=lambda values: relative(*values))
-    error, size, terms = relative(narrow, wide), rms(wide), _terms(kind, inputs, outputs)
-    largest = max((rms(values[np.isfinite(values)]) for _, values in inputs), default=0.0)
+            return math.inf, f"{takes}: infinite in {dtype}, whose largest number is {highest:.5g}"
+    if not outputs:
+        return 0.0, ""
+    off = ([records.relative(*each) for each in of] for of in (inputs, outputs))
+    before, after = (max(of, default=0.0) for of in off)
+    narrow, wide = max(outputs, key=lambda values: records.relative(*values))
+    terms = _terms(kind, inputs, wide)
+    summed = f"{kind} (a sum over {terms:,} values)" if terms > 1 else kind
+    if math.isinf(after) and not math.isinf(before):
+        reached = np.abs(wide[np.isfinite(wide)]).max(initial=0)
+        if reached > highest:
+            of_dtype = f"the largest {dtype} is {highest:.5g}"
+            return after, f"Overflow: {summed} reaches {reached:.3g}; {of_dtype}"
+        bad = f"{np.count_nonzero(~np.isfinite(narrow)):,} of {narrow.size:,} results"
+        of_zero = kind in _POLES and any((values == 0).any() for values, _ in inputs)
+        what = f"{'Overflow inside of ' * (terms > 1)}{summed}{' of zero' * of_zero}: {bad} are not"
+        return after, f"{what} finite in {dtype}; in float32 they reach {reached:.3g}"
+    size, zeros = records.rms(wide), records.underflow(narrow, wide)
+    largest = max((records.rms(values[np.isfinite(values)]) for _, values in inputs), default=0.0)
     # The distance between neighbouring numbers of this size.
-    spacing = 0.0
-    if 0 < largest < math.inf:
-        spacing = 2.0 ** math.floor(math.log2(largest)) * 2 * UNIT_ROUNDOFF[dtype]
-    of_numbers = (
-        f"{kind} of numbers of about {largest:.3g}, which are multiples of {spacing:.1g} in {dtype}"
+    spacing = math.ldexp(UNIT_ROUNDOFF[dtype], math.frexp(largest)[1])
+    what = (
+        f"{summed} of numbers of about {largest:.3g}, which are multiples of {spacing:.1g} in "
+        f"{dtype}, is off by {after:.2%}"
     )
     if kind in _DIFFERENCES and len(inputs) == 2 and largest > _CANCELS * size:
-        return f"Cancellation: {of_numbers}, leaves {size:.1g}, off by {error:.1%}"
-    zeros = underflow(narrow, wide)
-    if zeros > _FEW_ZEROS:
-        return (
-            f"Underflow: {zeros:.0%} of the results of {kind} are 0 in {dtype} and not in "
-            f"float32, where they are about {size:.1g}"
+        what = f"Cancellation: {what}, and leaves {size:.1g}"
+    elif zeros > _FEW_ZEROS:
+        what = (
+            f"Underflow: {zeros:.0%} of the results of {kind} are 0 in {dtype} and not in float32, "
+            f"where they are about {size:.1g}"
         )
-    if terms > 1:
-        return f"{kind}, a sum over {terms:,} values in {dtype}, is off by {error:.2%}"
-    return f"{of_numbers}, is off by {error:.2%}"
+    return after / max(before, UNIT_ROUNDOFF[dtype]), what
 
 
-def _terms(kind: str, inputs: Sequence[_Both], outputs: Sequence[_Both]) -> int:
+def _terms(kind: str, inputs: Sequence[_Both], result: np.ndarray) -> int:
     """Returns how many terms are summed for each result of an operation."""
-    sizes = [values.size for values, _ in inputs]
-    result = max(values.size for values, _ in outputs)
-    if not sizes or not result:
-        return 1
-    if kind == "Cumsum":
-        return max(inputs[0][0].shape)
-    if kind in _REDUCTIONS:
-        return sum(sizes) // result
-    if kind == "Conv2D" and len(sizes) == 2:
-        return math.prod(inputs[1][0].shape[:-1])
-    if kind in _PRODUCTS and len(sizes) == 2:
-        left, right, made = (math.prod(each.shape[-2:]) for each, _ in (*inputs, outputs[0]))
+    shapes = [values.shape for values, _ in inputs]
+    if kind in _REDUCTIONS and result.size:
+        return sum(map(math.prod, shapes)) // result.size
+    if kind == "Cumsum" and shapes:
+        return max(shapes[0])
+    if kind == "Conv2D" and len(shapes) == 2:
+        return math.prod(shapes[1][:-1])
+    if kind in _PRODUCTS and len(shapes) == 2 and result.size:
+        left, right, made = (math.prod(each[-2:]) for each in (*shapes, result.shape))
         return max(1, round(math.sqrt(left * right / made)))
     return 1
 
@@ -499,15 +572,15 @@ def _report(run: Run, other: Run, scale: float) -> Report:
         other: Run in float32.
         scale: float. The loss scale that training begins with.
     """
-    layers, rows = layers_by_path(run.model), {}
-    names = {id(weight): name for name, weight in named_weights(run.model).items()}
+    layers, rows = layers_by_path(run.model), []
+    names = {id(weight): name for name, weight in runs.named_weights(run.model).items()}
     of_weights = {
         names[id(weight)]: ("gradient", path, layer.compute_dtype)
         for path, (weight, layer) in variables_by_path(run.model).items()
     }
     # If the run had to lower the loss scale, gradients overflow at the one before.
     at = 2 * run.loss_scale if run.loss_scale < scale else math.inf
-    at = at if are_finite(run.all_gradients()) else run.loss_scale
+    at = at if records.are_finite(run.all_gradients()) else run.loss_scale
     for call, wide in zip(run.calls, other.calls):
         is_shown = call.path in layers and not isinstance(call.layer, tf.keras.Model)
         for (side, name), exact in wide.quantities.items():
@@ -518,7 +591,7 @@ def _report(run: Run, other: Run, scale: float) -> Report:
             what = of_weights.get(name, (of_output, call.path, value.tensor.dtype.name))
             row = Row(*what, Histogram.count(exact.tensor))
             if row.is_scaled:
-                lost = underflow(value.values, exact.values)
+                lost = records.underflow(value.values, exact.values)
                 row = row._replace(overflowed_at=at, is_noise=exact.is_noise, lost=lost)
-            rows[row.key] = rows[row.key] + row if row.key in rows else row
-    return Report(list(rows.values()), step=0, counted=1, loss_scale=scale)
+            rows.append(row)
+    return Report(rows, step=0, counted=1, loss_scale=scale)

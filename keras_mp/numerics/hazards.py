@@ -6,7 +6,6 @@ yields what is `Observed`: a suspicious place, the tensors that tell whether it 
 is said of it then.
 """
 
-import itertools
 import math
 from collections.abc import Iterator
 
@@ -288,26 +287,21 @@ def small_gradients(step: TracedStep) -> Iterator[Observed]:
     """Gradients in float16 are too small for it, and nothing scales the loss."""
     if step.scaling is not None or step.optimizer is None:
         return
-    products = step.backward_products
     # Where a kernel of float16 is slow, keras_mp computes in float32 and rounds.
-    rounded = [to.outputs[0] for each in products for to in each.consumers() if to.type == "Cast"]
-    made = [each for each in (*products, *rounded) if each.dtype == tf.float16]
-    if not made:
-        return
-    sizes = [tf.abs(as_float32(each)) for each in made]
-    # What vanishes in a cast of the backward pass is 0 in all gradients behind it.
-    gone = [
-        tf.math.count_nonzero((each.outputs[0] == 0) & (each.inputs[0] != 0))
+    rounded = [
+        each.inputs[0]
         for each in step.in_16_bits(("Cast",), forward=False)
-        if origins.is_of_backward_pass(each.name)
+        if origins.is_of_backward_pass(each.inputs[0].op.name)
+        if each.outputs[0].dtype == tf.float16
     ]
-    small, others = (
-        tf.cast(
-            tf.add_n([tf.math.count_nonzero((size > 0) & (size < limit)) for size in sizes] + gone),
-            tf.float64,
-        )
+    made = [each for each in step.backward_products if each.dtype == tf.float16]
+    if not (sizes := [tf.abs(as_float32(each)) for each in (*rounded, *made)]):
+        return
+    counts = (
+        tf.add_n([tf.math.count_nonzero((size > 0) & (size < limit)) for size in sizes])
         for limit in (_SMALLEST_NORMAL, np.inf)
     )
+    small, others = (tf.cast(each, tf.float64) for each in counts)
     share = tf.math.divide_no_nan(small, others)
     yield Observed(
         "the training step",
@@ -352,8 +346,8 @@ def factors(step: TracedStep) -> Iterator[Observed]:
 
 def clipping(step: TracedStep) -> Iterator[Observed]:
     """Gradients are clipped while they are still multiplied by the loss scale."""
-    clips = (o for o in step.scaled if origins.is_made_in(o, _CLIPPING) and origins.is_users(o))
-    for operation in itertools.islice(clips, 1):
+    clips = [o for o in step.scaled if origins.is_made_in(o, _CLIPPING) and origins.is_users(o)]
+    for operation in clips[:1]:
         gradient = next(tensor for tensor in operation.inputs if tensor.op in step.scaled)
         largest = tf.reduce_max(tf.abs(as_float32(gradient)))
         yield Observed(

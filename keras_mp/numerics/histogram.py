@@ -246,6 +246,12 @@ class Histogram:
         low = where.zero - small + (not is_above_a_power)
         return Window(low, where.infinite[0] - large - (column >= where.infinite[1]))
 
+    def to_dict(self) -> dict[str, int]:
+        """Returns how many values have which exponent, and how many are none, as JSON has it."""
+        special = {"zero": self.zeros, "inf": self.infinities, "nan": self.nans}
+        counts = {str(exponent): count for exponent, count in self.exponents.items()}
+        return counts | {name: count for name, count in special.items() if count}
+
     def __add__(self, other: "Histogram") -> "Histogram":
         return Histogram(self.bins + other.bins)
 

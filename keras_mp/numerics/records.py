@@ -7,27 +7,20 @@ such runs.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.numerics.results import Finding, Result
-from keras_mp.support import kept_casts, text_tables
+from keras_mp.support import kept_casts
 
 # A larger tensor is represented by so many of its numbers.
 _MOST_VALUES = 2**16
 
 # The largest relative error of rounding to the nearest number of a dtype.
-UNIT_ROUNDOFF = {
-    "float16": 2.0**-11,
-    "bfloat16": 2.0**-8,
-    "float32": 2.0**-24,
-    "float64": 2.0**-53,
-}
+UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 
 # The smallest numbers above 0.
 SMALLEST = {
@@ -47,8 +40,6 @@ LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 LIMIT = 16.0
 
 SIDES = ("forward", "backward")
-
-_EXPLAINED = "Rounding explains all differences."
 
 # How far a run with noise moves each number at most, in unit roundoffs: twice as far as rounding
 # does. A few such runs then also flip the ReLUs that rounding may flip. (The mean error of rounding
@@ -114,16 +105,13 @@ def _ratio(distance: float, size: float) -> float:
     return distance / size if size else distance and math.inf
 
 
-# What is this much smaller than the largest number may be what float32 leaves of a sum that is 0.
-_OF_ROUNDING = 2.0**-20
-
-
 def underflow(value: np.ndarray, reference: np.ndarray) -> float:
     """Returns which share of the reference's non-zero numbers is zero, or missing, in `value`."""
     if value.shape != reference.shape:
         return 1.0
     size = np.abs(reference)
-    there = size > _OF_ROUNDING * np.max(size, initial=0.0)
+    # What is much smaller than the largest number may be what float32 leaves of a sum that is 0.
+    there = size > 2.0**-20 * np.max(size, initial=0.0)
     return float(np.mean(value[there] == 0)) if there.any() else 0.0
 
 
@@ -193,20 +181,13 @@ def jitter() -> Noise:
     return Noise(_JITTER / NOISE, seed=0)
 
 
-@functools.lru_cache(maxsize=32)
-def _sampled(size: int) -> tf.Tensor:
-    """Returns which numbers of a large tensor are looked at: the same ones in every run.
-
-    At equal distances they could all be of the same few features.
-    """
-    return tf.constant(np.random.default_rng(0).integers(0, size, _MOST_VALUES))
-
-
 def sample(value: tf.Tensor | tf.Variable | np.ndarray) -> np.ndarray:
     """Returns the numbers of a tensor, or of a large one a sample, as a vector of float64."""
     flat = tf.reshape(tf.convert_to_tensor(value), [-1])
-    size = flat.shape[0] or 0
-    return array(tf.gather(flat, _sampled(size)) if size > _MOST_VALUES else flat)
+    if (size := flat.shape[0] or 0) > _MOST_VALUES:
+        # The same ones in every run. At equal distances they could all be of the same few features.
+        flat = tf.gather(flat, np.random.default_rng(0).integers(0, size, _MOST_VALUES))
+    return array(flat)
 
 
 def off(narrow: Iterable[tf.Tensor], wide: Iterable[tf.Tensor]) -> float:
@@ -269,137 +250,6 @@ class Quantity:
         return self.explained > MOST_NOISE * self.size
 
 
-class ComparedLayer(NamedTuple):
-    """One call of a layer.
-
-    Attributes:
-        path: str. The names of the layers from below the model to this one; of the model its name.
-        kind: str. Its class.
-        dtype: str. The narrowest dtype that it computes in or returns.
-        output: Distance of what it returned, all layers before it included; None where it returned
-            no floating point number.
-        gradient: Distance of the gradients of what it returned and of its weights, whichever is
-            further, all layers after it included.
-    """
-
-    path: str
-    kind: str
-    dtype: str
-    output: Distance | None = None
-    gradient: Distance | None = None
-
-    @property
-    def units(self) -> float:
-        """The larger one of the distances, in units of what rounding explains."""
-        return max((each.units for each in (self.output, self.gradient) if each), default=0.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison(Result):
-    """Where two runs part. Its `str` is a table.
-
-    Attributes:
-        name: str. The run that was looked at.
-        reference: str. The one that it was compared with.
-        layers: list of ComparedLayer, in the order in which the layers returned.
-        findings: list of `Finding`, in the order in which things happened: the forward pass first.
-            Layers that only pass on what another one did are not among them. Empty where rounding
-            explains all.
-        losses: the loss of the run and that of the reference.
-        loss_scale: float. What the loss was multiplied by in the run.
-        batches: int. Of how many batches it is the one that is furthest off, with the findings of
-            all.
-
-    Example:
-
-    >>> from keras_mp.numerics.records import Comparison
-    >>> comparison = Comparison("16 bits", "float32", [], [], (0.5, 0.5), 1.0)
-    >>> print(comparison)
-    Rounding explains all differences. 16 bits and float32
-    """
-
-    name: str
-    reference: str
-    layers: list[ComparedLayer]
-    findings: list[Finding]
-    losses: tuple[float, float]
-    loss_scale: float
-    batches: int = 1
-
-    @classmethod
-    def of_batches(cls, found: "Sequence[Comparison]") -> "Comparison":
-        """Returns the comparison that is furthest off, with the worst finding of each place."""
-        findings: dict[tuple[str, str], Finding] = {}
-        for each in (finding for one in found for finding in one.findings):
-            key = (each.path, each.hazard)
-            findings[key] = max(findings.get(key, each), each, key=lambda one: one.units or 0.0)
-        worst = max(
-            found,
-            key=lambda one: (one.is_judged, max((row.units for row in one.layers), default=0)),
-        )
-        return dataclasses.replace(worst, findings=list(findings.values()), batches=len(found))
-
-    @property
-    def is_judged(self) -> bool:
-        """Whether the reference has a finite loss, or there are findings.
-
-        Example:
-
-        >>> nan = float("nan")
-        >>> from keras_mp.numerics.records import Comparison
-        >>> Comparison("16 bits", "float32", [], [], (nan, nan), 1.0).is_judged
-        False
-        """
-        return bool(self.findings) or math.isfinite(self.losses[1])
-
-    def _lines(self, rows: int | None) -> Iterator[str]:
-        if rows is not None and self.is_judged and not self.findings:
-            names = (text_tables.fitted(each, 30) for each in (self.name, self.reference))
-            yield f"{_EXPLAINED} {' and '.join(names)}"
-            return
-        scope = f", the worst of {self.batches} batches" if self.batches > 1 else ""
-        head = f"{self.name}, compared with {self.reference}{scope}"
-        yield from text_tables.wrapped(head, "   ")
-        scale = f", at a loss scale of {self.loss_scale:g}" if self.loss_scale != 1 else ""
-        yield f"Loss: {self.losses[0]:.6g} and {self.losses[1]:.6g}{scale}"
-        yield ""
-        if self.findings:
-            yield "Further apart than rounding explains:"
-            for i, finding in enumerate(self.findings[:rows], 1):
-                line = f"{i}. {finding.hazard}, in {finding.where}: {finding.why}"
-                yield from [line] if rows is None else text_tables.wrapped(line, "   ")
-            yield from text_tables.more(len(self.findings[rows:]) if rows else 0, "finding")
-        elif self.is_judged:
-            yield _EXPLAINED
-        else:
-            yield "Nothing can be said: the loss of the reference is not finite either."
-        yield ""
-        named = {finding.path for finding in self.findings}
-        cells = []
-        for row in self.layers:
-            both, is_named = (row.output, row.gradient), row.path in named
-            cells.append(
-                text_tables.RankedRow(
-                    (f"{row.path} ({row.kind})", row.dtype, *map(_cell, both)),
-                    (float(is_named), row.units),
-                    (row.kind, row.dtype, is_named, row.units > LIMIT),
-                )
-            )
-        header = ("Layer", "Dtype", "Output", "Gradient")
-        yield from text_tables.shortened(header, cells, rows, left=(0, 1))
-        yield ""
-        yield "Relative distances, and in parentheses in units of what rounding explains."
-
-
 def share_off(distance: float) -> str:
     """Returns a relative distance, as tables have it."""
     return (f"{distance:.1e}" if distance else "0") if math.isfinite(distance) else "not finite"
-
-
-def _cell(distance: Distance | None) -> str:
-    if distance is None:
-        return "-"
-    text = share_off(distance.relative)
-    if distance.relative in (0, math.inf):
-        return text
-    return f"{text} ({distance.units:.{1 if distance.units < 100 else 0}f})"

@@ -3,18 +3,10 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from keras_mp.numerics.histogram import (
-    EVERYWHERE,
-    Fate,
-    Histogram,
-    Window,
-    exponent_of,
-    format_of,
-    round_down,
-)
+from keras_mp.numerics.histogram import EVERYWHERE, Fate, Histogram, Window, exponent_of, round_down
 from keras_mp.numerics.results import Result
 from keras_mp.support import text_tables, validation
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -22,7 +14,6 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 # Kind and path of a row.
 RowKey = tuple[str, str]
 
-SCALED = ("gradient", "output gradient")
 KINDS = ("gradient", "output", "output gradient", "weight")
 
 # Which share of a gradient may become zero: a few values of a large one are always next to zero.
@@ -75,12 +66,17 @@ class Row(NamedTuple):
     @property
     def is_scaled(self) -> bool:
         """Whether the loss scale multiplies it."""
-        return self.kind in SCALED
+        return self.kind in ("gradient", "output gradient")
 
     @property
     def is_lost(self) -> bool:
         """Whether it is infinite or NaN wherever it is not zero."""
         return not self.histogram.exponents and self.histogram.zeros < self.histogram.total
+
+    @property
+    def layer(self) -> str:
+        """The path of its layer."""
+        return self.path.rpartition("/")[0] if self.kind in ("gradient", "weight") else self.path
 
     def fate(self, dtype: str, loss_scale: float = 1.0) -> Fate:
         """Returns what becomes of the values in a dtype.
@@ -114,13 +110,12 @@ class Row(NamedTuple):
         Args:
             loss_scale: float. The loss scale at which it was computed.
         """
-        histogram = self.histogram
-        is_rounded = self.dtype in LOW_PRECISION_NAMES and self.is_scaled and self.lost is None
-        if not is_rounded or histogram.zeros <= TOLERANCE * histogram.total:
+        of = self.histogram
+        if self.dtype not in LOW_PRECISION_NAMES or not self.is_scaled or self.lost is not None:
             return False
-        smallest = min(histogram.exponents, default=None)
-        normal, _ = format_of(self.dtype).normal
-        return smallest is None or smallest + math.log2(loss_scale) <= normal
+        fate = self.fate(self.dtype, round_down(loss_scale))
+        are_small = fate.zero + fate.subnormal > 0 or not fate.values
+        return are_small and of.zeros > TOLERANCE * of.total
 
     def __add__(self, other: "Row") -> "Row":
         lost = [each for each in (self.lost, other.lost) if each is not None]
@@ -166,16 +161,17 @@ class Report(Result):
     loss_scale: float
 
     def __post_init__(self) -> None:
-        self.rows = sorted(self.rows, key=lambda row: KINDS.index(row.kind))
+        rows: dict[RowKey, Row] = {}
+        for row in sorted(self.rows, key=lambda row: KINDS.index(row.kind)):
+            rows[row.key] = rows[row.key] + row if row.key in rows else row
+        self.rows = list(rows.values())
 
     def __getitem__(self, row: RowKey) -> Row:
-        for each in self.rows:
-            if each.key == tuple(row):
-                return each
-        raise KeyError(
-            f"Expected the kind and path of a row: {[each.key for each in self.rows]}. "
-            f"Received: {row!r}"
-        )
+        rows = {each.key: each for each in self.rows}
+        if row not in rows:
+            expected = f"Expected the kind and path of a row: {list(rows)}"
+            raise KeyError(f"{expected}. Received: {row!r}")
+        return rows[row]
 
     @property
     def rows_in_16_bits(self) -> list[Row]:
@@ -196,15 +192,15 @@ class Report(Result):
         Runs with noise tell. Where there were none, it is what is smaller than another gradient of
         its layer by a factor of 2^18.
         """
-        sizes = [
-            (row.key, row.path.rpartition("/")[0], max(row.histogram.exponents))
+        sizes = {
+            row.key: (row.layer, max(row.histogram.exponents))
             for row in self.rows
             if row.kind == "gradient" and row.is_noise is None and row.histogram.exponents
-        ]
+        }
         largest: dict[str, int] = {}
-        for _, layer, size in sizes:
+        for layer, size in sizes.values():
             largest[layer] = max(size, largest.get(layer, size))
-        small = {key for key, layer, size in sizes if size <= largest[layer] - _NOISE}
+        small = {key for key, (layer, size) in sizes.items() if size <= largest[layer] - _NOISE}
         return small | {row.key for row in self.rows if row.is_noise}
 
     def window(self, dtype: str, tolerance: float = TOLERANCE) -> Window:
@@ -249,31 +245,26 @@ class Report(Result):
         noise = self.noise
         of_rows = [_ranked(row, dtype, scale, noise, rows is None) for row in self.rows]
         table = text_tables.shortened(header, of_rows, rows, left=(0, 1, 2, 6, 10), name=1)
-        return "\n".join([*self._head(dtype, scale), "", *table])
+        return "\n".join([*text_tables.wrapped(self._head(dtype, scale)), "", *table])
 
-    def _head(self, dtype: str, loss_scale: float) -> list[str]:
-        window = self.window(dtype)
-        unknown = [row for row in self.rows if row.has_unknown_zeros(self.loss_scale)]
-        # Nothing is known about values that became zero on the way.
-        about = "of the values that are left, " if unknown else ""
-        seen = f"{self.counted} of {self.step} steps counted" if self.step else self.where
+    def _head(self, dtype: str, loss_scale: float) -> str:
+        window, scale = self.window(dtype), math.log2(loss_scale)
         head = (
-            f"{dtype} at a loss scale of 2^{math.log2(loss_scale):.0f}; {seen}; {about}no gradient "
-            f"loses more than {100 * TOLERANCE:g} % at: {window}"
+            f"{dtype} at a loss scale of 2^{scale:.0f}; {self.where}; no gradient loses more than "
+            f"{100 * TOLERANCE:g} % at: {window}"
         )
         ratios = [
-            f"2^{math.log2(loss_scale) - end:g} times the {name} end"
+            f"2^{scale - end:g} times the {name} end"
             for name, end in zip(("low", "high"), window)
             if abs(end) < EVERYWHERE.high and not window.is_empty
         ]
         head += f" (the loss scale is {' and '.join(ratios)})" if ratios else ""
-        lines = text_tables.wrapped(head)
-        if unknown:
-            lines += text_tables.wrapped(
-                f"The zeros of {len(unknown)} gradients may be values that were too small for "
+        if unknown := [row for row in self.rows if row.has_unknown_zeros(self.loss_scale)]:
+            head += (
+                f". The zeros of {len(unknown)} gradients may be values that were too small for "
                 f"{unknown[0].dtype}, such as those of {unknown[0].path}: ask check."
             )
-        return lines
+        return head
 
     @property
     def where(self) -> str:
@@ -290,23 +281,8 @@ class Report(Result):
 
     def __add__(self, other: "Report") -> "Report":
         first, last = sorted([self, other], key=lambda report: report.step)
-        rows = {row.key: row for row in first.rows}
-        for row in last.rows:
-            rows[row.key] = rows[row.key] + row if row.key in rows else row
         counted = first.counted + last.counted
-        return dataclasses.replace(last, rows=list(rows.values()), counted=counted)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything as JSON has it: of each row how many values have which exponent."""
-        rows = []
-        for row in self.rows:
-            histogram = row.histogram
-            counts: dict[str, Any] = {str(e): n for e, n in histogram.exponents.items()}
-            special = histogram.zeros, histogram.infinities, histogram.nans
-            counts |= {name: n for name, n in zip(("zero", "inf", "nan"), special) if n}
-            rows.append({**row._asdict(), "histogram": counts})
-        own = {name: getattr(self, name) for name in ("step", "counted", "loss_scale")}
-        return {**own, "rows": rows}
+        return dataclasses.replace(last, rows=[*first.rows, *last.rows], counted=counted)
 
 
 def _ranked(
@@ -390,43 +366,34 @@ def advise(
     validation.number("tolerance", tolerance, at_least=0, at_most=1)
     dtype, where = report.dtype, report.where
     rows = [row for row in report.rows_in_16_bits if row.key not in report.noise]
+    too_large = [
+        (row.path, f"{_loss(row, dtype)}, {where}")
+        for row in rows
+        if row.kind == "output" and row.fate(dtype).infinite
+    ]
 
     def owners(lost: Iterable[tuple[str, str]]) -> dict[str, str]:
-        whys: dict[str, str] = {}
-        for path, why in lost:
-            if layer := owner(path):
-                whys.setdefault(layer, why)
-        return whys
+        known = [(layer, why) for path, why in lost if (layer := owner(path))]
+        return {layer: dict(reversed(known))[layer] for layer, _ in known}
 
-    then, loss_scale, whys = [], None, owners([*_overflowing(rows, dtype, where), *forward.items()])
+    whys, said, loss_scale = owners([*too_large, *forward.items()]), [], None
     if not whys:
         scaled = [row for row in rows if row.is_scaled]
-        lost, then, loss_scale = _of_windows(report, scaled, tolerance)
+        lost, said, loss_scale = _of_windows(report, scaled, tolerance)
         whys = owners(lost)
-    is_lost = bool(whys or loss_scale)
-    if not whys and not then:
-        whys = owners(backward.items())
-    sentences = [f"Run `{layer}` in float32: {why}." for layer, why in whys.items()] + then
     fates = [row.histogram.fate("bfloat16") for row in rows]
     # Nothing is known about what was not finite.
-    is_unknown = any(row.histogram.infinities + row.histogram.nans for row in rows)
-    is_kept = not is_unknown and not any(fate.zero or fate.infinite for fate in fates)
-    if dtype == "float16" and is_lost and not forward and is_kept:
-        sentences.append(
+    bad = sum(row.histogram.infinities + row.histogram.nans for row in rows)
+    if not whys and not said:
+        whys = owners(backward.items())
+    elif dtype == "float16" and not (forward or bad or any(x.zero or x.infinite for x in fates)):
+        said.append(
             "bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of "
             f"{sum(fate.values for fate in fates):,} values none becomes zero or infinite, "
             f"{where}. (It keeps 8 bits of each value, float16 11.)"
         )
-    return Advice(sentences, dict.fromkeys(whys, "float32"), loss_scale)
-
-
-def _overflowing(rows: Sequence[Row], dtype: str, where: str) -> Iterator[tuple[str, str]]:
-    """Yields the layers whose outputs a dtype does not hold, and why."""
-    for row in rows:
-        fate = row.fate(dtype)
-        if row.kind == "output" and fate.infinite:
-            share = _share(fate.infinite, fate.values)
-            yield row.path, f"{share} of its output is beyond {dtype}, {where}"
+    sentences = [f"Run `{layer}` in float32: {why}." for layer, why in whys.items()]
+    return Advice(sentences + said, dict.fromkeys(whys, "float32"), loss_scale)
 
 
 def _of_windows(
@@ -440,54 +407,43 @@ def _of_windows(
     now, dtype, where = exponent_of(round_down(report.loss_scale)), report.dtype, report.where
     overflowed = [row for row in rows if row.dtype == dtype and math.isfinite(row.overflowed_at)]
     if infinite := [row for row in overflowed if row.is_lost]:
-        at = _power(infinite[0].overflowed_at)
-        others = f" (and of {len(infinite) - 1} more)" if len(infinite) > 1 else ""
+        at, such = f"2^{math.log2(infinite[0].overflowed_at):.0f}", f"such as `{infinite[0].path}`"
         sentence = (
-            f"No loss scale helps: at {at} all of `{infinite[0].path}`{others} is infinite or NaN, "
-            f"{where}, so its size is unknown."
+            f"No loss scale helps: nothing is finite at {at}, {where}, of {len(infinite)} "
+            f"gradients, {such}. Their size is unknown."
         )
         return [], [sentence], None
     has_lost = overflowed or any((row.lost or 0.0) > tolerance for row in rows)
+    windows = [_allowed(row, dtype, tolerance, now) for row in rows]
     # If no scale is small enough, it is a layer that has to change.
-    if not has_lost or any(row.overflowed_at <= 1 for row in rows):
-        return [], [], None
-    windows = [(row, _allowed(row, dtype, tolerance, now)) for row in rows]
-    low, high = functools.reduce(Window.__and__, (window for _, window in windows))
-    if low <= now <= high or (dtype == "bfloat16" and low == 0 <= high):
+    is_helpless = any(row.overflowed_at <= 1 for row in rows)
+    if not has_lost or is_helpless or all(now in window for window in windows):
         return [], [], None
     # If nothing suits all, it is what suits most.
     best = max(
-        sorted({end for _, window in windows for end in window}),
-        key=lambda end: sum(end in window for _, window in windows),
+        sorted({end for window in windows for end in window}),
+        key=lambda end: sum(end in window for window in windows),
     )
-    suited = [window for _, window in windows if best in window]
+    suited = [window for window in windows if best in window]
     low, high = functools.reduce(Window.__and__, suited, EVERYWHERE)
-    lost = []
-    for row, window in windows:
-        if best in window:
-            continue
-        # At the nearest scale that suits the others; at its own, if nothing suits it.
-        end = high if window.low > best else low
-        end = max(window.high, 0) if window.is_empty else end
-        layer = row.path.rpartition("/")[0] if row.kind == "gradient" else row.path
-        lost.append((layer, f"{_loss(row, dtype, 2.0**end)} at 2^{end}, {where}"))
-    if not suited:
-        return lost, [], None
     # In the middle of the window, and rather lower, since gradients grow at times. Other batches
     # may have larger ones, so what suits a batch is no scale to keep.
-    scale = 2.0 ** ((low + high) // 2)
-    start, lose = "Start", "no gradient loses more than"
-    if lost:
-        start, lose = "Then start", "the other gradients lose no more than"
+    start = (low + high) // 2 if suited else now
+    lost = [
+        (row.layer, f"{_loss(row, dtype, 2.0**start)} at 2^{start}, {where}")
+        for row, window in zip(rows, windows)
+        if best not in window
+    ]
+    if not suited:
+        return lost, [], None
     sentence = (
-        f"{start} the loss scale at {_power(scale)}: between 2^{low} and 2^{high} {lose} "
-        f"{100 * tolerance:g} %, {where}."
+        f"Start the loss scale at 2^{start}: between 2^{low} and 2^{high} no gradient in {dtype} "
+        f"loses more than {100 * tolerance:g} %, {where}."
     )
-    fates = [(row.fate(dtype, 2.0**now), row) for row in rows]
-    fate, worst = max(fates, key=lambda each: each[0].share("zero") + each[0].share("infinite"))
-    if not lost and (fate.zero or fate.infinite):
-        sentence += f" At 2^{now}, {_loss(worst, dtype, 2.0**now)}."
-    return lost, [sentence], scale
+    shares = [sum(map(row.fate(dtype, 2.0**now).share, ("zero", "infinite"))) for row in rows]
+    if any(shares):
+        sentence += f" At 2^{now}, {_loss(rows[shares.index(max(shares))], dtype, 2.0**now)}."
+    return lost, [sentence], 2.0**start
 
 
 def _allowed(row: Row, dtype: str, tolerance: float, now: int) -> Window:
@@ -501,25 +457,17 @@ def _allowed(row: Row, dtype: str, tolerance: float, now: int) -> Window:
     return window
 
 
-def _loss(row: Row, dtype: str, loss_scale: float) -> str:
-    """Says how much of a gradient a dtype loses at a loss scale."""
+def _loss(row: Row, dtype: str, loss_scale: float = 1.0) -> str:
+    """Says how much of a row a dtype loses at a loss scale."""
     fate = row.fate(dtype, loss_scale)
     lost, how = (fate.infinite, "beyond") if fate.infinite else (fate.zero, "below")
-    name = f"`{row.path}`" if row.kind == "gradient" else f"the gradient of `{row.path}`'s output"
-    return f"{_share(lost, fate.values)} of {name} is {how} {dtype}"
-
-
-def _share(count: int, total: int) -> str:
-    """Returns a share of the values, in words."""
-    share = 100 * count / max(total, 1)
-    return f"{count:,} of {total:,} values" if share < 0.1 else f"{share:.1f} %"
+    name = f"`{row.path}`" if row.kind == "gradient" else f"the {row.kind} of `{row.path}`"
+    share = 100 * lost / max(fate.values, 1)
+    of = f"{lost:,} of {fate.values:,} values" if share < 0.1 else f"{share:.1f} %"
+    return f"{of} of {name} is {how} {dtype}"
 
 
 def _percent(count: int, total: int) -> str:
     """Returns a share as text, which is empty only for zero."""
     share = 100 * count / max(total, 1)
     return "" if not count else "<0.1 %" if share < 0.1 else f"{share:.1f} %"
-
-
-def _power(scale: float) -> str:
-    return f"2^{math.log2(scale):.0f}"

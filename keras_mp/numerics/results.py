@@ -76,9 +76,10 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Returns all of it as dicts, lists, strings and numbers, as JSON has them.
 
-        Infinity is the string "inf" in JSON, which has no such number.
+        Infinity is the string "inf", since JSON has no such number.
         """
-        return dataclasses.asdict(cast(Any, self))
+        fields = (each.name for each in dataclasses.fields(cast(Any, self)) if each.compare)
+        return plain({name: getattr(self, name) for name in fields})
 
     def to_json(self, path: str | os.PathLike | None = None) -> str:
         """Returns all of it as JSON, and writes it to a file.
@@ -96,9 +97,9 @@ class Result:
 
 
 def plain(value: Any) -> Any:
-    """Returns a result as dicts, lists, strings and numbers."""
-    if hasattr(value, "_asdict"):
-        value = value._asdict()
+    """Returns a result, or a part of one, as dicts, lists, strings and numbers."""
+    for method in ("to_dict", "_asdict"):
+        value = getattr(value, method)() if hasattr(value, method) else value
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -112,7 +113,9 @@ def plain(value: Any) -> Any:
 # about 1, and few that train have weights of more than 10.
 LARGE_INPUTS, LARGE_WEIGHTS = 1000.0, 100.0
 
-_NORMALIZE = "for example with tf.keras.layers.Normalization"
+_NORMALIZE = (
+    "Normalize the inputs first, in float32, with tf.keras.layers.Normalization or Rescaling."
+)
 _RESTART = "lower the learning rate, and restart from earlier weights"
 
 # By cause, a sentence that a tool completes with what it has measured.
@@ -131,9 +134,8 @@ SAID = {
 # By cause, what to change.
 CURES = {
     "weights": f"Training has diverged: {_RESTART}. If such weights are intended: ",
-    "inputs": f"Normalize the inputs first, in float32, {_NORMALIZE}. Or: ",
-    "an input": f"Normalize the inputs first, in float32, {_NORMALIZE} or Rescaling as the first "
-    "layer.",
+    "inputs": f"{_NORMALIZE} Or: ",
+    "an input": _NORMALIZE,
     "a constant": "Use a number that the dtype can represent: at most {largest:.5g}. For a mask, "
     "use its lowest number, {lowest:.5g}, or tf.where on the result.",
     "too large": "Compute it in float32, or scale its inputs down.",

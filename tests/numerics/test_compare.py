@@ -77,16 +77,16 @@ def gradient_that_underflows(x):
 
 
 DEFECTS = {
-    epsilon_of_zero: ("forward", "a constant of 1e-08, which is 0 in float16"),
-    long_sum: ("forward", "Overflow: Sum, a sum over 100,000 values"),
-    products: ("forward", "Overflow: BatchMatMulV2, a sum over 16 values"),
+    epsilon_of_zero: ("forward", "a constant of 1e-08: 0 in float16"),
+    long_sum: ("forward", "Overflow: Sum (a sum over 100,000 values)"),
+    products: ("forward", "Overflow: BatchMatMulV2 (a sum over 16 values)"),
     square: ("forward", "Overflow: Square reaches"),
     shifted: ("forward", "Cancellation: Sub of numbers of about 3e+03"),
-    mask_of_minus_1e9: ("forward", "a constant of 1e+09, which is infinite in float16"),
+    mask_of_minus_1e9: ("forward", "a constant of 1e+09: infinite in float16"),
     small_steps: ("forward", "of the results of Square are 0 in float16"),
     far_positions: ("forward", "Sin of numbers of about 5.01e+03, which are multiples of 4"),
     gradient_that_overflows: ("backward", "Overflow: Mul reaches"),
-    gradient_that_underflows: ("backward", "a constant of 1e-09, which is 0 in float16"),
+    gradient_that_underflows: ("backward", "a constant of 1e-09: 0 in float16"),
 }
 
 

@@ -44,13 +44,13 @@ def test_the_table_has_a_line_for_each_row():
     head = " ".join(lines[: lines.index("")])
     # What was zero may have been anything.
     assert head.startswith(
-        "float16 at a loss scale of 2^10; 10 of 100 steps counted; of the values that are left, no "
-        "gradient loses more than 0.1 % at: none The zeros of 1 gradients"
+        "float16 at a loss scale of 2^10; in 10 of 100 steps; no gradient loses more than 0.1 % "
+        "at: none. The zeros of 1 gradients"
     )
     cells = [line.split() for line in lines[lines.index("") + 1 :]]
     fine = " ".join(str(report(row(values=[2.0**-30, 2.0**4]), loss_scale=64.0)).split())
     margins = "(the loss scale is 2^0 times the low end and 2^-5 times the high end)"
-    assert f"counted; no gradient loses more than 0.1 % at: 2^6..2^11 {margins}" in fine
+    assert f"steps; no gradient loses more than 0.1 % at: 2^6..2^11 {margins}" in fine
     zero, to_zero = ["25.0", "%"], ["33.3", "%"]
     assert cells[1][:4] == ["gradient", "dense/kernel", "float16", "4"]
     assert cells[1][4:] == [*zero, "2^-40..2^3", *to_zero, *to_zero, "none"]
