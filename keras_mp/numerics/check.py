@@ -197,26 +197,6 @@ def _cure(advice: Advice) -> str:
     return f"{' and '.join(lines)}, and check again." if lines else "See the numbers above."
 
 
-def _missing(
-    model: tf.keras.Model,
-    batch: Batch,
-    loss: GivenLoss | None,
-    step: Callable[..., tf.Tensor] | None,
-) -> str | None:
-    """Returns what cannot be looked at, and why: an argument is missing."""
-    what, why = _SCALES, None
-    if compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES):
-        why = "The model does not compute in 16 bits."
-    elif step is not None:
-        why = "It is not known what `step` multiplies: pass `loss` in its place."
-    elif loss is None and not getattr(model, "loss", None):
-        what = _SCALES if has_own_train_step(model) else f"the backward pass, and {_SCALES}"
-        why = f"The loss of {model.name!r} is not known: pass `loss`, or compile the model."
-    elif batch.y is None:
-        why = "The batch has no labels: pass (x, y)."
-    return why and f"{what}. {why}"
-
-
 def check(
     model: tf.keras.Model,
     batches: Structure | Batches | tuple[Structure, ...],
@@ -275,8 +255,8 @@ def check(
     keras_api.check_model(model)
     made = batches_of.listed(model, batches)
     narrow = model if policy is None else compiled(model, policy)
-    is_given = isinstance(reference, tf.keras.Model)
-    if compute_dtypes(narrow).isdisjoint(LOW_PRECISION_NAMES) and not is_given:
+    is_wide = compute_dtypes(narrow).isdisjoint(LOW_PRECISION_NAMES)
+    if is_wide and not isinstance(reference, tf.keras.Model):
         raise ValueError(
             f"The model {model.name!r} does not compute in 16 bits. Say which policy to try: pass "
             f'policy="mixed_float16", or "mixed_bfloat16". Received: policy={policy!r}'
@@ -306,15 +286,24 @@ def check(
                 notes.append(f"{what}. {batches_of.reason(ValueError(text))}")
             return None
 
-    missing = _missing(narrow, made[0], loss, step)
-    looks = {f"{_DISTANCES}, and {_SCALES}": reference}
-    if missing is not None:
-        looks, notes = {_DISTANCES: reference}, [missing]
-    elif is_given or reference != "float32":
+    is_unknown = loss is None and not getattr(narrow, "loss", None)
+    backward = "" if has_own_train_step(narrow) else "the backward pass, and "
+    missing = {
+        f"{_SCALES}. The model does not compute in 16 bits.": is_wide,
+        f"{_SCALES}. It is not known what `step` multiplies: pass `loss` in its place.": bool(step),
+        f"{backward}{_SCALES}. The loss of {narrow.name!r} is not known: pass `loss`, or compile "
+        "the model.": is_unknown,
+        f"{_SCALES}. The batch has no labels: pass (x, y).": made[0].y is None,
+    }
+    notes += [why for why, is_so in missing.items() if is_so][:1]
+    looks, has_report = {f"{_DISTANCES}, and {_SCALES}": reference}, not notes
+    if notes:
+        looks = {_DISTANCES: reference}
+    elif reference != "float32":
         looks = {_DISTANCES: reference, _SCALES: "float32"}
     found = [[look(what, batch, each) for what, each in looks.items()] for batch in made]
     comparisons = [each[0] for each, *_ in found if each]
-    reports = [each[1] for *_, each in found if each and missing is None]
+    reports = [each[1] for *_, each in found if each and has_report]
     comparison = Comparison.of_batches(comparisons) if comparisons else None
     if comparison is not None and not comparison.is_judged and not checked.has_cause:
         notes.append("the distances. The loss of the reference is not finite either.")
