@@ -13,17 +13,11 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp.models.model_steps import has_own_train_step
-from keras_mp.numerics import origins
+from keras_mp.numerics import origins, traced_step
 from keras_mp.numerics.records import SMALLEST, UNIT_ROUNDOFF
 from keras_mp.numerics.results import Observed
 from keras_mp.numerics.run import floating, is_floating
-from keras_mp.numerics.traced_step import (
-    TracedStep,
-    before,
-    in_float32,
-    not_finite_of,
-    static_value,
-)
+from keras_mp.numerics.traced_step import TracedStep, before, in_float32, not_finite_of
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 from keras_mp.support.kept_casts import as_float32
@@ -83,7 +77,7 @@ def epsilons(step: TracedStep) -> Iterator[Observed]:
         if operation.type not in ("Add", "AddV2", "Maximum"):
             continue
         for constant, other in (operation.inputs, tuple(operation.inputs)[::-1]):
-            value, output = static_value(constant), operation.outputs[0]
+            value, output = traced_step.static_value(constant), operation.outputs[0]
             # Where keras_mp adds in float32, the constant that the program has made is cast.
             made = constant.dtype.name, before(constant, ("Cast", "Identity")).dtype.name
             dtype = next((each for each in made if each in LOW_PRECISION_NAMES), None)
@@ -324,7 +318,7 @@ def factors(step: TracedStep) -> Iterator[Observed]:
         if operation.type in _BELOW_ONE:
             takes = inputs[:1]
         for constant, other in (inputs, inputs[::-1]) if operation.type == "Mul" else ():
-            value = static_value(constant)
+            value = traced_step.static_value(constant)
             if value is None or value.size != 1:
                 continue
             factor, takes = value.item(), [other]
