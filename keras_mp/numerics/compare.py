@@ -420,7 +420,10 @@ def _alone(call: Call, wide: Call) -> tuple[Distance | None, Distance | None, fl
     in_float32 = functools.partial(runs.replay, call, wide.layer, upstream, "float32")
     unit, exact = UNIT_ROUNDOFF[call.dtype], measured(in_float32())
     runs.explain([exact], lambda noise: [measured(in_float32(noise))], unit)
-    own = _compared(measured(narrow), exact)
+    own, quantities = measured(narrow), exact.quantities.items()
+    # Gradients that are missing tell nothing here: they may be so upstream.
+    exact.quantities = {key: each for key, each in quantities if key in own.quantities}
+    own = _compared(own, exact)
     outputs = (each for (side, _), each in exact.quantities.items() if side == "forward")
     moved = max((each.explained / each.size for each in outputs if each.size), default=0.0)
     gradient = own.gradient if records.are_finite(upstream) else None
@@ -475,15 +478,17 @@ def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
     )
     kinds = ([op.kind for op in ops] for ops in (narrow, wide))
     blocks = difflib.SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks()
-    found, most = (f"Its output in {dtype} is further off than rounding explains", None), 2.0
+    about = "output" if culprit.side == "forward" else "gradient"
+    found, line = f"Its {about} in {dtype} is missing, or further off than rounding explains", None
+    most = 2.0
     for start, other, count in blocks:
         for op, exact in zip(narrow[start : start + count], wide[other : other + count]):
             pairs = zip(op.inputs, exact.inputs)
             given = _both(pair for pair in pairs if not kept[0].of(pair[:1]))
             rise, what = _told(op, exact, given, dtype)
             if rise > most:
-                found, most = (what, op.origin.line), rise
-    return found
+                found, line, most = what, op.origin.line, rise
+    return found, line
 
 
 def _both(pairs: Iterable[tuple[tf.Tensor, tf.Tensor]]) -> list[_Both]:

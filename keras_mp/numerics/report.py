@@ -364,8 +364,8 @@ def advise(
         ValueError: the tolerance is not a share.
     """
     validation.number("tolerance", tolerance, at_least=0, at_most=1)
-    dtype, where = report.dtype, report.where
-    rows = [row for row in report.rows_in_16_bits if row.key not in report.noise]
+    dtype, where, noise = report.dtype, report.where, report.noise
+    rows = [row for row in report.rows_in_16_bits if row.key not in noise]
     too_large = [
         (row.path, f"{_loss(row, dtype)}, {where}")
         for row in rows

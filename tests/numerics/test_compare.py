@@ -9,16 +9,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import common
-from tests.numerics.tools import (
-    Quantity,
-    compare,
-    dense,
-    main,
-    of_keras,
-    runners,
-    sequential,
-    underflow,
-)
+from tests.numerics import tools
+from tests.numerics.tools import Quantity, compare, dense, main, of_keras, runners, sequential
 
 # A number that is made in float16 by way of NumPy is infinite there: a Python number is not.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
@@ -144,6 +136,14 @@ def test_a_planted_defect_is_the_first_that_is_named(defect):
     assert max(map(len, text.splitlines())) <= 100
     # What was found comes before what it has spoilt.
     assert text.splitlines()[text.splitlines().index("", 3) + 2].startswith("planted (Planted)")
+
+
+def test_a_gradient_that_16_bits_cut_is_missing_in_the_layer_before():
+    cuts = model_with(lambda x: tf.stop_gradient(x) if x.dtype == tf.float16 else x)
+    [finding] = compare(cuts, *batch()).findings
+    first = cuts.layers[0].name
+    assert (finding.path, finding.hazard) == (first, "a difference in the backward pass")
+    assert "Its gradient in float16 is missing" in finding.why
 
 
 @common.once
@@ -518,5 +518,5 @@ def test_a_loss_that_amplifies_is_not_0_times_as_far_off():
 @common.once
 def test_what_rounding_leaves_of_zero_is_not_lost():
     found = np.array([1.0, 0.0])
-    assert underflow(found, np.array([1.0, 2.0**-29])) == 0.0
-    assert underflow(found, np.array([1.0, 2.0**-15])) == 0.5
+    assert tools.underflow(found, np.array([1.0, 2.0**-29])) == 0.0
+    assert tools.underflow(found, np.array([1.0, 2.0**-15])) == 0.5
