@@ -8,7 +8,6 @@ for the device until it is read.
 
 import contextlib
 import functools
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -26,10 +25,10 @@ from keras_mp.models.layer_paths import layers_by_path, paths_of_weights, variab
 from keras_mp.numerics.histogram import COLUMNS, ROWS, Histogram, count_exponents
 from keras_mp.numerics.patterns import chosen
 from keras_mp.numerics.report import KINDS, Report, Row, RowKey
+from keras_mp.step import scaled_losses
 from keras_mp.step.gradients import Gradient
 from keras_mp.support import attributes, host, marks, messages, op_callbacks, validation
 from keras_mp.support.autograph import do_not_convert
-from keras_mp.support.native_variables import native_variable
 
 _T = TypeVar("_T")
 
@@ -259,9 +258,6 @@ class _Step(observers.Observer, LayerObserver):
         self._owner, self._due, self._graph = owner, due, host.current_graph()
         self._seen: dict[RowKey, list[_Seen]] = defaultdict(list)
         self._scales: list[tf.Tensor | None] = []
-        # The variables whose gradients were shown before an optimizer that is watched as well got
-        # them.
-        self._shown_early: set[int] = set()
 
     def outputs(self, call: LayerCall, outputs: Any) -> Any:
         """Notes what a layer returns, and has the gradient of that noted."""
@@ -298,13 +294,9 @@ class _Step(observers.Observer, LayerObserver):
         scaled_by: tf.Tensor | None,
     ) -> None:
         """Notes the gradients of variables."""
-        keys = [id(native_variable(variable)) for _, variable in pairs]
-        is_new = [scaled_by is not None or key not in self._shown_early for key in keys]
-        if scaled_by is not None:
-            self._shown_early.update(keys)
-        if any(is_new) and host.current_graph() is self._graph:
+        if host.current_graph() is self._graph:
             self._scales.append(scaled_by)
-        for gradient, variable in itertools.compress(pairs, is_new):
+        for gradient, variable in pairs:
             row = "gradient", self._owner.paths.get(id(variable), "")
             if gradient is not None and row in self._owner.places:
                 self._owner.misses_gradients = False
@@ -344,16 +336,18 @@ def _told(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(apply_gradients)
     def told(grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> _T:
         pairs = list(grads_and_vars)
-        observers.tell(observers.Observer.gradients, pairs, None, None)
-        with _not_told_again():
+        with _told_once(pairs):
             return apply_gradients(pairs, *args, **kwargs)
 
     return told
 
 
 @do_not_convert
-def _not_told_again() -> contextlib.AbstractContextManager[None]:
-    """A wrapper that sums gradients over replicas tells them, too."""
+def _told_once(pairs: list[tuple[Any, Any]]) -> contextlib.AbstractContextManager[None]:
+    """Tells gradients; not those of a step of keras_mp, which does so before and inside."""
+    if scaled_losses.thread.is_applying:
+        return contextlib.nullcontext()
+    observers.tell(observers.Observer.gradients, pairs, None, None)
     others = tuple(each for each in observers.thread.observers if not isinstance(each, _Step))
     return attributes.replaced(observers.thread, "observers", others)
 
