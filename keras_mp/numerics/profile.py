@@ -143,10 +143,6 @@ class Profile(Result):
             yield f"{self.times}\n"
         yield self.census.to_text(rows)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the times and the census, as JSON has them."""
-        return {"times": self.times and self.times.to_dict(), "census": self.census.to_dict()}
-
 
 def profile(
     function: Any, *args: Any, device: str | None = None, steps: int = 9, **kwargs: Any

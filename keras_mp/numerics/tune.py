@@ -150,11 +150,6 @@ class Tuned(Result):
     def _in_16_bits(self) -> list[TunedLayer]:
         return [layer for layer in self.layers if layer.is_in_16_bits]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the policies, which `convert` takes, and all that was measured."""
-        fields = (each.name for each in dataclasses.fields(self) if each.compare)
-        return {name: getattr(self, name) for name in fields}
-
     def __repr__(self) -> str:
         return f"<Tuned {self.name!r}: {self._summary}>"
 
