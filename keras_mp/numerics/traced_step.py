@@ -1,8 +1,6 @@
 """Traces the training step of a model, for hazards to inspect its graph, and for the census."""
 
 import functools
-import itertools
-import operator
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -64,16 +62,17 @@ class TracedStep:
         self.operations = [o for o in graph.get_operations() if not _OTHER_REPLICA.search(o.name)]
 
     @functools.cached_property
+    def backward(self) -> list[tf.Operation]:
+        """Those operations that belong to the backward pass."""
+        return [each for each in self.operations if origins.is_of_backward_pass(each.name)]
+
+    @functools.cached_property
     def forward(self) -> list[tf.Operation]:
         """Those operations that neither the backward pass nor the optimizer has made."""
-        is_backward = [origins.is_of_backward_pass(each.name) for each in self.operations]
-        is_later = itertools.accumulate(is_backward, operator.or_)
+        begins = self.operations.index(self.backward[0]) if self.backward else len(self.operations)
         # The optimizer comes after the backward pass, and so may another loss.
-        return [
-            each
-            for each, is_gradient, may_apply in zip(self.operations, is_backward, is_later)
-            if not is_gradient and not (may_apply and origins.is_made_in(each, _APPLYING))
-        ]
+        later = [o for o in self.operations[begins:] if not origins.is_of_backward_pass(o.name)]
+        return self.operations[:begins] + [o for o in later if not origins.is_made_in(o, _APPLYING)]
 
     def where(self, operation: tf.Operation) -> str:
         """Returns the path of an operation's layer, or words for what is outside of layers.
@@ -109,14 +108,10 @@ class TracedStep:
     @functools.cached_property
     def backward_products(self) -> list[tf.Tensor]:
         """The gradients that products and convolutions of the backward pass return."""
-        return [
-            operation.outputs[0]
-            for operation in self.operations
-            if origins.is_of_backward_pass(operation.name) and operation.type in COUNTED
-        ]
+        return [each.outputs[0] for each in self.backward if each.type in COUNTED]
 
     @functools.cached_property
-    def scaling(self) -> tf.Operation | None:
+    def scaling(self) -> Any:
         """The operation that multiplies the loss by the loss scale, if there is one."""
         found = (o for o in self.forward if o.type == "Mul" and origins.is_made_in(o, _SCALING))
         return next(found, None)
@@ -124,7 +119,6 @@ class TracedStep:
     @property
     def scale(self) -> tf.Tensor:
         """The loss scale, where there is one, as float32."""
-        assert self.scaling is not None
         return as_float32(self.scaling.inputs[1])
 
     @functools.cached_property
