@@ -4,13 +4,13 @@ RFC 293, "The new LossScale class". This module needs TensorFlow only.
 """
 
 import numbers
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step.loss_scales import CLASSES, DynamicLossScale, FixedLossScale, LossScale
+from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE, LossScaleState, Schedule, next_state
-from keras_mp.support import messages
 
 __all__ = [
     "DynamicLossScale",
@@ -54,23 +54,21 @@ def get(loss_scale: LossScaleArgument) -> LossScale | None:
     """
     if loss_scale is None or isinstance(loss_scale, LossScale):
         return loss_scale
-    if isinstance(loss_scale, str):
-        if loss_scale == "dynamic":
-            return DynamicLossScale()
-        raise ValueError(
-            "The only string that names a loss scale is 'dynamic'. "
-            f"Expected None, 'dynamic', a positive number or a keras_mp.LossScale. "
-            f"Received: loss_scale={loss_scale!r}"
-        )
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+        return DynamicLossScale()
     if isinstance(loss_scale, dict):
         return _deserialize(loss_scale)
-    if isinstance(loss_scale, tf.compat.v1.mixed_precision.LossScale):
-        return _from_compat_v1(loss_scale)
+    older = tf.compat.v1.mixed_precision
+    if type(loss_scale) in (older.FixedLossScale, older.DynamicLossScale):
+        from keras_mp.step import older_loss_scales
+
+        return older_loss_scales.from_compat_v1(loss_scale)
     if isinstance(loss_scale, numbers.Real):
         return FixedLossScale(loss_scale)  # pyright: ignore[reportArgumentType]
-    raise TypeError(
-        "Cannot interpret `loss_scale`. Expected None, 'dynamic', a positive number or a "
-        f"keras_mp.LossScale. Received: loss_scale={loss_scale!r} (of type {type(loss_scale)})"
+    error = ValueError if isinstance(loss_scale, str) else TypeError
+    raise error(
+        "Expected None, 'dynamic', a positive number or a keras_mp.LossScale. "
+        f"Received: loss_scale={loss_scale!r} (of type {type(loss_scale)})"
     )
 
 
@@ -115,6 +113,12 @@ def serialize(loss_scale: LossScale | None) -> dict[str, Any] | None:
     return {"class_name": _name_in_files(type(loss_scale)), "config": loss_scale.get_config()}
 
 
+def _subclasses(cls: type) -> Iterator[Any]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
 def _name_in_files(cls: type) -> str:
     """Returns the name of a class in configs.
 
@@ -126,7 +130,7 @@ def _name_in_files(cls: type) -> str:
 
 def _deserialize(config: dict[str, Any]) -> LossScale:
     name = config.get("class_name")
-    classes = {_name_in_files(cls): cls for cls in CLASSES.values()}
+    classes = {_name_in_files(cls): cls for cls in _subclasses(LossScale)}
     # A class may have moved to another module since, or the file may not name its module.
     moved = [cls for cls in classes.values() if cls.__name__ == str(name).rpartition(".")[2]]
     if name not in classes and len(moved) != 1:
@@ -136,18 +140,3 @@ def _deserialize(config: dict[str, Any]) -> LossScale:
         )
     cls = classes[name] if name in classes else moved[0]
     return cls.from_config(config["config"])
-
-
-def _from_compat_v1(old: Any) -> LossScale:
-    name = type(old).__name__
-    if name not in ("FixedLossScale", "DynamicLossScale"):
-        raise TypeError(
-            "Only FixedLossScale and DynamicLossScale of tf.compat.v1.mixed_precision "
-            "can be converted; subclass keras_mp.LossScale instead. "
-            f"Received: loss_scale={old!r} (of type {type(old)})"
-        )
-    messages.warn(
-        f"tf.compat.v1.mixed_precision.{name} was converted to keras_mp.{name}: its state starts "
-        f"afresh. Pass a keras_mp.{name} to silence this."
-    )
-    return get({"class_name": name, "config": old.get_config()})  # pyright: ignore

@@ -6,7 +6,7 @@ arithmetic, and `scaled_step` looks at the gradients.
 
 import abc
 import dataclasses
-import weakref
+import operator
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,10 @@ from keras_mp.support import host, validation
 from keras_mp.support.host import chosen
 from keras_mp.support.number_operators import give_operators
 
-CLASSES: "weakref.WeakValueDictionary[Any, type[LossScale]]" = weakref.WeakValueDictionary()
+
+def _read_only(path: str, doc: str) -> Any:
+    """Returns a property that reads an attribute, or one of an attribute."""
+    return property(operator.attrgetter(path), doc=doc)
 
 
 class LossScale(tf.Module, abc.ABC):
@@ -55,10 +58,8 @@ class LossScale(tf.Module, abc.ABC):
 
     # Whether steps move the scale, and are skipped if their gradients are not finite.
     moves = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        CLASSES[cls.__module__, cls.__qualname__] = cls
+    # Those of the tensor.
+    dtype, shape = tf.float32, tf.TensorShape([])
 
     @abc.abstractmethod
     def __call__(self) -> tf.Tensor:
@@ -67,6 +68,10 @@ class LossScale(tf.Module, abc.ABC):
     @abc.abstractmethod
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments as a dict of Python values."""
+
+    def hidden_variables(self) -> dict[str, tf.Variable]:
+        """Returns the variables that are not part of checkpoints, by name."""
+        return {}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "LossScale":
@@ -83,13 +88,16 @@ class LossScale(tf.Module, abc.ABC):
     def to_compat_v1(self) -> Any:
         """Makes the `tf.compat.v1.mixed_precision` loss scale that moves as this one does.
 
-        The result starts afresh. `keras_mp.loss_scale.get` is the way back.
+        The result starts afresh, does not fall below 1, and has no ceiling but the largest float32.
+        `keras_mp.loss_scale.get` is the way back.
 
         Returns:
             A `tf.compat.v1.mixed_precision.LossScale`.
 
         Raises:
-            ValueError: TensorFlow has no such loss scale.
+            ValueError: TensorFlow has no such loss scale: the (initial) scale is below 1, or
+                `backoff_multiplier`, `hysteresis`, `min_loss_scale`, `max_loss_scale` or
+                `tolerance` is not one that TensorFlow's class has.
 
         Example:
 
@@ -97,20 +105,9 @@ class LossScale(tf.Module, abc.ABC):
         >>> scale.get_config()
         {'initial_loss_scale': 64.0, 'increment_period': 100, 'multiplier': 2.0}
         """
-        raise ValueError(
-            "Only a FixedLossScale and a DynamicLossScale have a counterpart in "
-            f"tf.compat.v1.mixed_precision. Received: {self!r} (of type {type(self)})"
-        )
+        from keras_mp.step import older_loss_scales
 
-    @property
-    def dtype(self) -> tf.DType:
-        """The dtype of the tensor, which is float32."""
-        return tf.float32
-
-    @property
-    def shape(self) -> tf.TensorShape:
-        """The shape of the tensor, which is a scalar."""
-        return tf.TensorShape([])
+        return older_loss_scales.to_compat_v1(self)
 
     def __float__(self) -> float:
         return float(self())
@@ -180,22 +177,11 @@ class FixedLossScale(LossScale):
             "loss_scale_value", loss_scale_value, at_least=SMALLEST, at_most=LARGEST
         )
 
-    @property
-    def loss_scale_value(self) -> float:
-        """The scale as a Python float."""
-        return self._loss_scale_value
+    loss_scale_value = _read_only("_loss_scale_value", "The scale as a Python float.")
 
     def __call__(self) -> tf.Tensor:
         """Returns the scale, a float32 scalar tensor."""
         return tf.constant(self._loss_scale_value, tf.float32)
-
-    def to_compat_v1(self) -> Any:
-        """Returns a `tf.compat.v1.mixed_precision.FixedLossScale`.
-
-        The scale must be at least 1.
-        """
-        value = validation.number("loss_scale_value", self._loss_scale_value, at_least=1)
-        return tf.compat.v1.mixed_precision.FixedLossScale(value)
 
     def get_config(self) -> dict[str, Any]:
         """Returns `{"loss_scale_value": ...}`."""
@@ -266,50 +252,45 @@ class DynamicLossScale(LossScale):
         tolerance: float = 0.0,
     ) -> None:
         super().__init__(name="dynamic_loss_scale")
-        multiplier = validation.number("multiplier", multiplier, above=1)
-        if backoff_multiplier is None:
-            backoff_multiplier = 1 / multiplier
-        min_loss_scale = validation.number("min_loss_scale", min_loss_scale, at_least=SMALLEST)
-        max_loss_scale = validation.number(
-            "max_loss_scale", max_loss_scale, at_least=min_loss_scale, at_most=LARGEST
-        )
-        self._initial_loss_scale = validation.number(
-            "initial_loss_scale",
-            initial_loss_scale,
-            at_least=min_loss_scale,
-            at_most=max_loss_scale,
-        )
+        number, integer = validation.number, validation.integer
+        multiplier = number("multiplier", multiplier, above=1)
+        backoff = 1 / multiplier if backoff_multiplier is None else backoff_multiplier
+        low = number("min_loss_scale", min_loss_scale, at_least=SMALLEST)
+        high = number("max_loss_scale", max_loss_scale, at_least=low, at_most=LARGEST)
+        initial = number("initial_loss_scale", initial_loss_scale, at_least=low, at_most=high)
         self._schedule = Schedule(
-            increment_period=validation.integer("increment_period", increment_period),
-            multiplier=multiplier,
-            backoff_multiplier=validation.number(
-                "backoff_multiplier", backoff_multiplier, above=0, below=1
-            ),
-            hysteresis=validation.integer("hysteresis", hysteresis),
-            min_loss_scale=min_loss_scale,
-            max_loss_scale=max_loss_scale,
-            tolerance=validation.number("tolerance", tolerance, at_least=0, below=1),
+            integer("increment_period", increment_period),
+            multiplier,
+            number("backoff_multiplier", backoff, above=0, below=1),
+            integer("hysteresis", hysteresis),
+            low,
+            high,
+            number("tolerance", tolerance, at_least=0, below=1),
         )
+        self._initial_loss_scale, self._history = initial, None
         with tf.init_scope():
             # The attribute names are the checkpoint's keys, and those are the ones that
             # TensorFlow's own loss scales have written since 2.2.
-            self.current_loss_scale = state_variable(
-                self._initial_loss_scale, tf.float32, "current_loss_scale"
-            )
+            self.current_loss_scale = state_variable(initial, tf.float32, "current_loss_scale")
             self.good_steps = state_variable(0, tf.int64, "good_steps")
             self.bad_steps = state_variable(0, tf.int64, "bad_steps")
-            # It is not part of checkpoints: what it describes shows itself again within a few
-            # steps. A `Saver` of TensorFlow 1 saves all variables, and only loads files that have
-            # all of them.
-            self._history: _HiddenVariable | None = None
+            # It is not part of checkpoints, which do not look into a function: what it describes
+            # shows itself again within a few steps. A `Saver` of TensorFlow 1 saves all variables,
+            # and only loads files that have all of them.
             if tolerance or not host.in_v1_graph():
-                start = [float(number) for number in History()]
-                self._history = _HiddenVariable(state_variable(start, tf.float32, "history"))
+                history = state_variable([float(n) for n in History()], tf.float32, "history")
+                self._history = lambda: history
 
-    @property
-    def initial_loss_scale(self) -> float:
-        """Where the scale started."""
-        return self._initial_loss_scale
+    initial_loss_scale = _read_only("_initial_loss_scale", "Where the scale started.")
+    multiplier = _read_only("_schedule.multiplier", "The factor by which the scale grows.")
+    backoff_multiplier = _read_only("_schedule.backoff_multiplier", "The factor at a bad step.")
+    hysteresis = _read_only("_schedule.hysteresis", "Bad steps in a row before the scale falls.")
+    min_loss_scale = _read_only("_schedule.min_loss_scale", "The lowest value of the scale.")
+    max_loss_scale = _read_only("_schedule.max_loss_scale", "The highest value of the scale.")
+    tolerance = _read_only("_schedule.tolerance", "The share of bad steps that is tolerated.")
+    loss_scale = _read_only("current_loss_scale", "The scale, a float32 variable.")
+    num_good_steps = _read_only("good_steps", "Good steps since it moved, an int64 variable.")
+    num_bad_steps = _read_only("bad_steps", "Bad steps in a row, an int64 variable.")
 
     @property
     def increment_period(self) -> int:
@@ -323,51 +304,6 @@ class DynamicLossScale(LossScale):
     def increment_period(self, value: int) -> None:
         period = validation.integer("increment_period", value)
         self._schedule = dataclasses.replace(self._schedule, increment_period=period)
-
-    @property
-    def multiplier(self) -> float:
-        """The factor by which the scale grows."""
-        return self._schedule.multiplier
-
-    @property
-    def backoff_multiplier(self) -> float:
-        """The factor by which the scale backs off."""
-        return self._schedule.backoff_multiplier
-
-    @property
-    def hysteresis(self) -> int:
-        """The number of consecutive non-finite steps before the scale backs off."""
-        return self._schedule.hysteresis
-
-    @property
-    def min_loss_scale(self) -> float:
-        """The lowest value of the scale."""
-        return self._schedule.min_loss_scale
-
-    @property
-    def max_loss_scale(self) -> float:
-        """The highest value of the scale."""
-        return self._schedule.max_loss_scale
-
-    @property
-    def tolerance(self) -> float:
-        """The share of steps that may be non-finite before the scale backs off."""
-        return self._schedule.tolerance
-
-    @property
-    def loss_scale(self) -> tf.Variable:
-        """The scale, a float32 variable."""
-        return self.current_loss_scale
-
-    @property
-    def num_good_steps(self) -> tf.Variable:
-        """The number of finite steps since the scale last moved, an int64 variable."""
-        return self.good_steps
-
-    @property
-    def num_bad_steps(self) -> tf.Variable:
-        """The number of non-finite steps in a row, an int64 variable."""
-        return self.bad_steps
 
     def __call__(self) -> tf.Tensor:
         """Returns the current scale, a float32 scalar tensor."""
@@ -390,14 +326,17 @@ class DynamicLossScale(LossScale):
         Returns:
             LossScaleState of tensors.
         """
-        before = LossScaleState(loss_scale, self.good_steps, self.bad_steps)
+        before = self._state()._replace(loss_scale=loss_scale)
         return self._schedule.after(before, self.history, finite, loss_is_finite)[0]
+
+    def _state(self) -> LossScaleState:
+        return LossScaleState(self(), self.good_steps, self.bad_steps)
 
     def history(self) -> History:
         """Returns the `History` of the schedule, of float32 scalar tensors."""
         if self._history is None:
             return History()
-        return History(*tf.unstack(tf.convert_to_tensor(self._history.variable)))
+        return History(*tf.unstack(tf.convert_to_tensor(self._history())))
 
     def assign(self, state: LossScaleState) -> list[Any]:
         """Assigns the state.
@@ -408,11 +347,8 @@ class DynamicLossScale(LossScale):
         Returns:
             The list of the three assignments (operations, where there is a graph).
         """
-        return [
-            self.current_loss_scale.assign(state.loss_scale, read_value=False),
-            self.good_steps.assign(state.num_good_steps, read_value=False),
-            self.bad_steps.assign(state.num_bad_steps, read_value=False),
-        ]
+        variables = (self.current_loss_scale, self.good_steps, self.bad_steps)
+        return [v.assign(value, read_value=False) for v, value in zip(variables, state)]
 
     def move(
         self,
@@ -434,7 +370,7 @@ class DynamicLossScale(LossScale):
         when = bool(when) if tf.executing_eagerly() else when
         if when is False:
             return []
-        before = LossScaleState(self(), self.good_steps, self.bad_steps)
+        before = self._state()
         after, history = self._schedule.after(before, self.history, finite, loss_is_finite)
         if when is not True:
             after = LossScaleState(*(tf.where(when, *pair) for pair in zip(after, before)))
@@ -446,53 +382,23 @@ class DynamicLossScale(LossScale):
         Args:
             loss_scale: float32 scalar tensor, below the current scale.
         """
-        zero = tf.constant(0, tf.int64)
-        before = LossScaleState(self(), self.good_steps, self.bad_steps)
-        _, history = self._schedule.after(before, self.history, False, True)
+        _, history = self._schedule.after(self._state(), self.history, False, True)
         assert history is not None
         known = {"loss_scale": loss_scale, "fallen_to": loss_scale}
-        self.assign(LossScaleState(loss_scale, zero, zero))
+        self.assign(LossScaleState(loss_scale, 0, 0))
         self._remember(history._replace(good_steps=0.0, bad_steps=0.0, **known))
 
     def _remember(self, history: History | None, when: bool | tf.Tensor = True) -> list[Any]:
         """Assigns the history, unless it stays the same; returns operations."""
         if history is None or self._history is None:
             return []
-        numbers, variable = tf.stack(history), self._history.variable
+        numbers, variable = tf.stack(history), self._history()
         numbers = chosen(when, lambda: numbers, lambda: variable)
         return [variable.assign(numbers, read_value=False)]
 
     def hidden_variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
-        return {} if self._history is None else {"history": self._history.variable}
-
-    def to_compat_v1(self) -> Any:
-        """Makes a `tf.compat.v1.mixed_precision.DynamicLossScale` with these arguments.
-
-        The result starts afresh, does not fall below 1, and has no ceiling but the largest float32.
-
-        Raises:
-            ValueError: `initial_loss_scale` is below 1, or `backoff_multiplier`, `hysteresis`,
-                `min_loss_scale` or `max_loss_scale` is not one that TensorFlow's class has.
-        """
-        arguments = {
-            name: getattr(self, name)
-            for name in ("initial_loss_scale", "increment_period", "multiplier")
-        }
-        validation.number("initial_loss_scale", self.initial_loss_scale, at_least=1)
-        default = DynamicLossScale(**arguments).get_config()
-        strangers = {
-            k: v
-            for k, v in self.get_config().items()
-            if v != default.get(k) and (k, v) != ("min_loss_scale", 1)
-        }
-        if strangers:
-            expected = {name: default[name] for name in strangers if name in default}
-            raise ValueError(
-                "A tf.compat.v1.mixed_precision.DynamicLossScale cannot move like this one. "
-                f"Expected {expected or 'no other arguments'}. Received: {strangers}"
-            )
-        return tf.compat.v1.mixed_precision.DynamicLossScale(**arguments)
+        return {} if self._history is None else {"history": self._history()}
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments, without the state."""
@@ -505,25 +411,12 @@ class DynamicLossScale(LossScale):
         copied: Any = type(self).from_config(self.get_config())
         memo[id(self)] = copied
         if tf.executing_eagerly():
-            copied.assign(LossScaleState(self.current_loss_scale, self.good_steps, self.bad_steps))
+            copied.assign(self._state())
             copied._remember(self.history())
         return copied
-
-
-class _HiddenVariable:
-    """Holds a variable where checkpoints do not find it."""
-
-    def __init__(self, variable: tf.Variable) -> None:
-        self.variable = variable
 
 
 def state_variable(value: Any, dtype: tf.DType, name: str) -> tf.Variable:
     """Makes a variable that is assigned once for all replicas."""
     # Not aggregated: every replica assigns the same value, which they have agreed on.
-    return tf.Variable(
-        value,
-        dtype=dtype,
-        name=name,
-        trainable=False,
-        aggregation=tf.VariableAggregation.NONE,
-    )
+    return tf.Variable(value, trainable=False, dtype=dtype, name=name)

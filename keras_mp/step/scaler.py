@@ -105,12 +105,7 @@ class Scaler:
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
-        of_scale = {}
-        if isinstance(self._moved, DynamicLossScale):
-            of_scale = self._moved.hidden_variables()
-        elif isinstance(self._moved, _Counter):
-            of_scale = {"skips_in_a_row": self.skips_in_a_row}
-        return {**self.report.variables(), **of_scale}
+        return {**self.report.variables(), **self._moved.hidden_variables()}
 
 
 # The outcomes of a step, from good to bad. `update` moves the scale by the worst outcome since the
@@ -178,6 +173,9 @@ class _Counter:
 
     def __init__(self) -> None:
         self.num_bad_steps = state_variable(0, tf.int64, "bad_steps")
+
+    def hidden_variables(self) -> dict[str, tf.Variable]:
+        return {"skips_in_a_row": self.num_bad_steps}
 
     def move(self, finite: Truth, loss_is_finite: Truth = False, when: Truth = True) -> list[Any]:
         """Counts a step, as `DynamicLossScale.move` does."""

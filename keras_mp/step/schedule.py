@@ -70,15 +70,9 @@ def next_state(
     state: LossScaleState,
     finite: Any,
     *,
-    increment_period: int,
-    multiplier: float,
-    backoff_multiplier: float,
-    hysteresis: int,
-    min_loss_scale: float,
-    max_loss_scale: float,
     loss_is_finite: Any = False,
-    tolerance: float = 0.0,
     history: History | None = None,
+    **schedule: Any,
 ) -> LossScaleState:
     """Returns the next state of a dynamic loss scale.
 
@@ -103,17 +97,13 @@ def next_state(
     Args:
         state: LossScaleState before the step.
         finite: bool scalar tensor, or bool. Whether all gradients of the step were finite.
-        increment_period: int. Good steps after which the scale grows. The counter is compared with
-            `>=`, so a period that was lowered below the counter takes effect on the next good step.
-        multiplier: float above 1. Growth factor.
-        backoff_multiplier: float between 0 and 1. Back-off factor.
-        hysteresis: int. Consecutive bad steps that are needed before the scale backs off.
-        min_loss_scale: float. Floor.
-        max_loss_scale: float. Ceiling.
         loss_is_finite: bool scalar tensor, or bool. Whether the loss, before it was scaled, is
             known to be finite. Defaults to False.
-        tolerance: float from 0 to 1. The share of bad steps that is tolerated. Defaults to 0.
         history: History before the step. Defaults to that of a new schedule.
+        **schedule: `increment_period`, `multiplier`, `backoff_multiplier`, `hysteresis`,
+            `min_loss_scale`, `max_loss_scale` and `tolerance`, as of a `DynamicLossScale`, whose
+            values are the defaults. The counter is compared with `increment_period` by `>=`, so a
+            period that was lowered below the counter takes effect on the next good step.
 
     Returns:
         LossScaleState after the step, of tensors.
@@ -132,16 +122,9 @@ def next_state(
     Source: RFC 293, "The new LossScale class"; Micikevicius et al., "Mixed Precision Training",
     2018; fairseq's dynamic loss scaler for `tolerance`.
     """
-    schedule = Schedule(
-        increment_period,
-        multiplier,
-        backoff_multiplier,
-        hysteresis,
-        min_loss_scale,
-        max_loss_scale,
-        tolerance,
-    )
-    return schedule.after(state, lambda: history or History(), finite, loss_is_finite)[0]
+    return Schedule(**schedule).after(state, lambda: history or History(), finite, loss_is_finite)[
+        0
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,15 +166,17 @@ class Schedule:
             finite: as in `next_state`.
             loss_is_finite: as in `next_state`.
         """
-        scale = tf.convert_to_tensor(state.loss_scale, tf.float32)
-        state = state._replace(loss_scale=scale)
-        if isinstance(finite, bool) or tf.executing_eagerly():
-            if finite:
-                return self._good(state, history), None
-            return _operation_of_bad(self)(*_as_tensors(state, history(), loss_is_finite))
-        state, before, loss_is_finite = _as_tensors(state, history(), loss_is_finite)
+        state = state._replace(loss_scale=tf.convert_to_tensor(state.loss_scale, tf.float32))
+        is_known = isinstance(finite, bool) or tf.executing_eagerly()
+        if is_known and finite:
+            return self._good(state, history), None
+        counts = (tf.convert_to_tensor(count, tf.int64) for count in state[1:])
+        state = LossScaleState(state.loss_scale, *counts)
+        before = History(*(tf.cast(number, tf.float32) for number in history()))
+        bad = _operation_of_bad(self)(state, before, tf.convert_to_tensor(loss_is_finite))
+        if is_known:
+            return bad
         good = self._good(state, lambda: before), before
-        bad = _operation_of_bad(self)(state, before, loss_is_finite)
         return tf.nest.map_structure(lambda *values: tf.where(finite, *values), good, bad)
 
     def _good(self, state: LossScaleState, history: Callable[[], History]) -> LossScaleState:
@@ -231,14 +216,12 @@ class Schedule:
         evidence = tf.nn.relu(history.evidence - lost * good_before)
         evidence = tf.minimum(evidence + tf.cast(loss_is_finite, tf.float32), enough)
 
-        floor: Any = self.min_loss_scale
         has_failed = has_grown & (scale <= 1)
-        if floor < 1:
-            is_evident = (evidence >= enough) | (has_failed & tf.equal(good_steps, 0))
-            floor = tf.where(is_evident & loss_is_finite, floor, tf.minimum(scale, 1.0))
+        is_evident = (evidence >= enough) | (has_failed & tf.equal(good_steps, 0))
+        lowest, at_1 = self.min_loss_scale, tf.minimum(scale, max(self.min_loss_scale, 1.0))
+        floor = tf.where(is_evident & loss_is_finite, lowest, at_1)
         lowered = tf.maximum(scale * self.backoff_multiplier, floor)
-        if self.hysteresis > 1:
-            lowered = tf.where(num_bad_steps >= self.hysteresis, lowered, scale)
+        lowered = tf.where(num_bad_steps >= self.hysteresis, lowered, scale)
         bad_steps = history.bad_steps
         if self.tolerance:
             bad_steps = tf.where(has_moved, 0.0, bad_steps) + 1
@@ -268,18 +251,6 @@ class Schedule:
 def _operation_of_bad(schedule: Schedule) -> Callable[..., Any]:
     # It is traced once for all graphs, which seldom run it.
     return host.shared_operation(schedule.bad)
-
-
-def _as_tensors(
-    state: LossScaleState, history: History, loss_is_finite: Any
-) -> tuple[LossScaleState, History, tf.Tensor]:
-    scale, *counts = state
-    numbers = (tf.cast(number, tf.float32) for number in history)
-    return (
-        LossScaleState(scale, *(tf.convert_to_tensor(count, tf.int64) for count in counts)),
-        History(*numbers),
-        tf.convert_to_tensor(loss_is_finite),
-    )
 
 
 def bad_steps_after(before: Any, finite: Any) -> tf.Tensor:
