@@ -6,7 +6,7 @@ The step is that of `keras_mp.step`.
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -23,12 +23,11 @@ from keras_mp.step import gradients, replicas
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.optimizer_adapter import Loss
 from keras_mp.step.other_adapters import V1Optimizer
-from keras_mp.step.record import GradientState, Notebook, Notes
+from keras_mp.step.record import GradientState, Notebook
 from keras_mp.step.scaled_step import make_step
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import messages, trackables
 from keras_mp.support.autograph import do_not_convert
-from keras_mp.wrappers import older_spellings
 from keras_mp.wrappers.scaler_properties import ScalerProperties
 
 __all__ = [
@@ -64,7 +63,7 @@ def scales_loss(optimizer: Any) -> bool:
     return isinstance(optimizer, (LossScaleOptimizer, _TensorFlowWrapper)) or optimizer in _wrapped
 
 
-class _Computed(Notes):
+class _Computed(NamedTuple):
     """What `compute_gradients` has computed in one graph, or in eager code.
 
     Attributes:
@@ -73,14 +72,14 @@ class _Computed(Notes):
     """
 
     computed: frozenset[int] = frozenset()
-    is_applied = False
+    is_applied: bool = False
+
+    def bare(self) -> "_Computed":
+        """Returns itself, which has no tensors."""
+        return self
 
     def has_begun(self) -> bool:
         return bool(self.computed) and not self.is_applied
-
-
-class _Notebook(Notebook[_Computed]):
-    new = _Computed
 
 
 class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Optimizer):
@@ -170,7 +169,7 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
             warn_after_skips=warn_after_skips,
         )
         # For warnings. It is in Python, so it costs a step nothing.
-        self._notebook = _Notebook()
+        self._notebook = Notebook(_Computed())
         _wrapped.add(opt)
         observers.tell(observers.Observer.scaler_was_made)
 
@@ -268,8 +267,8 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
             grad_loss=grad_loss,
         )
         unscaled = gradients.unscale([g for g, _ in pairs], scaled_by)
-        computed = self._notebook.notes().computed.union(id(v) for _, v in pairs)
-        self._notebook.note(computed=computed, is_applied=False)
+        computed = self._notebook.page().step.computed.union(id(v) for _, v in pairs)
+        self._notebook.note(_Computed(computed))
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
     @do_not_convert
@@ -297,10 +296,11 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         """
         pairs = _checked(grads_and_vars)
         applied = {id(v) for _, v in pairs}
-        notes, own = self._notebook.current(), self._notebook.notes()
+        page, own = self._notebook.current(), self._notebook.page()
+        computed = page.step.computed
         # What another thread or function has computed is presumed to be what is applied here.
-        is_known = notes is own and tf.executing_eagerly()
-        if notes.computed.isdisjoint(applied) if is_known else not notes.computed:
+        is_known = page is own and tf.executing_eagerly()
+        if computed.isdisjoint(applied) if is_known else not computed:
             messages.warn(
                 "apply_gradients() received gradients that compute_gradients() did not compute: "
                 "their loss was not scaled, and small gradients may have vanished in float16. Do "
@@ -310,10 +310,8 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         state = GradientState(scaled_by=self._scaler.loss_scale())
         aggregate = not skip_gradients_aggregation
         operation = self._step(pairs, global_step, name, state, aggregate=aggregate)
-        if tf.executing_eagerly():
-            own.computed -= applied
-        else:
-            own.is_applied = True
+        left = own.step.computed - applied if tf.executing_eagerly() else own.step.computed
+        own.step = _Computed(left, is_applied=not tf.executing_eagerly())
         return operation
 
     def get_slot(self, var: tf.Variable, name: str) -> Any:
@@ -387,7 +385,7 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         return train_op
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == older_spellings.INNER_CHILD:  # as TensorFlow's own wrapper calls it
+        if name == "base_optimizer":  # as TensorFlow's own wrapper calls it
             return self.inner_optimizer
         own = self._own_children().get(name)
         return super()._lookup_dependency(name, *args, **kwargs) if own is None else own

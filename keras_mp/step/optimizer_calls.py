@@ -14,13 +14,13 @@ import contextlib
 import enum
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_mp.step import gradients, scaled_losses
 from keras_mp.step.gradients import Gradient
-from keras_mp.step.record import Calls, GradientState, Notes
+from keras_mp.step.record import Calls, GradientState
 from keras_mp.support import host, messages
 
 
@@ -31,59 +31,55 @@ class How(enum.Enum):
     BY_PROGRAM = "the program is to call get_unscaled_gradients"
     BY_APPLYING = "applying unscales them"
     DONE = "they are unscaled, or their loss was not scaled"
+    # Before they are applied. After that they are DONE, too.
+    DIVIDED = "they are unscaled, and no loss was scaled"
 
 
-class _Step(Notes):
+class _Step(NamedTuple):
     """What is known of a step.
 
     Attributes:
         how: how its gradients are unscaled.
-        has_loss: whether a loss was scaled.
         is_over: whether its gradients were applied. Those of other variables may follow.
         applied: the ids of the variables whose gradients were applied: several functions may each
             make a part of one step. None if the gradients that are applied next make up the whole
             step. That is so if the step began while another one was under way: gradients that are
             applied later may belong to the other one.
+        losses: the losses since the last step that was made here; a few if a program makes none.
+        scaled_by: their factor, a float32 scalar tensor; None if it is not known here.
         unclipped: the gradients as they were when they were unscaled.
-        results: weak references to the results of the last call.
     """
 
-    how = How.UNKNOWN
-    has_loss = is_over = False
+    how: How = How.UNKNOWN
+    is_over: bool = False
     applied: frozenset[int] | None = frozenset()
-    unclipped: Sequence[Gradient] = ()
-    results: tuple["weakref.ref[Any]", ...] = ()
-    tensors = (*Notes.tensors, "unclipped")
+    losses: tuple[tf.Tensor, ...] = ()
+    scaled_by: tf.Tensor | None = None
+    unclipped: list[Gradient] | tuple[()] = ()
+
+    def bare(self) -> "_Step":
+        """Returns the step without tensors."""
+        return self._replace(losses=(), scaled_by=None, unclipped=())
 
     def has_begun(self) -> bool:
         return self.how is not How.UNKNOWN and not self.is_over
 
     def has_scaled(self) -> bool:
         """Whether a loss was scaled whose gradients were not yet applied."""
-        return self.has_begun() and self.has_loss
+        return self.has_begun() and self.how is not How.DIVIDED
 
     def goes_on_with(self, variables: frozenset[int]) -> bool:
         """Whether gradients of these may be another part of the step applied last."""
         return bool(self.applied) and self.applied.isdisjoint(variables)
 
-    def misses_a_call(self, goes_on: bool) -> bool:
-        """Whether a call is missing if gradients are applied now.
 
-        Args:
-            goes_on: bool. Whether they may be another part of the step that was applied last.
-        """
-        if self.has_scaled():
-            return self.how is How.BY_PROGRAM
-        return not goes_on or self.how is How.UNKNOWN
-
-
-class OptimizerCalls(Calls[_Step]):
+class OptimizerCalls(Calls):
     """The calls of a `LossScaleOptimizer`.
 
     A missing call is reported, and the step is made.
     """
 
-    new = _Step
+    new = _Step()
 
     def scale(self, loss: Any, *, to_apply: bool) -> tf.Tensor:
         """Multiplies a loss, and begins a step.
@@ -92,15 +88,14 @@ class OptimizerCalls(Calls[_Step]):
             loss: float tensor.
             to_apply: bool, as for `begin`.
         """
-        own = self.notes()
+        page = self.page()
         if not self.scales:
-            own.losses = (loss,) if tf.is_tensor(loss) else ()
+            page.step = page.step._replace(losses=(loss,) if tf.is_tensor(loss) else ())
             return loss
         scaled_by = self._loss_scale()
         scaled = self.multiplied(loss, scaled_by)
-        # The losses since the last step that was made here. If a program makes none, a few are
-        # kept.
-        own.losses = (*own.losses, tf.convert_to_tensor(loss))[-_MOST_LOSSES:]
+        losses = (*page.step.losses, tf.convert_to_tensor(loss))[-_MOST_LOSSES:]
+        page.step = page.step._replace(losses=losses)
         self._remember_results([scaled])
         self.begin(scaled_by, to_apply=to_apply)
         return scaled
@@ -121,14 +116,11 @@ class OptimizerCalls(Calls[_Step]):
         """
         if not self.scales:
             return
-        own = self.notes()
+        own, how = self.page().step, How.BY_APPLYING if to_apply else How.BY_PROGRAM
         # Overlapping steps can be told apart only if different calls unscale their gradients.
         is_whole = own.has_scaled() and (own.how is How.BY_APPLYING) is not to_apply
-        self.note(
-            how=How.BY_APPLYING if to_apply else How.BY_PROGRAM,
-            **{"has_loss": True, "is_over": False, "applied": None if is_whole else frozenset()},
-            **{"scaled_by": scaled_by, "unclipped": ()},
-        )
+        applied = None if is_whole else frozenset[int]()
+        self.note(_Step(how, False, applied, own.losses, scaled_by))
         if self._scaled_by is not None and not host.in_v1_graph():
             self._scaled_by.assign(scaled_by, read_value=False)
 
@@ -142,8 +134,8 @@ class OptimizerCalls(Calls[_Step]):
         if not self.scales:
             return list(grads)
         self._refuse_results(grads, "get_unscaled_gradients")
-        step = self.current()
-        unscaled = self._unscaled(step, grads, step.has_scaled())
+        step = self.current().step
+        unscaled = self._unscaled(step, grads, How.DONE if step.has_scaled() else How.DIVIDED)
         self._remember_results(unscaled)
         return unscaled
 
@@ -157,14 +149,14 @@ class OptimizerCalls(Calls[_Step]):
             grads: sequence of gradients.
             variables: iterable of their variables.
         """
-        step = self.current()
+        step = self.current().step
         is_part = not step.is_over or step.goes_on_with(frozenset(map(id, variables)))
         if step.how is not How.BY_APPLYING or not is_part:
             yield grads
             return
-        yield self._unscaled(step, grads, has_loss=True)
-        if self.notes().is_over:  # Otherwise the wrapper has kept them for later.
-            self.note(how=How.BY_APPLYING)
+        yield self._unscaled(step, grads, How.DONE)
+        if (own := self.page().step).is_over:  # Otherwise the wrapper has kept them for later.
+            self.note(own._replace(how=How.BY_APPLYING))
 
     @contextlib.contextmanager
     def applying(self, variables: Iterable[Any]) -> Iterator[GradientState]:
@@ -175,43 +167,42 @@ class OptimizerCalls(Calls[_Step]):
         Args:
             variables: iterable of the variables that the gradients are applied to.
         """
+        page, own = self.current(), self.page()
+        step, is_eager = page.step, tf.executing_eagerly()
         if not self.scales:
-            yield GradientState(losses=self.notes().losses)
-            self.notes().losses = ()
+            yield GradientState(losses=own.step.losses)
+            own.step = own.step._replace(losses=())
             return
         variables = list(variables)
-        step, own = self.current(), self.notes()
         how, applied = step.how, frozenset(map(id, variables))
+        has_begun, has_scaled = step.has_begun(), step.has_scaled()
         goes_on = step.goes_on_with(applied)
         is_part = goes_on or not step.is_over
         is_scaled = is_part and how in (How.BY_PROGRAM, How.BY_APPLYING)
-        is_divided = is_part and how is How.DONE
         if goes_on and step.applied:
             applied |= step.applied
-        # It is said once that a function makes no calls at all, until it makes one.
-        is_told = how is How.UNKNOWN and own.time > 0 and not tf.executing_eagerly()
         noted = scaled_losses.thread.noted
         is_by_tape = noted.are_by_tape(variables)
-        is_missing, has_begun = step.misses_a_call(goes_on), step.has_begun()
+        is_missing = how is How.BY_PROGRAM if has_scaled else not goes_on or how is How.UNKNOWN
+        # It is said once that a function makes no calls at all, until it makes one.
+        is_told = how is How.UNKNOWN and own.time > 0 and not is_eager
         if is_missing and not is_told and not is_by_tape:
-            missing = _NOT_UNSCALED if step.has_scaled() else _NOT_SCALED_BEFORE
+            missing = _NOT_UNSCALED if has_scaled else _NOT_SCALED_BEFORE
             messages.warn(missing if has_begun else _NEITHER)
-            if step.has_scaled() or tf.executing_eagerly():
+            if has_scaled or is_eager:
                 applied = frozenset()
-        scaled_by, unclipped = self._scale_of(step), list(step.unclipped)
-        step.unclipped = ()
-        moved = noted.moved_scale if is_by_tape else None
-        of_loss = {"losses": step.losses, "unclipped": unclipped, "moved_scale": moved}
-        yield GradientState(is_scaled, scaled_by, is_divided, **of_loss)
+        scaled_by, is_divided = self._scale_of(step), is_part and how in _UNSCALED
+        of_loss, moved = (step.losses, step.unclipped), noted.moved_scale if is_by_tape else None
+        yield GradientState(is_scaled, scaled_by, is_divided, *of_loss, None, moved)
         if is_scaled:
             how = How.BY_APPLYING
         else:
             how = How.UNKNOWN if is_missing and not has_begun else How.DONE
         applied = None if step.applied is None else applied
-        known = {"how": how, "is_over": how is not How.UNKNOWN, "applied": applied}
-        self.note(**known, losses=(), scaled_by=scaled_by)
-        if step is not own and tf.executing_eagerly():
-            vars(step).update(known, losses=())  # The thread that began the step is done with it.
+        after = _Step(how, how is not How.UNKNOWN, applied, scaled_by=scaled_by)
+        self.note(after)
+        if page is not own and is_eager:
+            page.step = after  # The thread that began the step is done with it.
 
     @contextlib.contextmanager
     def as_before_an_exception(self) -> Iterator[None]:
@@ -219,22 +210,20 @@ class OptimizerCalls(Calls[_Step]):
 
         It is for calls in which the user's code may make other calls before it raises an exception.
         """
-        notes = self.notes()
-        before = dict(vars(notes))
+        page = self.page()
+        before = vars(page).copy()
         try:
             yield
         except BaseException:
-            vars(notes).clear()
-            vars(notes).update(before)
+            vars(page).clear()
+            vars(page).update(before)
             raise
 
-    def _unscaled(self, step: _Step, grads: Sequence[Any], has_loss: bool) -> list[Any]:
+    def _unscaled(self, step: _Step, grads: Sequence[Any], how: How) -> list[Any]:
         """Divides gradients of a step, and notes that."""
         scaled_by = self._scale_of(step)
         unscaled = gradients.unscale(grads, scaled_by)
-        known = {"applied": step.applied, "losses": step.losses, "has_loss": has_loss}
-        known |= {"how": How.DONE, "is_over": False}
-        self.note(**known, scaled_by=scaled_by, unclipped=list(unscaled))
+        self.note(_Step(how, False, step.applied, step.losses, scaled_by, list(unscaled)))
         return unscaled
 
     def _scale_of(self, step: _Step) -> tf.Tensor:
@@ -244,14 +233,14 @@ class OptimizerCalls(Calls[_Step]):
         return super()._scale_of(step)
 
     def _remember_results(self, results: Iterable[Any]) -> None:
-        self.notes().results = tuple(weakref.ref(r) for r in results if r is not None)
+        self.page().results = tuple(weakref.ref(r) for r in results if r is not None)
 
     def _refuse_results(self, values: Iterable[Any], method: str) -> None:
         """Refuses results of the last call.
 
         They would be scaled or unscaled twice.
         """
-        results = {id(ref()) for ref in self.notes().results}
+        results = {id(ref()) for ref in self.page().results}
         if any(value is not None and id(value) in results for value in values):
             raise ValueError(
                 f"{method}() was given values that are already scaled or unscaled: call it once. "
@@ -261,7 +250,7 @@ class OptimizerCalls(Calls[_Step]):
 
 # How many losses of a step are looked at if it is skipped.
 _MOST_LOSSES = 16
-
+_UNSCALED = (How.DONE, How.DIVIDED)
 
 _OPTIMIZER_EXAMPLE = """
     with tf.GradientTape() as tape:

@@ -19,15 +19,13 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_mp.step import replicas
 from keras_mp.step.gradients import Gradient
 from keras_mp.support import function_graphs, host
-
-LossScaleValue = Callable[[], tf.Tensor]
 
 
 class GradientState(NamedTuple):
@@ -56,159 +54,134 @@ class GradientState(NamedTuple):
     moved_scale: Any = None
 
 
-class Notes:
-    """What is known of the step that is under way in one graph, or in eager code.
+class Page:
+    """What one graph, or eager code, knows of the step that is under way.
 
     Attributes:
+        step: a named tuple, which says whether it `has_begun`, and is `bare` without tensors.
         time: int. When the last call was noted, in calls; 0 if none was.
-        is_eager: bool. Whether they are of eager code.
-        is_elsewhere: bool. Whether they are of code whose tensors cannot be used here.
         replica: int or None. The number of the replica that makes the calls; None without replicas.
-        losses: the losses of the step.
-        scaled_by: the factor of the losses, a float32 scalar tensor; None if it is not known here.
-        before_branches: what was known before the branches of a condition made calls, and the
-            number of operations that the graph had then.
+        is_eager: bool. Whether it is of eager code.
+        before_branches: the number of operations that the graph had before the branches of a
+            condition made calls, and the step that was known then.
+        results: weak references to the results of the last call.
     """
 
     time = 0
-    is_eager = is_elsewhere = False
-    replica: int | None = None
-    losses: tuple[tf.Tensor, ...] = ()
-    scaled_by: tf.Tensor | None = None
-    before_branches: tuple[int, dict[str, Any]] = (-1, {})
+    before_branches: tuple[int, Any] = (-1, None)
+    results: tuple["weakref.ref[Any]", ...] = ()
 
-    # The attributes that have tensors.
-    tensors: tuple[str, ...] = ("losses", "scaled_by")
-
-    def has_begun(self) -> bool:
-        """Whether a step has begun, and is not over."""
-        return False
-
-    def drop_tensors(self) -> None:
-        """Forgets the tensors."""
-        for name in self.tensors:
-            vars(self).pop(name, None)
+    def __init__(self, step: Any) -> None:
+        self.step, self.replica = step, replicas.number()
+        self.is_eager = host.current_graph() is None
 
 
-N = TypeVar("N", bound=Notes)
-
-
-class Notebook(Generic[N]):
-    """The `Notes` of each graph, and of eager code.
+class Notebook:
+    """The `Page` of each graph, and of eager code.
 
     Attributes:
-        new: the class of the notes.
         is_shared: whether all threads make one step together in eager code. Otherwise each makes
             its own; replicas always do.
+
+    Args:
+        new: the step of which nothing is known.
     """
 
-    new: Callable[[], N]
     is_shared = False
 
-    def __init__(self) -> None:
-        # The last notes of a thread, which may be gone when its step goes on.
-        self._last: N | None = None
-        self._all: list[weakref.ref[N]] = []
+    def __init__(self, new: Any) -> None:
+        self._new = new
+        # The last page of a thread, which may be gone when its step goes on.
+        self._last: Page | None = None
+        self._all: list[weakref.ref[Page]] = []
         self._times = itertools.count(1)
         self._keras_mp_notes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-    def notes(self) -> N:
-        """Returns the notes of the graph that is being built, or of eager code."""
+    def page(self) -> Page:
+        """Returns the page of the graph that is being built, or of eager code."""
         graph = host.current_graph()
         if graph is None and replicas.number() is None and not self.is_shared:
             return self._of(threading.current_thread())
         # Replicas have a new thread in each `run`.
         return self._of(self if graph is None else graph)
 
-    def current(self, prefers: Callable[[N], bool] = lambda notes: True) -> N:
-        """Returns the notes that a call goes by.
+    def current(self, prefers: Callable[[Any], bool] = lambda step: True) -> Page:
+        """Returns the page that a call goes by.
 
         Args:
-            prefers: function that returns whether the call could be made where a step was begun.
+            prefers: function that returns whether the call could be made in a step that was begun.
                 Such steps are preferred to others. Defaults to any step.
 
         Returns:
-            The notes of this graph or of eager code, unless nothing was called here: then of a
-            graph around this one, or else those where a step was begun last, without tensors that
-            cannot be used here.
+            The page of this graph or of eager code, unless nothing was called here: then of a graph
+            around this one, or else that where a step was begun last. If its tensors cannot be used
+            here, it is a new page without them, whose time is 0.
         """
-        own = self.notes()
-        graph: Any = host.current_graph()
-        if (own.has_begun() and prefers(own)) or (graph is not None and own.time):
+        own, graph = self.page(), host.current_graph()
+        if (own.step.has_begun() and prefers(own.step)) or (graph is not None and own.time):
             return own
-        while _has_function_around(graph):
+        while (outer := _function_around(graph)) is not None:
             around = self._around(graph)
-            if around.has_begun():
+            if around.step.has_begun():
                 return around
-            graph = graph.outer_graph  # pyright: ignore[reportOptionalMemberAccess]
-        living = [notes for notes in [refer() for refer in self._all] if notes is not None]
-        begun = [
-            each
-            for each in living
-            if each.has_begun()
-            and (each.replica == own.replica or None in (each.replica, own.replica))
+            graph = outer
+        living = [page for refer in self._all if (page := refer()) is not None]
+        near = [
+            page for page in living if own.replica is None or page.replica in (own.replica, None)
         ]
+        begun = [page for page in near if page.step.has_begun()]
         if not begun:
             return own
-        found = max(begun, key=lambda each: (prefers(each), each.time))
-        if not (found.is_eager and tf.executing_eagerly()):
-            found = copy.copy(found)
-            found.is_elsewhere = True
-            found.drop_tensors()
-        return found
+        found = max(begun, key=lambda each: (prefers(each.step), each.time))
+        return found if found.is_eager and own.is_eager else Page(found.step.bare())
 
-    def note(self, **known: Any) -> None:
-        """Notes what is known after a call, here and in the graphs around.
+    def note(self, step: Any) -> None:
+        """Notes a step after a call, here and in the graphs around.
 
         What the body of a loop does, or a function that is called, is done where it is called.
         """
-        own, time, graph = self.notes(), next(self._times), host.current_graph()
-        vars(own).update(known, time=time)
-        if own.is_eager:
-            self._last = own
-        while _has_function_around(graph):
-            around, count = self._of(graph.outer_graph), _size(graph.outer_graph)
+        page, time, graph = self.page(), next(self._times), host.current_graph()
+        page.step, page.time = step, time
+        if page.is_eager:
+            self._last = page
+        while (outer := _function_around(graph)) is not None:
+            around, count = self._of(outer), _size(outer)
             if function_graphs.is_branch(graph) and around.before_branches[0] != count:
-                around.before_branches = count, dict(vars(around))
-            vars(around).update(known, time=time)
-            around.drop_tensors()
-            graph = graph.outer_graph
+                around.before_branches = count, around.step
+            around.step, around.time = step.bare(), time
+            graph = outer
 
-    def _around(self, graph: Any) -> N:
-        """Returns the notes of the graph around one.
+    def _around(self, graph: Any) -> Page:
+        """Returns the page of the graph around one.
 
         Of the branches of a condition, one runs: each goes by what was known before.
         """
         around = self._of(graph.outer_graph)
-        count, known = around.before_branches
-        if not function_graphs.is_branch(graph) or count != _size(graph.outer_graph):
-            return around
-        before = self.new()
-        vars(before).update(known)
-        return before
+        count, step = around.before_branches
+        if function_graphs.is_branch(graph) and count == _size(graph.outer_graph):
+            around = copy.copy(around)
+            around.step = step
+        return around
 
     def forget(self) -> None:
         """Forgets the step of eager code on all replicas."""
         self._keras_mp_notes.clear()
 
-    def _of(self, owner: Any) -> N:
-        """Returns the notes that a graph, a thread or this notebook has, of this replica.
+    def _of(self, owner: Any) -> Page:
+        """Returns the page that a graph, a thread or this notebook has, of this replica.
 
-        The owner itself has them, so that they keep no graph alive.
+        The owner itself has it, so that it keeps no graph alive.
         """
         if not hasattr(owner, "_keras_mp_notes"):
             owner._keras_mp_notes = weakref.WeakKeyDictionary()
-        of_replicas = owner._keras_mp_notes.setdefault(self, {})
-        replica = replicas.number()
+        of_replicas, replica = owner._keras_mp_notes.setdefault(self, {}), replicas.number()
         if replica not in of_replicas:
-            notes = of_replicas.setdefault(replica, self.new())
-            notes.replica, notes.is_eager = replica, host.current_graph() is None
-            living = (refer for refer in self._all if refer() is not None)
-            self._all = [*living, weakref.ref(notes)]
+            page = of_replicas.setdefault(replica, Page(self._new))
+            self._all = [*(r for r in self._all if r() is not None), weakref.ref(page)]
         return of_replicas[replica]
 
 
-class Calls(Notebook[N]):
+class Calls(Notebook):
     """The calls of a step, and what is known of them.
 
     Args:
@@ -217,8 +190,11 @@ class Calls(Notebook[N]):
             what they are given, and find no call wrong or missing. Defaults to True.
     """
 
-    def __init__(self, loss_scale: LossScaleValue, scales: bool = True) -> None:
-        super().__init__()
+    # The step of which nothing is known.
+    new: Any
+
+    def __init__(self, loss_scale: Callable[[], tf.Tensor], scales: bool = True) -> None:
+        super().__init__(self.new)
         self._loss_scale, self.scales = loss_scale, scales
         # The factor of the losses, for functions that go on with a step that was begun elsewhere.
         # A graph of TensorFlow 1 would save the variable.
@@ -230,7 +206,7 @@ class Calls(Notebook[N]):
         """Returns the variables that are not part of checkpoints, by name."""
         return {} if self._scaled_by is None else {"scaled_by": self._scaled_by}
 
-    def _scale_of(self, step: N) -> tf.Tensor:
+    def _scale_of(self, step: Any) -> tf.Tensor:
         """Returns the factor by which the losses of a step were multiplied.
 
         The loss scale may have moved since then, by other steps or by another part of this one.
@@ -245,10 +221,9 @@ class Calls(Notebook[N]):
         return type(self), (self._loss_scale, self.scales)
 
 
-def _has_function_around(graph: Any) -> bool:
-    return function_graphs.is_of_function(graph) and function_graphs.is_of_function(
-        graph.outer_graph
-    )
+def _function_around(graph: Any) -> Any:
+    outer = getattr(graph, "outer_graph", None)
+    return outer if function_graphs.is_of_function(outer) else None
 
 
 def _size(graph: Any) -> int:

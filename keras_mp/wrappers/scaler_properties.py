@@ -21,7 +21,7 @@ class ScalerProperties:
     """The properties of an object with a `Scaler`, and its children in checkpoints."""
 
     _scaler: Scaler
-    _step_calls: Calls[Any] | None = None
+    _step_calls: Calls | None = None
     _skip_nonfinite = False
 
     @property

@@ -76,7 +76,7 @@ def test_the_scale_of_functions_that_are_not_traced_again_is_known_in_eager():
         update()
     assert float(v) == 3
     assert float(scale()) == 4 * 2.0**5
-    assert len(scaler._step_calls.current().losses) <= 1
+    assert len(scaler._step_calls.current().step.losses) <= 1
 
 
 def test_a_second_optimizer_after_one_was_left_out_is_an_error():
