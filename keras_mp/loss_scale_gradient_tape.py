@@ -4,6 +4,7 @@ RFC 293, "LossScaleGradientTape". This module needs TensorFlow only.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from keras_mp.step import finiteness, gradients, replicas, scaled_losses
 from keras_mp.step.loss_scales import DynamicLossScale
 from keras_mp.step.schedule import MIN_LOSS_SCALE
 from keras_mp.support import host, validation
+from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.tensorflow_api import graphs
 
@@ -93,12 +95,8 @@ class LossScaleGradientTape(tf.GradientTape):
     @contextlib.contextmanager
     def stop_recording(self) -> Iterator[None]:
         """Context manager in which the tape does not record."""
-        before, self._records = self._records, False
-        try:
-            with super().stop_recording():
-                yield
-        finally:
-            self._records = before
+        with replaced(self, "_records", False), super().stop_recording():
+            yield
 
     def watched_variables(self) -> Sequence[tf.Variable]:
         """Returns the variables that the tape watches, in the order of their first use."""
@@ -229,7 +227,7 @@ class LossScaleGradientTape(tf.GradientTape):
     def _counts(self, finite: tf.Tensor) -> bool | tf.Tensor:
         """Whether gradients move the scale as those of a step do."""
         del finite
-        return True
+        return self._scaler is None  # A GradScaler counts by itself.
 
     def _move(
         self, start: tf.Tensor, scale: tf.Tensor, finite: tf.Tensor, loss_is_finite: tf.Tensor
@@ -241,16 +239,12 @@ class LossScaleGradientTape(tf.GradientTape):
             scale, *verdicts = tf.unstack(tf.reduce_min(replicas.gather(tf.stack(own)), 0))
             finite, loss_is_finite = (verdict > 0 for verdict in verdicts)
 
-        def fall() -> None:
-            loss_scale.fall_to(scale)
-
         def count() -> None:
-            if self._scaler is None:  # A GradScaler counts by itself.
-                loss_scale.move(finite, loss_is_finite, when)
+            loss_scale.move(finite, loss_is_finite, when)
 
-        when = self._counts(finite)
-        has_fallen = finite & (scale < start)
-        replicas.once_for_all_replicas(lambda: tf.cond(has_fallen, fall, count))
+        when, has_fallen = self._counts(finite), finite & (scale < start)
+        move = functools.partial(tf.cond, has_fallen, lambda: loss_scale.fall_to(scale), count)
+        replicas.once_for_all_replicas(move)
 
 
 def _rare_loop(

@@ -151,8 +151,9 @@ def changes():
                     yield node.slice.value
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in REPLACED:
                 owner, name, *_ = node.args
-                # A `threading.local` of ours is our own. Names that a loop gives are in no literal.
-                is_ours = ast.unparse(owner).endswith("thread")
+                # A `threading.local` of ours is our own, as `self` is. Names that a loop gives are
+                # in no literal.
+                is_ours = ast.unparse(owner).endswith("thread") or ast.unparse(owner) == "self"
                 if not is_ours and isinstance(name, ast.Constant):
                     yield ast.literal_eval(name)
 

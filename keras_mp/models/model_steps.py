@@ -54,11 +54,10 @@ def scale(model: tf.keras.Model, loss_scale: LossScale | None) -> None:
     _loss_scales.pop(model, None)
     if loss_scale is not None:
         _loss_scales[model] = loss_scale
+        _scale_loops(model)
     _surround(model, "train_step", is_scaled=True)
     if "reset_metrics" not in vars(model):
         vars(model)["reset_metrics"] = functools.partial(_new_epoch, model)
-    if loss_scale is not None:
-        _scale_loops(model)
 
 
 def scale_own_loops() -> None:
@@ -89,14 +88,7 @@ def _scale_loops(model: tf.keras.Model) -> None:
     """Puts a function around `fit` and `train_on_batch` of a class with its own."""
     for name in ("fit", "train_on_batch"):
         if getattr(type(model), name) is not getattr(tf.keras.Model, name):
-            _surround(model, name, is_loop=True)
-
-
-def _scale_as_policy(model: tf.keras.Model) -> None:
-    policy: Any = model.dtype_policy
-    if isinstance(policy, Policy) and policy.scales_loss and policy.compute_dtype == "float16":
-        with model.distribute_strategy.scope():
-            _loss_scales[model] = copy.deepcopy(policy.loss_scale)
+            _surround(model, name)
 
 
 def _new_epoch(model: tf.keras.Model) -> None:
@@ -118,14 +110,12 @@ class _How(NamedTuple):
         name: str. The method.
         dtype: the 16-bit DType in which it runs in reach, or None.
         is_scaled: bool. Whether it is a training step whose loss is scaled.
-        is_loop: bool. Whether it is a loop, whose losses may be scaled.
     """
 
     of_instance: Callable[..., Any] | None
     name: str
     dtype: tf.DType | None = None
     is_scaled: bool = False
-    is_loop: bool = False
 
 
 def _surround(model: tf.keras.Model, name: str, **how: Any) -> None:
@@ -140,7 +130,7 @@ def _step(model: tf.keras.Model, how: _How, *args: Any, **kwargs: Any) -> Any:
     cls = type(model)
     step = how.of_instance or getattr(cls, how.name).__get__(model, cls)
     with contextlib.ExitStack() as around:
-        if how.is_scaled or how.is_loop:
+        if how.is_scaled or not how.name.endswith("_step"):  # in a loop
             around.enter_context(_scaling_tapes(model, how))
         if how.is_scaled:
             states = keras_api.states(model)
@@ -167,23 +157,19 @@ def _step(model: tf.keras.Model, how: _How, *args: Any, **kwargs: Any) -> Any:
 def _scaling_tapes(model: tf.keras.Model, how: _How) -> contextlib.AbstractContextManager[None]:
     # `compile` decides for the models that it gets.
     if "train_step" not in vars(model) and model not in _loss_scales:
-        _scale_as_policy(model)
+        policy: Any = model.dtype_policy
+        if isinstance(policy, Policy) and policy.scales_loss and policy.compute_dtype == "float16":
+            with model.distribute_strategy.scope():
+                _loss_scales[model] = copy.deepcopy(policy.loss_scale)
     loss_scale = _loss_scales.get(model)
     if loss_scale is None:
         return contextlib.nullcontext()
-    is_keras_own = how.of_instance is None and not has_own_train_step(model)
-    if how.is_scaled and wrappers_among(model.optimizer) and is_keras_own:
-        return step_tapes.left()  # The optimizer scales the loss.
-    return step_tapes.entered(model, _scale_of(model, loss_scale), how.name)
-
-
-def _scale_of(model: tf.keras.Model, loss_scale: LossScale) -> LossScale:
-    """Returns the loss scale of the optimizer that a model has by now.
-
-    Without one, it is the given loss scale.
-    """
     wrappers = wrappers_among(getattr(model, "optimizer", None))
-    return wrappers[0]._scaler.loss_scale if wrappers else loss_scale
+    if wrappers:
+        if how.is_scaled and how.of_instance is None and not has_own_train_step(model):
+            return step_tapes.left()  # The optimizer scales the loss.
+        loss_scale = wrappers[0]._scaler.loss_scale  # It has one by now.
+    return step_tapes.entered(model, loss_scale, how.name)
 
 
 def has_own_train_step(model: tf.keras.Model) -> bool:

@@ -14,7 +14,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import tensorflow as tf
 
@@ -178,18 +178,12 @@ def _scaling(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     @do_not_convert
-    def init(
-        tape: tf.GradientTape, persistent: bool = False, watch_accessed_variables: bool = True
-    ) -> None:
-        step = _step_of_thread()
-        if (
-            type(tape) is not tf.GradientTape
-            or step is None
-            or scaled_losses.thread.is_differentiating
-        ):
+    def init(tape: Any, persistent: bool = False, watch_accessed_variables: bool = True) -> None:
+        step, is_ours = _step_of_thread(), scaled_losses.thread.is_differentiating
+        if type(tape) is not _Tape or step is None or is_ours:
             return original(tape, persistent, watch_accessed_variables)
         tape.__class__ = _StepTape
-        _StepTape.__init__(cast(_StepTape, tape), step, bool(persistent), watch_accessed_variables)
+        tape.__init__(step, bool(persistent), watch_accessed_variables)
 
     return init
 
@@ -202,8 +196,7 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     def gradients(ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
         step = _step_of_thread()
         if step is not None and not step.has_scaled:
-            sources = tf.nest.flatten(xs)
-            step.note_gradients(sources, "tf.gradients() scales nothing")
+            step.note_gradients(tf.nest.flatten(xs), "tf.gradients() scales nothing")
         return original(ys, xs, *args, **kwargs)
 
     return gradients
@@ -217,47 +210,36 @@ class _StepTape(LossScaleGradientTape):
     """A `tf.GradientTape` that a `train_step` has made."""
 
     def __init__(self, step: _Step, persistent: bool, watch_accessed_variables: bool) -> None:
-        super().__init__(
-            step.loss_scale,
-            max_retries=_MAX_RETRIES,
-            persistent=persistent,
-            watch_accessed_variables=watch_accessed_variables,
-        )
+        super().__init__(step.loss_scale, _MAX_RETRIES, persistent, watch_accessed_variables)
         self._step = step
         self._scaled_losses: list[tf.Tensor] = []
         step.tapes.add(self)
 
     @do_not_convert
-    def gradient(
-        self,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
-        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
-    ) -> Any:
+    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes gradients as `tf.GradientTape` does.
 
         They are scaled and unscaled if that is exact.
         """
+        differentiate = functools.partial(_Tape.gradient, self, target, sources, *args, **kwargs)
         if scaled_losses.thread.is_differentiating:  # jacobian() calls this, and ends the tape.
-            return _Tape.gradient(self, target, sources, output_gradients, unconnected_gradients)
+            return differentiate()
         self._refuse_second_use("tf.GradientTape")
         flat = tf.nest.flatten(sources)
         why_not = None if self._is_scaled(target) else self._why_not(flat)
         self._step.note_gradients(flat, why_not)
-        args = (target, sources, output_gradients, unconnected_gradients)
+        compute = functools.partial(super().gradient, target, sources, *args, **kwargs)
         with replaced(scaled_losses.thread, "is_differentiating", True):
             if why_not != "":
                 with self._paused():
-                    result = _Tape.gradient(self, *args)
+                    result = differentiate()
                 self._is_over()
                 return result
             recording = self._that_record()
             if not recording:
-                return super().gradient(*args)
+                return compute()
             # The other tapes differentiate what TensorFlow computes, not the search for a scale.
-            plain = _Tape.gradient(self, *args)
-            compute = functools.partial(super().gradient, *args)
+            plain = differentiate()
             with contextlib.ExitStack() as stack:
                 for tape in recording:
                     stack.enter_context(tape.stop_recording())
@@ -276,22 +258,14 @@ class _StepTape(LossScaleGradientTape):
                 loss; these here need not be as small, and mostly one computation will do.
         """
         flat = tf.nest.flatten(gradients, expand_composites=True)
-        present = [i for i, each in enumerate(flat) if each is not None]
-        values = [flat[i] for i in present]
-        are_small = [tf.reduce_all(tf.abs(v) < _SMALL) for v in values if v.dtype.is_floating]
+        values = [each for each in flat if each is not None and each.dtype.is_floating]
 
-        def scaled() -> list[Any]:
-            self._moves_scale = False
-            try:
-                found = tf.nest.flatten(compute(), expand_composites=True)
-            finally:
-                self._moves_scale = True
-            return [found[i] for i in present]
+        def scaled() -> Any:
+            with replaced(self, "_moves_scale", False):
+                return compute()
 
-        found = tf.cond(tf.reduce_all(are_small), scaled, lambda: values)
-        for i, each in zip(present, found, strict=True):
-            flat[i] = each
-        return tf.nest.pack_sequence_as(gradients, flat, expand_composites=True)
+        are_small = [tf.reduce_all(tf.abs(value) < _SMALL) for value in values]
+        return tf.cond(tf.reduce_all(are_small), scaled, lambda: gradients)
 
     def jacobian(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes a Jacobian as `tf.GradientTape` does, not scaled."""
@@ -463,11 +437,10 @@ def _warn_if_unscaled(optimizer: Any, variables: list[Any]) -> None:
 
 def _name(model: tf.keras.Model, optimizer: Any) -> str:
     """Returns how the methods of a model refer to an optimizer."""
-    names = [name for name, value in vars(model).items() if value is optimizer]
-    public = [name for name in names if not name.startswith("_")]
     if getattr(model, "optimizer", None) is optimizer:
         return "self.optimizer"
-    return f"self.{public[0]}" if public else "optimizer"
+    names = [n for n, value in vars(model).items() if value is optimizer and n[0] != "_"]
+    return f"self.{names[0]}" if names else "optimizer"
 
 
 def _float16_layer(layers: Iterable[Any], variables: list[Any]) -> str | None:
