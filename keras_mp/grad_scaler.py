@@ -17,7 +17,6 @@ from keras_mp.step import gradients, replicas
 from keras_mp.step.grad_scaler_calls import GradScalerCalls
 from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.step.optimizer_adapter import OptimizerAdapter
-from keras_mp.step.other_adapters import other_adapter
 from keras_mp.step.scaled_losses import thread
 from keras_mp.step.scaled_step import make_step
 from keras_mp.step.scaler import SharedScaler
@@ -318,6 +317,8 @@ def _adapter_of(optimizer: Any) -> OptimizerAdapter:
     inner_optimizers.refuse_second_sum(optimizer, "GradScaler")
     adapter, hint = inner_optimizers.adapter_of(optimizer), inner_optimizers.hint(optimizer)
     if adapter is None and not hint:
+        from keras_mp.step.other_adapters import other_adapter
+
         adapter = other_adapter(optimizer)
     if adapter is None:
         raise TypeError(

@@ -13,25 +13,23 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.hooks import observers
-from keras_mp.loss_scale import DynamicLossScale, LossScaleArgument, serialize
+from keras_mp.loss_scale import DynamicLossScale, LossScaleArgument, required, serialize
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step import gradients
 from keras_mp.step.optimizer_adapter import Loss, VarList
 from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.record import GradientState
 from keras_mp.step.scaler import Scaler
-from keras_mp.support import messages, validation
+from keras_mp.support import validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
-from keras_mp.wrappers import inner_optimizers, older_spellings
+from keras_mp.wrappers import inner_optimizers
 from keras_mp.wrappers.scaler_properties import ScalerProperties
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_wrappers: "weakref.WeakKeyDictionary[Any, weakref.ref[LossScaleOptimizer]]" = (
-    weakref.WeakKeyDictionary()
-)
+_wrappers: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
 def wrapper_of(optimizer: tf.keras.optimizers.Optimizer) -> "LossScaleOptimizer | None":
@@ -51,6 +49,16 @@ def wrappers_among(optimizers: Any) -> "list[LossScaleOptimizer]":
     """
     found = map(inner_optimizers.find_loss_scale_optimizer, tf.nest.flatten(optimizers))
     return [optimizer for optimizer in found if isinstance(optimizer, LossScaleOptimizer)]
+
+
+def _of_dynamic(name: str, doc: str) -> property:
+    """Returns an older property of an optimizer, in which a dynamic scale has another name."""
+
+    def read(optimizer: Any) -> Any:
+        scale = optimizer.loss_scale
+        return getattr(scale, name) if isinstance(scale, DynamicLossScale) else None
+
+    return property(read, doc=f"{doc}; None for a fixed scale.")
 
 
 @keras_api.register_serializable
@@ -130,10 +138,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
     Source: RFC 293, "LossScaleOptimizer Overview".
     """
 
-    _takes_scaled_gradients = True
-    _name: str | None
     _step_calls: OptimizerCalls
-    policy_in_file: str | None
 
     def __init__(
         self,
@@ -151,7 +156,8 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         dynamic_growth_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
-        older_spellings.refuse_arguments_of_inner_optimizers(kwargs)
+        older = {"dynamic": dynamic, "initial_scale": initial_scale}
+        older |= {"dynamic_growth_steps": dynamic_growth_steps, **kwargs}
         if isinstance(inner_optimizer, (str, dict)):
             inner_optimizer = keras_api.get_optimizer(inner_optimizer)
         if inner_optimizers.find_loss_scale_optimizer(inner_optimizer) is not None:
@@ -163,24 +169,23 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         inner_optimizers.refuse_second_sum(inner_optimizer, "LossScaleOptimizer")
         super().__init__(inner_optimizer)
         wrapped = list(inner_optimizers.chain(inner_optimizer))
-        if any(wrapper_of(optimizer) is not None for optimizer in wrapped):
-            raise ValueError(
-                "The optimizer is wrapped by a LossScaleOptimizer already (Model.compile may have "
-                "done so: look at `model.optimizer`). Use that one, or make a new optimizer. "
-                f"Received: inner_optimizer={inner_optimizer!r}"
-            )
-        if any(keras_api.is_in_keras_wrapper(optimizer) for optimizer in wrapped):
-            raise ValueError(
-                "The optimizer is wrapped by tf.keras's own LossScaleOptimizer already "
-                "(Model.compile wraps it under a mixed_float16 policy of tf.keras: look at "
-                "`model.optimizer`), so the loss would be scaled twice. Use that one, or make a "
-                f"new optimizer. Received: inner_optimizer={inner_optimizer!r}"
-            )
+        for each in wrapped:
+            whose = "tf.keras's own" if wrapper_of(each) is None else "a"
+            if whose == "a" or keras_api.is_in_keras_wrapper(each):
+                raise ValueError(
+                    f"The optimizer is wrapped by {whose} "
+                    "LossScaleOptimizer already (Model.compile may have done so: look at "
+                    "`model.optimizer`), so the loss would be scaled twice. Use that one, or make "
+                    f"a new optimizer. Received: inner_optimizer={inner_optimizer!r}"
+                )
         skip_nonfinite = validation.boolean("skip_nonfinite", skip_nonfinite)
         scales = loss_scale is not None or not skip_nonfinite
-        loss_scale = older_spellings.loss_scale_from_arguments(
-            loss_scale if scales else 1, dynamic, initial_scale, dynamic_growth_steps
-        )
+        loss_scale = loss_scale if scales else 1
+        if kwargs or any(value is not None for value in older.values()):
+            from keras_mp.wrappers import older_spellings
+
+            loss_scale = older_spellings.loss_scale_of(loss_scale, **older)
+        loss_scale = required(loss_scale, "LossScaleOptimizer", "the inner optimizer itself")
         self._set_own(
             _name=name,
             _skip_nonfinite=skip_nonfinite,
@@ -195,9 +200,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             ),
             policy_in_file=None,
         )
-        keras_api.track_variables(
-            [*self._own_variables().values(), *self._hidden_variables().values()]
-        )
+        keras_api.track_variables({**self._own_variables(), **self._hidden_variables()}.values())
         for child_name, child in self._own_children().items():
             self._track_trackable(child, child_name, overwrite=True)
         for optimizer in wrapped:
@@ -205,15 +208,6 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             if not isinstance(optimizer, OptimizerWrapper):
                 keras_api.note_wrapper(optimizer, self)
         observers.tell(observers.Observer.scaler_was_made)
-
-    def __repr__(self) -> str:
-        how = "" if self.aggregate_in_float16 else f", reduce_dtype={self.reduce_dtype!r}"
-        return f"<{type(self).__name__} of {self.inner_optimizer!r}{how}>"
-
-    @property
-    def name(self) -> str:
-        """The name given to the constructor, or the inner optimizer's."""
-        return self._name or super().name
 
     @do_not_convert
     def get_scaled_loss(self, loss: Loss) -> Loss:
@@ -253,29 +247,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         """
         return self._step_calls.unscale(self._adapter.widened(gradients.convert(grads)))
 
-    @do_not_convert
-    def minimize(
-        self,
-        loss: Loss,
-        var_list: VarList,
-        tape: tf.GradientTape | None = None,
-        grad_loss: tf.Tensor | None = None,
-        name: str | None = None,
-    ) -> Any:
-        """Makes a whole step.
-
-        It scales the loss, and computes, unscales and applies the gradients.
-
-        Args:
-            loss: float tensor, or a callable without arguments that returns one. Not scaled.
-            var_list: list of variables, one variable, or a callable that returns either.
-            tape: `tf.GradientTape` under which a tensor `loss` was computed.
-            grad_loss: tensor. The gradient for `loss`; not for the new optimizers of tf_keras.
-            name: str. Name of the operation.
-
-        Returns:
-            `iterations`, or in a TensorFlow 1 graph the operation that makes the step.
-        """
+    def _whole_step(self, name: str | None, *of_loss: Any) -> Any:
         calls, losses, scaled_by = self._step_calls, list[tf.Tensor](), self._scaler.loss_scale()
 
         def scale(loss: tf.Tensor) -> tf.Tensor:
@@ -285,73 +257,24 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
 
         with calls.as_before_an_exception():
             if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
-                return super().minimize(loss, var_list, tape, grad_loss, name)
+                return super()._whole_step(name, *of_loss)
             # Nothing is noted: it may come between calls of another step, and leaves that alone.
-            when_called = functools.partial(gradients.map_loss, scale)
-            pairs = self._gradients(when_called, loss, var_list, tape, grad_loss)
+            pairs = self._scaled(functools.partial(gradients.map_loss, scale), *of_loss)
             pairs = gradients.checked_pairs(pairs)
             state = GradientState(calls.scales, scaled_by if calls.scales else None, losses=losses)
             return self._make_step(pairs, state, self._scaler, name=name)
 
-    @do_not_convert
-    def compute_gradients(
-        self,
-        loss: Loss,
-        var_list: VarList,
-        tape: tf.GradientTape | None = None,
-        grad_loss: tf.Tensor | None = None,
-    ) -> list[tuple[Any, Any]]:
-        """Computes gradients of the scaled loss, and unscales them.
-
-        It is the first half of `minimize`, and takes the same arguments.
-
-        Returns:
-            list of (gradient, variable) pairs.
-        """
+    def _gradients_of(self, loss: Any, *how: Any) -> list[tuple[Any, Any]]:
         with self._step_calls.as_before_an_exception():
-            pairs = self._gradients(self.get_scaled_loss, loss, var_list, tape, grad_loss)
+            pairs = self._scaled(self.get_scaled_loss, loss, *how)
             unscaled = self.get_unscaled_gradients([g for g, _ in pairs])
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
 
-    @do_not_convert
-    def apply_gradients(
-        self,
-        grads_and_vars: Iterable[tuple[Any, Any]],
-        name: str | None = None,
-        *,
-        skip_gradients_aggregation: bool = False,
-        experimental_aggregate_gradients: bool = True,
-        scaled: bool = False,
-    ) -> Any:
-        """Sums gradients over replicas, and applies them or skips the step.
-
-        Gradients are unscaled here if the loss was scaled with `scale_loss`, and taken as they are
-        if `get_scaled_loss` and `get_unscaled_gradients` were called. If you multiply the loss by
-        the loss scale yourself, pass `scaled=True`. A call that is missing is reported with a
-        `MixedPrecisionWarning`.
-
-        Args:
-            grads_and_vars: iterable of (gradient, variable) pairs. A gradient may be None.
-            name: str. Name of the operation.
-            skip_gradients_aggregation: bool. True where the gradients are summed already.
-            experimental_aggregate_gradients: bool. False is the older spelling of
-                `skip_gradients_aggregation=True`.
-            scaled: bool. True if you have multiplied the loss by the loss scale yourself, and the
-                scale has not changed since. Defaults to False, which leaves it to the calls that
-                were made.
-
-        Returns:
-            `iterations`, or in a TensorFlow 1 graph the operation that makes the step.
-
-        Raises:
-            ValueError: no variable has a gradient, the gradients are said to be scaled and come
-                from `get_unscaled_gradients`, or the call is in a cross-replica context.
-        """
-        pairs = gradients.checked_pairs(grads_and_vars)
+    def _applied(self, pairs: Any, scaled: bool, aggregate: bool, name: str | None) -> Any:
+        pairs = gradients.checked_pairs(pairs)
         if not pairs:
             return self.iterations
         calls = self._step_calls
-        aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         with calls.as_before_an_exception() if scaled else contextlib.nullcontext():
             if scaled:
                 calls.begin_by_hand([g for g, _ in pairs])
@@ -371,13 +294,13 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         """Whether the tape has to scale, as the inner optimizer needs the loss unscaled."""
         return self._step_calls.scales and not self._adapter.only_differentiates
 
-    def _gradients(
+    def _scaled(
         self,
         scale: Callable[[Loss], Loss],
         loss: Loss,
         var_list: VarList,
-        tape: tf.GradientTape | None,
-        grad_loss: tf.Tensor | None,
+        tape: Any,
+        *grad_loss: Any,
     ) -> list[tuple[Any, Any]]:
         """Computes gradients of a loss that `scale` multiplies.
 
@@ -385,13 +308,13 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         unscaled: the tape scales and unscales.
         """
         scaled_by = self._scaler.loss_scale() if self._scales_on_tape() else None
-        if scaled_by is not None and (tape is None or isinstance(tape, tf.GradientTape)):
+        if scaled_by is not None:
             tape = gradients.ScalingTape(tape or tf.GradientTape(), scaled_by)
-        with tape if isinstance(tape, tf.GradientTape) else contextlib.nullcontext():
+        with contextlib.nullcontext() if tape is None else tape:
             loss = scale(loss)
             if scaled_by is not None:
                 loss = gradients.map_loss(lambda each: each / tf.cast(scaled_by, each.dtype), loss)
-        pairs = super().compute_gradients(loss, var_list, tape, grad_loss)
+        pairs = super()._gradients_of(loss, var_list, tape, *grad_loss)
         if scaled_by is None:
             return pairs
         scaled = gradients.scale(self._adapter.widened([g for g, _ in pairs]), scaled_by)
@@ -416,16 +339,10 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         Raises:
             ValueError: the variables are those of another optimizer.
         """
+        from keras_mp.wrappers import saved_variables
+
         super().load_own_variables(store)
-        saved, state = set(store.keys()), self._own_variables()
-        missing = sorted(set(state) - saved)
-        if missing:
-            messages.warn(
-                f"The file holds no {', '.join(missing)} for the optimizer, so they stay as "
-                "they are: it was saved without loss scaling, with another kind of loss scale, or "
-                f"with another LossScaleOptimizer. Expected {sorted(state)}. Received: "
-                f"{sorted(saved)}"
-            )
+        saved_variables.warn_of_missing(store, self._own_variables())
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal optimizer.
@@ -508,7 +425,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
                 "`tf.train.Checkpoint(optimizer=optimizer.keras_layout()).restore(path)`. Nothing "
                 "was restored."
             )
-        if name == older_spellings.INNER_CHILD:
+        if name == "base_optimizer":  # as TensorFlow 2.2 and 2.3 call it
             return self.inner_optimizer
         return super()._lookup_dependency(name, *args, **kwargs)  # pyright: ignore
 
@@ -547,44 +464,27 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         """Whether the loss scale is a dynamic one."""
         return isinstance(self.loss_scale, DynamicLossScale)
 
+    step_counter = dynamic_counter = _of_dynamic("num_good_steps", "The scale's `num_good_steps`")
+    dynamic_scale = _of_dynamic("loss_scale", "The dynamic scale's variable")
+
     @property
     def initial_scale(self) -> float:
         """Where a dynamic scale started, or the fixed scale."""
         scale = self.loss_scale
         return scale.initial_loss_scale if isinstance(scale, DynamicLossScale) else float(scale)
 
-    @property
-    def dynamic_growth_steps(self) -> int | None:
-        """The dynamic scale's `increment_period`, read and write; None for a fixed scale."""
-        scale = self.loss_scale
-        return scale.increment_period if isinstance(scale, DynamicLossScale) else None
-
-    @dynamic_growth_steps.setter
+    @_of_dynamic("increment_period", "The scale's `increment_period`, read and write").setter
     def dynamic_growth_steps(self, value: int) -> None:
+        """Sets the dynamic scale's `increment_period`."""
         scale = self.loss_scale
         if not isinstance(scale, DynamicLossScale):
             raise ValueError(
                 "A fixed loss scale does not grow. "
                 f"Received: dynamic_growth_steps={value!r} with {scale!r}"
             )
+        from keras_mp.wrappers import older_spellings
+
         scale.increment_period = older_spellings.whole(value)
-
-    @property
-    def dynamic_counter(self) -> tf.Variable | None:
-        """The dynamic scale's `num_good_steps`; None for a fixed scale."""
-        scale = self.loss_scale
-        return scale.num_good_steps if isinstance(scale, DynamicLossScale) else None
-
-    @property
-    def step_counter(self) -> tf.Variable | None:
-        """`dynamic_counter` under Keras 3's name."""
-        return self.dynamic_counter
-
-    @property
-    def dynamic_scale(self) -> tf.Variable | None:
-        """The dynamic scale's variable; None for a fixed scale."""
-        scale = self.loss_scale
-        return scale.loss_scale if isinstance(scale, DynamicLossScale) else None
 
     def get_gradients(self, loss: tf.Tensor, params: Any) -> list[Any]:
         """Returns the unscaled gradients of a loss in a TensorFlow 1 graph.

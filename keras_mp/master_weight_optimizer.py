@@ -15,11 +15,12 @@ from keras_mp import keras_api
 from keras_mp.all_reduce_optimizer import AllReduceOptimizer
 from keras_mp.master_weights import methods
 from keras_mp.master_weights.adapter import Float32Adapter, size_in_bytes
-from keras_mp.optimizer_wrapper import OptimizerWrapper, check_shapes
+from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.support import dtypes, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.native_variables import native_variable as native
 from keras_mp.wrappers.inner_optimizers import chain
+from keras_mp.wrappers.saved_variables import check_shapes
 
 # Wrappers that go around a `MasterWeightOptimizer`.
 OUTER_WRAPPERS: tuple[type, ...] = (keras_api.KerasLossScaleOptimizer, AllReduceOptimizer)

@@ -15,12 +15,10 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.step import gradients, replicas
-from keras_mp.step.optimizer_adapter import Loss, OptimizerAdapter, Pairs, VarList
+from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
 from keras_mp.step.scaled_step import make_step
-from keras_mp.support import features, messages, trackables
+from keras_mp.support import trackables
 from keras_mp.support.autograph import allow_conversion, do_not_convert
-from keras_mp.tensorflow_api import saving
-from keras_mp.tensorflow_api.features import SAVED_MODELS
 from keras_mp.wrappers import inner_optimizers
 
 if TYPE_CHECKING:
@@ -78,10 +76,6 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     Source: RFC 293, "OptimizerWrapper".
     """
 
-    # The name under which `DelegatingTrackable` looks for it.
-    _trackable: Any
-    _adapter: OptimizerAdapter
-    _delegated: frozenset[str]
     _reduce_dtype: tf.DType | None
 
     def __init__(
@@ -111,9 +105,10 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         delegated = adapter.hyperparameters() | _OF_INNER
         self._set_own(
             _adapter=adapter,
-            _trackable=inner_optimizer,
+            _trackable=inner_optimizer,  # where `DelegatingTrackable` looks for it
             _delegated=delegated.difference(*map(vars, wrappers)),
             _reduce_dtype=None,
+            _name=None,
         )
         if reduce_dtype is not None:
             self.reduce_dtype = reduce_dtype
@@ -121,18 +116,13 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         owner = next(base for base in cls.__mro__ if "apply_gradients" in vars(base))
-        is_inherited = owner is not cls and issubclass(owner, OptimizerWrapper)
-        if is_inherited or "_takes_scaled_gradients" in vars(cls):
+        if owner is not cls and issubclass(owner, OptimizerWrapper):
             return
         method = vars(owner)["apply_gradients"]
 
         @functools.wraps(method)
         def apply_gradients(
-            self: OptimizerWrapper,
-            grads_and_vars: Iterable[tuple[Any, Any]],
-            *args: Any,
-            scaled: bool = False,
-            **kwargs: Any,
+            self: Any, grads_and_vars: Any, *args: Any, scaled: bool = False, **kwargs: Any
         ) -> Any:
             # They are unscaled even if a LossScaleOptimizer further inside would unscale them
             # later.
@@ -142,7 +132,9 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         cls.apply_gradients = do_not_convert(apply_gradients)
 
     def __repr__(self) -> str:
-        how = "" if self._reduce_dtype is None else f", reduce_dtype={self.reduce_dtype!r}"
+        # Gradients that are scaled are summed in float16, unless it is said.
+        is_usual = self.reduce_dtype in (None, "float16")
+        how = "" if is_usual else f", reduce_dtype={self.reduce_dtype!r}"
         return f"<{type(self).__name__} of {self.inner_optimizer!r}{how}>"
 
     def __getattribute__(self, name: str) -> Any:
@@ -163,14 +155,11 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     def __setattr__(self, name: str, value: Any) -> None:
         name = _ALIASES.get(name, name)
         inner = vars(self).get("_trackable")
-        if inner is not None and name in self._delegated:
+        if inner is None:
+            object.__setattr__(self, name, value)
+        elif name in self._delegated:
             setattr(inner, name, value)
-        elif (
-            inner is None
-            or name in vars(self)
-            or hasattr(type(self), name)
-            or not hasattr(inner, name)
-        ):
+        elif name in vars(self) or hasattr(type(self), name) or not hasattr(inner, name):
             object.__setattr__(self, name, value)
         else:
             raise AttributeError(_only_inner(self, name))
@@ -195,9 +184,9 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
 
     @property
     def name(self) -> str:
-        """The inner optimizer's name."""
+        """The name given to the constructor, or the inner optimizer's."""
         inner = self.inner_optimizer
-        return getattr(inner, "name", None) or inner.get_config()["name"]
+        return self._name or getattr(inner, "name", None) or inner.get_config()["name"]
 
     @property
     def variables(self) -> list[Any]:
@@ -208,10 +197,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         variables = self.inner_optimizer.variables
         return variables() if callable(variables) else variables
 
-    @property
-    def weights(self) -> list[Any]:
-        """The inner optimizer's variables, under the older name."""
-        return self.variables
+    weights = property(lambda self: self.variables, doc="`variables` under the older name.")
 
     @property
     def reduce_dtype(self) -> str | None:
@@ -245,7 +231,10 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         if not given:
             return
         self._adapter.build(given)
-        self._set_weights_to_come()
+        weights = self.__dict__.pop("_weights_to_come", None)
+        if weights is not None:
+            with tf.init_scope():
+                self.set_weights(weights)
 
     def compiled_for(self, model: tf.keras.Model) -> None:
         """Remembers the model that is trained.
@@ -270,16 +259,14 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         Args:
             var_list: iterable of the model's trainable variables.
         """
-        if hasattr(self.inner_optimizer, "finalize_variable_values"):
-            self.inner_optimizer.finalize_variable_values(var_list)
+        getattr(self.inner_optimizer, "finalize_variable_values", lambda _: None)(var_list)
 
     def get_slot_names(self) -> list[str]:
         """Returns the names of the inner optimizer's slots.
 
         Only legacy optimizers have any.
         """
-        inner = self.inner_optimizer
-        return inner.get_slot_names() if hasattr(inner, "get_slot_names") else []
+        return getattr(self.inner_optimizer, "get_slot_names", list)()
 
     @do_not_convert
     def minimize(
@@ -290,10 +277,12 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         grad_loss: tf.Tensor | None = None,
         name: str | None = None,
     ) -> Any:
-        """Computes the gradients of `loss` and applies them.
+        """Makes a whole step: computes the gradients of a loss and applies them.
+
+        A `LossScaleOptimizer` scales the loss, and unscales the gradients.
 
         Args:
-            loss: scalar tensor, or a callable without arguments that returns one.
+            loss: float tensor, or a callable without arguments that returns one. Not scaled.
             var_list: list of variables, one variable, or a callable that returns either.
             tape: `tf.GradientTape` under which a tensor `loss` was computed.
             grad_loss: tensor. The gradient for `loss`; not for the new optimizers of tf_keras.
@@ -302,8 +291,10 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         Returns:
             The result of `apply_gradients`.
         """
-        pairs = self.compute_gradients(loss, var_list, tape, grad_loss)
-        return self.apply_gradients(pairs, name=name)
+        return self._whole_step(name, loss, var_list, _checked(tape), grad_loss)
+
+    def _whole_step(self, name: str | None, *of_loss: Any) -> Any:
+        return self.apply_gradients(self.compute_gradients(*of_loss), name=name)
 
     @do_not_convert
     def compute_gradients(
@@ -316,23 +307,17 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         """Computes gradients: the first half of `minimize`, with the same arguments.
 
         Returns:
-            list of (gradient, variable) pairs.
+            list of (gradient, variable) pairs. The gradients are not scaled.
         """
-        if not (tape is None or isinstance(tape, tf.GradientTape)):
-            raise TypeError(
-                "`tape` must be a tf.GradientTape; pass `grad_loss` and `name` by keyword. "
-                f"Received: tape={tape!r} (of type {type(tape)})"
-            )
+        return self._gradients_of(loss, var_list, _checked(tape), grad_loss)
+
+    def _gradients_of(self, loss: Any, *how: Any) -> list[tuple[Any, Any]]:
         loss = allow_conversion(loss) if callable(loss) else loss
-        return self._adapter.compute_gradients(loss, var_list, tape, grad_loss)
+        return self._adapter.compute_gradients(loss, *how)
 
     @do_not_convert
     def apply(
-        self,
-        grads: Iterable[Any],
-        trainable_variables: Iterable[Any] | None = None,
-        *,
-        scaled: bool = False,
+        self, grads: Iterable[Any], trainable_variables: Any = None, *, scaled: bool = False
     ) -> None:
         """Applies gradients, given in two lists as in Keras 3.
 
@@ -347,9 +332,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         self.apply_gradients(zip(grads, trainable_variables, strict=True), scaled=scaled)
 
     @contextlib.contextmanager
-    def _unscaled(
-        self, pairs: Iterable[tuple[Any, Any]], scaled: bool
-    ) -> Iterator[Iterable[tuple[Any, Any]]]:
+    def _unscaled(self, pairs: Iterable[Any], scaled: bool) -> Iterator[Iterable[Any]]:
         """Context manager that unscales gradients early.
 
         It unscales them as a LossScaleOptimizer further inside would. If an exception leaves it,
@@ -392,24 +375,35 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     ) -> Any:
         """Lets the inner optimizer apply gradients.
 
+        A `LossScaleOptimizer` sums them over replicas, and applies them or skips the step. It
+        unscales them here if the loss was scaled with `scale_loss`, and takes them as they are if
+        `get_scaled_loss` and `get_unscaled_gradients` were called. A call that is missing is
+        reported with a `MixedPrecisionWarning`.
+
         Args:
-            grads_and_vars: iterable of (gradient, variable) pairs.
+            grads_and_vars: iterable of (gradient, variable) pairs. A gradient may be None.
             name: str. Name of the operation.
             skip_gradients_aggregation: bool. True where the gradients are summed already.
             experimental_aggregate_gradients: bool. False is the older spelling of
                 `skip_gradients_aggregation=True`.
-            scaled: bool. True if you have multiplied the loss by the loss scale of the
-                `LossScaleOptimizer` that is inside. Defaults to False.
+            scaled: bool. True if you have multiplied the loss by the loss scale yourself (that of
+                the `LossScaleOptimizer`, if it is inside), and the scale has not changed since.
+                Defaults to False, which leaves it to the calls that were made.
 
         Returns:
-            The result of the inner optimizer.
+            The result of the inner optimizer. A `LossScaleOptimizer` returns `iterations`, or in a
+            TensorFlow 1 graph the operation that makes the step.
 
         Raises:
-            ValueError: the gradients are said to be scaled, and no optimizer inside scales any.
+            ValueError: no variable has a gradient, the gradients are said to be scaled and no
+                optimizer scales any, or they come from `get_unscaled_gradients`, or a
+                `LossScaleOptimizer` is called in a cross-replica context.
         """
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
-        given = contextlib.nullcontext(grads_and_vars)
-        with self._unscaled(grads_and_vars, scaled) if scaled else given as pairs:
+        return self._applied(grads_and_vars, scaled, aggregate, name)
+
+    def _applied(self, pairs: Any, scaled: bool, aggregate: bool, name: str | None) -> Any:
+        with self._unscaled(pairs, scaled) if scaled else contextlib.nullcontext(pairs) as pairs:
             if self._reduce_dtype is None:
                 return self._adapter.apply(list(pairs), name, aggregate)
             how = {"reduce_dtype": self._reduce_dtype, "aggregate": aggregate, "name": name}
@@ -438,14 +432,10 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
             # Copies, since the arrays may be in a file that will be closed by then.
             self._set_own(_weights_to_come=[np.array(weight) for weight in weights])
             return
-        check_shapes(self.variables, weights)
-        self.inner_optimizer.set_weights(weights)
+        from keras_mp.wrappers import saved_variables
 
-    def _set_weights_to_come(self) -> None:
-        weights = self.__dict__.pop("_weights_to_come", None)
-        if weights is not None:
-            with tf.init_scope():
-                self.set_weights(weights)
+        saved_variables.check_shapes(self.variables, weights)
+        self.inner_optimizer.set_weights(weights)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal wrapper.
@@ -509,46 +499,24 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         Raises:
             ValueError: the variables are those of another optimizer.
         """
-        names, own, variables = set(store.keys()), self._own_variables(), self._inner_variables()
-        saved = {name for name in names if name.isdigit()}
-        if len(saved) == len(variables):
-            weights = [store[str(i)][()] for i in range(len(variables))]
-            check_shapes(variables, weights)
-            for variable, weight in zip(variables, weights, strict=True):
-                variable.assign(weight)
-        elif saved:
-            messages.warn(
-                "The optimizer's variables were not loaded. If the file has an optimizer of the "
-                "same kind, for the same model, build the optimizer first: "
-                f"`model.optimizer.build(model.trainable_variables)`. Expected {len(variables)} "
-                f"variables. Received: {len(saved)}"
-            )
-        for name in names & own.keys():
-            own[name].assign(store[name][()])
+        from keras_mp.wrappers import saved_variables
+
+        saved_variables.load(store, self._inner_variables(), self._own_variables())
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        has_model = self._model() is not None
-        if save_type == "savedmodel" and features.is_on(SAVED_MODELS):
-            _let_wrappers_write_themselves()
-        if save_type == "savedmodel" and has_model and self._adapter.is_revived_without_state:
-            messages.warn(
-                "tf.keras loads a model from a SavedModel with a new optimizer: without iterations "
-                "and slots. To train on after loading, save the model as .keras or .h5, or "
-                "use a tf.train.Checkpoint. To serve it, leave the optimizer out "
-                "(`model.save(path, include_optimizer=False)`, `model.export(path)`)."
-            )
+        if save_type == "savedmodel":
+            from keras_mp.wrappers import saved_variables
+
+            has_model = self._model() is not None
+            loses_state = has_model and self._adapter.is_revived_without_state
+            saved_variables.saved_model_begins(OptimizerWrapper, loses_state)
         return super()._trackable_children(save_type, **kwargs)  # pyright: ignore
 
     def _serialize_to_proto(self, object_proto: Any, **kwargs: Any) -> None:
-        # A SavedModel names the family of an optimizer, and at loading only that family takes its
-        # slots. A wrapper may be an instance of several bases, so it writes the family of the inner
-        # optimizer.
+        from keras_mp.wrappers import saved_variables
+
         del kwargs
-        *_, innermost = inner_optimizers.chain(self)
-        revived = saving.revived(innermost)
-        if revived is not None:
-            object_proto.user_object.CopyFrom(revived)
-        object_proto.registered_name = ""  # Loading would look the name up, even without keras_mp.
+        saved_variables.write_family(self, object_proto)
 
 
 class _CallableList(list):
@@ -591,32 +559,13 @@ def _only_inner(wrapper: OptimizerWrapper, name: str) -> str:
     )
 
 
-@functools.cache
-def _let_wrappers_write_themselves() -> None:
-    """Lets a SavedModel ask wrappers what to write about them."""
-    register = saving.register(
-        "keras_mp", predicate=lambda each: isinstance(each, OptimizerWrapper)
-    )
-    register(OptimizerWrapper)
-
-
-def check_shapes(variables: Iterable[Any], weights: Sequence[Any]) -> None:
-    """Checks that weights fit into an optimizer's variables.
-
-    Args:
-        variables: iterable of variables.
-        weights: sequence of arrays.
-
-    Raises:
-        ValueError: their shapes differ.
-    """
-    expected = [tuple(variable.shape) for variable in variables]
-    received = [tuple(np.shape(weight)) for weight in weights]
-    if expected != received:
-        raise ValueError(
-            "The weights are from another kind of optimizer, or for another model. Nothing was "
-            f"set. Expected the shapes {expected}. Received: {received}"
+def _checked(tape: Any) -> Any:
+    if not (tape is None or isinstance(tape, tf.GradientTape)):
+        raise TypeError(
+            "`tape` must be a tf.GradientTape; pass `grad_loss` and `name` by keyword. "
+            f"Received: tape={tape!r} (of type {type(tape)})"
         )
+    return tape
 
 
 _delegate_rest()

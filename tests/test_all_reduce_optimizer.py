@@ -119,13 +119,13 @@ def test_what_sums_gradients_itself_is_not_wrapped_nor_wraps(name):
     for scaling in (keras_mp.LossScaleOptimizer, tf.keras.mixed_precision.LossScaleOptimizer):
         if scaling is not keras_mp.LossScaleOptimizer and name.startswith("legacy"):
             continue
-        with pytest.raises(TypeError, match="use its `reduce_dtype`"):
+        with pytest.raises(TypeError, match="to the one that scales the loss"):
             keras_mp.AllReduceOptimizer(scaling(sgd(name)))
 
 
 def test_a_model_that_scales_its_loss_says_what_to_pass(name):
     keras_mp.set_global_policy(keras_mp.Policy("float32", loss_scale=64))
-    with pytest.raises(TypeError, match="Pass `reduce_dtype` to the LossScaleOptimizer"):
+    with pytest.raises(TypeError, match="Pass `reduce_dtype` to the one that scales"):
         compiled_model(optimizer=keras_mp.AllReduceOptimizer(sgd(name)))
 
 

@@ -107,16 +107,11 @@ def refuse_second_sum(optimizer: Any, wrapper: str) -> None:
     Raises:
         TypeError: `optimizer` is, or wraps, one with a `reduce_dtype` or a `LossScaleOptimizer`.
     """
-    if has_all_reduce(optimizer):
+    if has_all_reduce(optimizer) or find_loss_scale_optimizer(optimizer) is not None:
         raise TypeError(
-            f"The {wrapper} sums gradients over replicas itself, so the AllReduceOptimizer inside "
-            f"would never do so. Pass `reduce_dtype` to the {wrapper}, and let it wrap the inner "
-            f"optimizer directly. Received: {optimizer!r}"
-        )
-    if find_loss_scale_optimizer(optimizer) is not None:
-        raise TypeError(
-            "A LossScaleOptimizer sums gradients itself, while they are scaled: use its "
-            f"`reduce_dtype` instead of an {wrapper}. Received: inner_optimizer={optimizer!r}"
+            f"The {wrapper} sums gradients over replicas itself, and so does an optimizer inside. "
+            "Pass `reduce_dtype` to the one that scales the loss, or else to the outer one, and "
+            f"leave the other one out. Received: inner_optimizer={optimizer!r}"
         )
 
 

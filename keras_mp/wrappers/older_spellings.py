@@ -1,85 +1,59 @@
 """Older arguments of LossScaleOptimizer: of TensorFlow 2.4-2.15 and Keras 3.
 
-RFC 293, "LossScaleOptimizer API", has `loss_scale` in their place. Also the name of the inner
-optimizer in checkpoints of TensorFlow 2.2 and 2.3.
+RFC 293, "LossScaleOptimizer API", has `loss_scale` in their place.
 """
 
 from typing import Any
 
-from keras_mp.loss_scale import DynamicLossScale, FixedLossScale, LossScale, required
+from keras_mp.loss_scale import DynamicLossScale, FixedLossScale
+from keras_mp.support import validation
 
-# The name of the inner optimizer, which is a child, in checkpoints of TensorFlow 2.2 and 2.3.
-INNER_CHILD = "base_optimizer"
-
+_OLDER = ("dynamic", "initial_scale", "dynamic_growth_steps")
 # Arguments without effect in configs of older versions of Keras 3.
 _LEFT_ALONE = {
-    "weight_decay": None,
-    "clipnorm": None,
-    "clipvalue": None,
-    "global_clipnorm": None,
-    "use_ema": False,
-    "ema_momentum": 0.99,
-    "ema_overwrite_frequency": None,
-    "loss_scale_factor": None,
-    "gradient_accumulation_steps": None,
+    **dict.fromkeys(("weight_decay", "clipnorm", "clipvalue", "global_clipnorm")),
+    **{"use_ema": False, "ema_momentum": 0.99, "ema_overwrite_frequency": None},
+    **dict.fromkeys(("loss_scale_factor", "gradient_accumulation_steps")),
 }
 
 
-def loss_scale_from_arguments(
-    loss_scale: Any,
-    dynamic: bool | None,
-    initial_scale: float | None,
-    dynamic_growth_steps: int | None,
-) -> LossScale:
+def loss_scale_of(loss_scale: Any, **given: Any) -> Any:
     """Returns the loss scale of `loss_scale` and the older keywords.
 
-    Contradictions are refused.
+    Args:
+        loss_scale: as in the constructor.
+        **given: the older arguments of the constructor, and those that it does not know.
+
+    Raises:
+        ValueError: they contradict each other, or there is one that would have an effect on the
+            inner optimizer.
     """
-    older = {
-        "dynamic": dynamic,
-        "initial_scale": initial_scale,
-        "dynamic_growth_steps": dynamic_growth_steps,
-    }
-    older = {key: value for key, value in older.items() if value is not None}
-    if not older:
-        return required(loss_scale, "LossScaleOptimizer", "the inner optimizer itself")
-    received = ", ".join(f"{k}={v!r}" for k, v in {"loss_scale": loss_scale, **older}.items())
-    if not (isinstance(loss_scale, str) and loss_scale == "dynamic"):
+    older = {name: given.pop(name) for name in _OLDER}
+    strangers = {k: v for k, v in given.items() if k not in _LEFT_ALONE or v != _LEFT_ALONE[k]}
+    if strangers:
         raise ValueError(
-            f"Pass `loss_scale`, or the older {', '.join(older)}, not both. Received: {received}"
+            "LossScaleOptimizer does not take these arguments; pass them to the inner "
+            f"optimizer. Received: {_listed(strangers)}"
         )
-    if not isinstance(older.get("dynamic", True), bool):
-        raise TypeError(f"`dynamic` must be a bool. Received: {received}")
-    if older.get("dynamic", True):
-        arguments = {
-            "initial_loss_scale": initial_scale,
-            "increment_period": whole(dynamic_growth_steps),
-        }
+    dynamic, start, period = older.values()
+    received = _listed({"loss_scale": loss_scale, **older})
+    if dynamic is start is period is None:
+        return loss_scale
+    if not (isinstance(loss_scale, str) and loss_scale == "dynamic"):
+        raise ValueError(f"Pass `loss_scale` or older arguments, not both. Received: {received}")
+    if dynamic is None or validation.boolean("dynamic", dynamic):
+        arguments = {"initial_loss_scale": start, "increment_period": whole(period)}
         return DynamicLossScale(**{k: v for k, v in arguments.items() if v is not None})
-    if initial_scale is None or dynamic_growth_steps is not None:
+    if start is None or period is not None:
         raise ValueError(
             "With dynamic=False, `initial_scale` is the fixed scale and must be given, and "
             f"`dynamic_growth_steps` must not. Received: {received}"
         )
-    return FixedLossScale(initial_scale)
+    return FixedLossScale(start)
 
 
-def refuse_arguments_of_inner_optimizers(kwargs: dict[str, Any]) -> None:
-    """Refuses arguments that a wrapper has no use for.
-
-    Args:
-        kwargs: dict of keyword arguments that the constructor does not know.
-
-    Raises:
-        ValueError: there is one that would have an effect.
-    """
-    strangers = {k: v for k, v in kwargs.items() if k not in _LEFT_ALONE or v != _LEFT_ALONE[k]}
-    if strangers:
-        received = ", ".join(f"{key}={value!r}" for key, value in strangers.items())
-        raise ValueError(
-            "LossScaleOptimizer does not take these arguments; pass them to the inner "
-            f"optimizer. Received: {received}"
-        )
+def _listed(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
 def whole(number: Any) -> Any:

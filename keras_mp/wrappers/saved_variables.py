@@ -1,0 +1,113 @@
+"""What optimizer wrappers do where a file is written or read, and only then."""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_mp.support import features, messages
+from keras_mp.tensorflow_api import saving
+from keras_mp.tensorflow_api.features import SAVED_MODELS
+from keras_mp.wrappers import inner_optimizers
+
+
+def check_shapes(variables: Iterable[Any], weights: Iterable[Any]) -> None:
+    """Checks that weights fit into an optimizer's variables.
+
+    Args:
+        variables: iterable of variables.
+        weights: iterable of arrays.
+
+    Raises:
+        ValueError: their shapes differ.
+    """
+    expected = [tuple(variable.shape) for variable in variables]
+    received = [tuple(np.shape(weight)) for weight in weights]
+    if expected != received:
+        raise ValueError(
+            "The weights are from another kind of optimizer, or for another model. Nothing was "
+            f"set. Expected the shapes {expected}. Received: {received}"
+        )
+
+
+def load(store: Mapping[str, Any], variables: Sequence[Any], own: Mapping[str, Any]) -> None:
+    """Loads the variables of an optimizer.
+
+    Args:
+        store: dict-like, of names and arrays.
+        variables: those of the inner optimizer, whose names are numbers.
+        own: those of the wrapper, by their names.
+
+    Raises:
+        ValueError: the variables are those of another optimizer.
+    """
+    names = set(store.keys())
+    count = sum(name.isdigit() for name in names)
+    if count == len(variables):
+        weights = [store[str(i)][()] for i in range(count)]
+        check_shapes(variables, weights)
+        for variable, weight in zip(variables, weights, strict=True):
+            variable.assign(weight)
+    elif count:
+        messages.warn(
+            "The optimizer's variables were not loaded. If the file has an optimizer of the "
+            "same kind, for the same model, build the optimizer first: "
+            f"`model.optimizer.build(model.trainable_variables)`. Expected {len(variables)} "
+            f"variables. Received: {count}"
+        )
+    for name in names & own.keys():
+        own[name].assign(store[name][()])
+
+
+def warn_of_missing(store: Mapping[str, Any], own: Iterable[str]) -> None:
+    """Warns of variables of a wrapper that a file lacks.
+
+    Args:
+        store: dict-like, of names and arrays.
+        own: the names of the wrapper's variables.
+    """
+    missing = sorted(set(own) - set(store.keys()))
+    if missing:
+        messages.warn(
+            f"The file holds no {', '.join(missing)} for the optimizer, so they stay as "
+            "they are: it was saved without loss scaling, with another kind of loss scale, or "
+            f"with another LossScaleOptimizer. Expected {sorted(own)}. Received: "
+            f"{sorted(store.keys())}"
+        )
+
+
+def saved_model_begins(base: type, loses_state: bool) -> None:
+    """Prepares wrappers for a SavedModel, and says what that does not keep.
+
+    Args:
+        base: type. The base class of wrappers.
+        loses_state: bool. Whether a model that is loaded starts with new slots.
+    """
+    if features.is_on(SAVED_MODELS):
+        _let_write_themselves(base)
+    if loses_state:
+        messages.warn(
+            "tf.keras loads a model from a SavedModel with a new optimizer: without iterations "
+            "and slots. To train on after loading, save the model as .keras or .h5, or "
+            "use a tf.train.Checkpoint. To serve it, leave the optimizer out "
+            "(`model.save(path, include_optimizer=False)`, `model.export(path)`)."
+        )
+
+
+@functools.cache
+def _let_write_themselves(base: type) -> None:
+    """Lets a SavedModel ask wrappers what to write about them."""
+    saving.register("keras_mp", predicate=lambda each: isinstance(each, base))(base)
+
+
+def write_family(wrapper: Any, object_proto: Any) -> None:
+    """Writes the family of the innermost optimizer into a SavedModel.
+
+    At loading only that family takes its slots, and a wrapper may be an instance of several bases.
+    """
+    *_, innermost = inner_optimizers.chain(wrapper)
+    revived = saving.revived(innermost)
+    if revived is not None:
+        object_proto.user_object.CopyFrom(revived)
+    object_proto.registered_name = ""  # Loading would look the name up, even without keras_mp.
