@@ -7,6 +7,7 @@ arithmetic, and `scaled_step` looks at the gradients.
 import abc
 import dataclasses
 import operator
+import types
 from typing import Any
 
 import numpy as np
@@ -274,12 +275,12 @@ class DynamicLossScale(LossScale):
             self.current_loss_scale = state_variable(initial, tf.float32, "current_loss_scale")
             self.good_steps = state_variable(0, tf.int64, "good_steps")
             self.bad_steps = state_variable(0, tf.int64, "bad_steps")
-            # It is not part of checkpoints, which do not look into a function: what it describes
+            # It is not part of checkpoints, which do not look into a namespace: what it describes
             # shows itself again within a few steps. A `Saver` of TensorFlow 1 saves all variables,
             # and only loads files that have all of them.
             if tolerance or not host.in_v1_graph():
                 history = state_variable([float(n) for n in History()], tf.float32, "history")
-                self._history = lambda: history
+                self._history = types.SimpleNamespace(variable=history)
 
     initial_loss_scale = _read_only("_initial_loss_scale", "Where the scale started.")
     multiplier = _read_only("_schedule.multiplier", "The factor by which the scale grows.")
@@ -336,7 +337,7 @@ class DynamicLossScale(LossScale):
         """Returns the `History` of the schedule, of float32 scalar tensors."""
         if self._history is None:
             return History()
-        return History(*tf.unstack(tf.convert_to_tensor(self._history())))
+        return History(*tf.unstack(tf.convert_to_tensor(self._history.variable)))
 
     def assign(self, state: LossScaleState) -> list[Any]:
         """Assigns the state.
@@ -392,13 +393,13 @@ class DynamicLossScale(LossScale):
         """Assigns the history, unless it stays the same; returns operations."""
         if history is None or self._history is None:
             return []
-        numbers, variable = tf.stack(history), self._history()
+        numbers, variable = tf.stack(history), self._history.variable
         numbers = chosen(when, lambda: numbers, lambda: variable)
         return [variable.assign(numbers, read_value=False)]
 
     def hidden_variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
-        return {} if self._history is None else {"history": self._history()}
+        return {} if self._history is None else {"history": self._history.variable}
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments, without the state."""

@@ -1,5 +1,6 @@
 import copy
 import math
+import pickle
 import re
 
 import numpy as np
@@ -102,10 +103,11 @@ def test_a_checkpoint_has_the_state_and_the_keys_of_keras(tmp_path):
     assert run(again, "-") == ([16], "0", "2")
 
 
-def test_deepcopy_has_its_own_state():
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copy_has_its_own_state(copied_by):
     scale = keras_mp.DynamicLossScale(64, increment_period=7)
     run(scale, "+--")
-    copied = copy.deepcopy(scale)
+    copied = copied_by(scale)
     assert (float(copied), int(copied.num_bad_steps.numpy())) == (16, 2)
     copied.loss_scale.assign(1.0)
     assert float(scale) == 16
