@@ -4,25 +4,22 @@ To add a hazard, write a function that goes through a `TracedStep` and yields wh
 put it into `HAZARDS`, causes before their consequences, and plant the defect in a model.
 """
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.kernels import slow
-from keras_mp.layer_calls.layer_observers import LayerCall
 from keras_mp.numerics import hazards, not_finite, own_thread
 from keras_mp.numerics.batches import Batch, suiting
 from keras_mp.numerics.batches import reason as reason_of
 from keras_mp.numerics.origins import Layers
-from keras_mp.numerics.results import CURES, Finding, Observed
+from keras_mp.numerics.results import CURES, Finding, Observed, of_batches
 from keras_mp.numerics.traced_step import TracedStep, name_of_step, trace
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
-from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
 from keras_mp.variables import type_errors
 
@@ -70,9 +67,8 @@ def audit(model: tf.keras.Model, given: Sequence[Batch]) -> tuple[Finding, ...]:
     Raises:
         ValueError: a batch does not suit the model.
     """
-    found: dict[Any, dict[int, Finding]] = {}  # By place, and then by batch.
-    specs, judged = None, None
-    for i, batch in enumerate(given):
+    found, specs, judged = list[list[Finding]](), None, None
+    for batch in given:
         layers = Layers(model)
         own_numbers = own_thread.random_numbers_of(model)
         with own_numbers, suiting(name_of_step(model), batch), Progress("audit", 2) as progress:
@@ -84,16 +80,11 @@ def audit(model: tf.keras.Model, given: Sequence[Batch]) -> tuple[Finding, ...]:
                 progress.begin("running it")
                 findings = [*judged(batch)]
             except (TypeError, ValueError, AttributeError, tf.errors.InvalidArgumentError) as error:
-                findings = [*_findings_of_error(model, batch, layers.raised, error)]
+                findings = [*_findings_of_error(model, batch, layers, error)]
                 if not findings:
                     raise
-        for each in findings:
-            found.setdefault(each[:3], {}).setdefault(i, each)
-    firsts = [(next(iter(by_batch.values())), len(by_batch)) for by_batch in found.values()]
-    if len(given) == 1:
-        return tuple(first for first, _ in firsts)
-    on = "{} (On {} of {} batches.)".format
-    return tuple(each._replace(why=on(each.why, count, len(given))) for each, count in firsts)
+        found.append(findings)
+    return tuple(of_batches(found))
 
 
 def policy_of(model: tf.keras.Model) -> str:
@@ -128,10 +119,10 @@ def _traced(
     def findings(batch: Batch) -> Iterator[Finding]:
         for (step, found), measured in zip(seen, _run(model, batch, function), strict=True):
             numbers: Any = {name: np.asarray(each)[()] for name, each in measured.items()}
-            if (said := found.said(**numbers)) is not None:
-                is_made = isinstance(said.at, tf.Operation)
-                at = (step.where(said.at), step.line(said.at)) if is_made else (said.at, None)
-                yield Finding(said.hazard, *at, said.why, said.cure)
+            if (finding := found.said(**numbers)) is not None:
+                if isinstance(at := cast(Any, finding.where), tf.Operation):
+                    finding = finding._replace(where=step.where(at), line=step.line(at))
+                yield finding
 
     return findings
 
@@ -154,7 +145,7 @@ def _run(model: tf.keras.Model, batch: Batch, step: Any) -> list[dict[str, tf.Te
 
 
 def _findings_of_error(
-    model: tf.keras.Model, batch: Batch, raised: LayerCall | None, error: Exception
+    model: tf.keras.Model, batch: Batch, layers: Layers, error: Exception
 ) -> Iterator[Finding]:
     """Yields what an error over dtypes that do not fit is about; nothing for other errors."""
     reason = reason_of(error)
@@ -162,32 +153,18 @@ def _findings_of_error(
         return
     why = f"The step cannot be traced: {reason}"
     without_dtypes, unfit = UNTRACEABLE
-    if custom := _custom_gradients(model, batch):
-        where, line = " or ".join(custom), next(iter(custom.values()))
-        yield Finding(without_dtypes, where, line, why, CURES["a custom gradient"])
-        return
-    where = "the training step"
-    if raised is not None:
+    if (raised := layers.raised) is not None:
         where = raised.path or raised.layer.name
         why += f" {raised.layer.name!r} computes in {raised.layer.compute_dtype}."
-    yield Finding(unfit, where, type_errors.users_last_line(error), why, CURES["dtypes"])
-
-
-def _custom_gradients(model: tf.keras.Model, batch: Batch) -> dict[str, Line]:
-    """Returns where programs use `tf.custom_gradient`; nothing if the forward pass fails.
-
-    Gradients of TensorFlow have the dtype of what they are of. So where only the backward pass
-    fails over dtypes, it is one of these that has another one.
-    """
-    found: dict[str, Line] = {}
-
-    def inspect(step: TracedStep) -> object:
-        for operation in step.forward:
-            is_custom = "_gradient_op_type" in operation.node_def.attr
-            if is_custom and (line := step.line(operation)) is not None:
-                found.setdefault(step.where(operation), line)
-        return step.result
-
-    with contextlib.suppress(TypeError, ValueError, tf.errors.InvalidArgumentError):
-        trace(model, batch, Layers(model), inspect, forward_only=True)
-    return found
+        yield Finding(unfit, where, type_errors.users_last_line(error), why, CURES["dtypes"])
+        return
+    # Gradients of TensorFlow have the dtype of what they are of. So where all layers have returned,
+    # it is a `tf.custom_gradient` of the program that has another one, if there is one.
+    step = TracedStep(model, batch, None, layers)
+    made = (o for o in step.forward if "_gradient_op_type" in o.node_def.attr)
+    if custom := {step.where(o): line for o in made if (line := step.line(o)) is not None}:
+        where, line = " or ".join(custom), next(iter(custom.values()))
+        yield Finding(without_dtypes, where, line, why, CURES["a custom gradient"])
+    else:
+        line = type_errors.users_last_line(error)
+        yield Finding(unfit, "the training step", line, why, CURES["dtypes"])

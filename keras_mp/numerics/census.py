@@ -119,7 +119,7 @@ class Sending(NamedTuple):
     is_bound: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Census(Result):
     """The dtypes that a traced function computes in. `print` of it gives sentences and tables.
 

@@ -21,7 +21,7 @@ from keras_mp.numerics.hazards import EPSILON
 from keras_mp.numerics.histogram import exponent_of
 from keras_mp.numerics.records import SIDES
 from keras_mp.numerics.report import MANY_ZEROS, TOLERANCE, Advice, Report, advise
-from keras_mp.numerics.results import Finding, Result, plain
+from keras_mp.numerics.results import Finding, Result, listed, plain
 from keras_mp.numerics.run import LOSS, GivenLoss, compiled, runners
 from keras_mp.support import text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -125,27 +125,11 @@ class Check(Result):
         found = self.findings
         what = f"{len(found)} finding{'s' * (len(found) > 1)}" if found else "nothing found"
         yield f"Check of {self.name!r}, policy {self.policy}: {what}."
-        groups = [(each.where, [each]) for each in found]
-        if rows is not None:
-            groups = text_tables.merged(
-                found, lambda each: each.where, lambda each: (each.hazard, each.cure)
-            )
-        texts = []
-        for i, (where, group) in enumerate(groups[:rows], 1):
-            times = f"{len(group)} times. The first: " * (len(group) > 1)
-            texts.append(f"[{i}] {group[0]._replace(where=where, why=times + group[0].why)}")
-        for text in (*texts, *(f"Not looked at: {note}" for note in self.notes)):
-            yield ""
-            for line in text.splitlines():
-                yield from text_tables.wrapped(line, "    ")
+        yield from listed(found, rows)
+        for note in self.notes:
+            yield from ["", *text_tables.wrapped(f"Not looked at: {note}", "    ")]
         if rows is None and self.comparison:
             yield from ["", self.comparison.to_text(None)]
-        left = len(found) - sum(len(group) for _, group in groups[:rows])
-        for line in text_tables.more(left, "finding"):
-            yield from ["", line]
-
-    def __repr__(self) -> str:
-        return f"<Check of {self.name!r}: {len(self.findings)} findings>"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the findings, the comparison, the exponents and advice, as JSON has them."""
@@ -286,14 +270,13 @@ def check(
                 notes.append(f"{what}. {batches_of.reason(ValueError(text))}")
             return None
 
-    is_unknown = loss is None and not getattr(narrow, "loss", None)
+    is_unknown = made[0].y is None or (loss is None and not getattr(narrow, "loss", None))
     backward = "" if has_own_train_step(narrow) else "the backward pass, and "
     missing = {
         f"{_SCALES}. The model does not compute in 16 bits.": is_wide,
         f"{_SCALES}. It is not known what `step` multiplies: pass `loss` in its place.": bool(step),
         f"{backward}{_SCALES}. The loss of {narrow.name!r} is not known: pass `loss`, or compile "
-        "the model.": is_unknown,
-        f"{_SCALES}. The batch has no labels: pass (x, y).": made[0].y is None,
+        "the model, and pass (x, y).": is_unknown,
     }
     notes += [why for why, is_so in missing.items() if is_so][:1]
     looks, has_report = {f"{_DISTANCES}, and {_SCALES}": reference}, not notes

@@ -22,9 +22,9 @@ from keras_mp.numerics import run as runs
 from keras_mp.numerics.audit import policy_of
 from keras_mp.numerics.histogram import Histogram
 from keras_mp.numerics.operation_table import ByTensor
-from keras_mp.numerics.records import LIMIT, NOISE, SIDES, SMALLEST, UNIT_ROUNDOFF, Distance
+from keras_mp.numerics.records import LIMIT, NOISE, SIDES, UNIT_ROUNDOFF, Distance, smallest_of
 from keras_mp.numerics.report import MANY_ZEROS, Report, Row
-from keras_mp.numerics.results import Finding, Result
+from keras_mp.numerics.results import Finding, Result, listed, of_batches
 from keras_mp.numerics.run import LOSS, Call, Run, Runner
 from keras_mp.support import op_callbacks, op_table, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -87,7 +87,7 @@ class ComparedLayer(NamedTuple):
         return max((each.units for each in (self.output, self.gradient) if each), default=0.0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Comparison(Result):
     """Where two runs part. Its `str` is a table.
 
@@ -108,7 +108,7 @@ class Comparison(Result):
     >>> from keras_mp.numerics.compare import Comparison
     >>> comparison = Comparison("16 bits", "float32", [], [], (0.5, 0.5), 1.0)
     >>> print(comparison)
-    Rounding explains all differences. 16 bits and float32
+    Rounding explains all differences. 16 bits, compared with float32
     """
 
     name: str
@@ -122,15 +122,12 @@ class Comparison(Result):
     @classmethod
     def of_batches(cls, found: "Sequence[Comparison]") -> "Comparison":
         """Returns the comparison that is furthest off, with the worst finding of each place."""
-        findings = [finding for one in found for finding in one.findings]
-        by_units = sorted(findings, key=lambda each: each.units or 0.0)
-        # In their order, each with the last one of its place.
-        worst = {(each.path, each.hazard): each for each in (*findings, *by_units)}
         furthest = max(
             found,
             key=lambda one: (one.is_judged, max((row.units for row in one.layers), default=0)),
         )
-        return dataclasses.replace(furthest, findings=[*worst.values()], batches=len(found))
+        findings = of_batches([one.findings for one in found])
+        return dataclasses.replace(furthest, findings=findings, batches=len(found))
 
     @property
     def is_judged(self) -> bool:
@@ -146,26 +143,20 @@ class Comparison(Result):
         return bool(self.findings) or math.isfinite(self.losses[1])
 
     def _lines(self, rows: int | None) -> Iterator[str]:
-        verdict = "Further apart than rounding explains:"
+        is_sound = self.is_judged and not self.findings
+        verdict = "Rounding explains all differences."
+        if not is_sound:
+            verdict = "Further apart than rounding explains:"
         if not self.is_judged:
             verdict = "Nothing can be said: the loss of the reference is not finite either."
-        elif not self.findings:
-            verdict = "Rounding explains all differences."
-            if rows is not None:
-                names = (text_tables.fitted(each, 30) for each in (self.name, self.reference))
-                yield f"{verdict} {' and '.join(names)}"
-                return
         scope = f", the worst of {self.batches} batches" if self.batches > 1 else ""
-        head = f"{self.name}, compared with {self.reference}{scope}"
-        yield from text_tables.wrapped(head, "   ")
+        head = f"{verdict} {self.name}, compared with {self.reference}{scope}"
+        yield from text_tables.wrapped(head, "    ")
+        if is_sound and rows is not None:
+            return
         first, second = self.losses
         yield f"Loss: {first:.6g} and {second:.6g}, at a loss scale of {self.loss_scale:g}"
-        yield from ["", verdict]
-        for i, each in enumerate(self.findings[:rows], 1):
-            yield from text_tables.wrapped(
-                f"{i}. {each.hazard}, in {each.where}: {each.why}", "   "
-            )
-        yield from text_tables.more(len(self.findings) - len(self.findings[:rows]), "finding")
+        yield from listed(self.findings, rows)
         yield ""
         cells, named = [], {finding.path for finding in self.findings}
         for row in self.layers:
@@ -335,7 +326,7 @@ def compare(narrow: Runner, wide: Runner) -> tuple[Comparison, Report]:
 
 def _compared(call: Call, wide: Call) -> ComparedLayer:
     """Measures how far a call is off."""
-    found = (Distance.worst(call.distances(wide, side)) for side in SIDES)
+    found = (call.distance(wide, side) for side in SIDES)
     return ComparedLayer(call.path, call.kind, call.dtype, *found)
 
 
@@ -454,11 +445,11 @@ def _finding(culprit: TooFar, model: tf.keras.Model) -> Finding:
         why, line = _explanation(culprit)
     if 1 <= units < math.inf:
         why += f": {units:,.0f} times as far off as rounding explains"
-    at = f"{call.path} ({call.kind})" + (f" ({line.short})" if line else "")
     cure = cure_in(model, call.path, call.kind)
     cure = f"Change that line, or {cure}" if line else cure
     hazard = f"a difference in the {culprit.side} pass"
-    return Finding(hazard, at, line, f"{why}.", f"{cure[0].upper()}{cure[1:]}.", units)
+    where = f"{call.path} ({call.kind})"
+    return Finding(hazard, where, line, f"{why}.", f"{cure[0].upper()}{cure[1:]}.", units)
 
 
 def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
@@ -510,16 +501,16 @@ def _told(op: Operation, exact: Operation, given: Sequence[_Both], dtype: str) -
         How many times as far off its results are as its inputs, infinite if these are lost; and
         what is wrong.
     """
-    kind, highest = op.kind, float(tf.as_dtype(dtype).max)
+    kind = op.kind
+    held = f"{dtype}, which holds {smallest_of(dtype):.1g} to {tf.as_dtype(dtype).max:.5g}"
     inputs, outputs = _both(zip(op.inputs, exact.inputs)), _both(zip(op.outputs, exact.outputs))
     for narrow, wide in given:
         largest = np.abs(wide).max(initial=0)
-        takes = f"{kind} takes {'a constant' if wide.size == 1 else 'numbers'} of {largest:.1g}"
-        if 0 < largest < SMALLEST[dtype] and not narrow.any():
-            smallest = f"whose smallest number is {SMALLEST[dtype]:.1g}"
-            return math.inf, f"{takes}: 0 in {dtype}, {smallest}"
-        if np.isfinite(largest) and not np.isfinite(narrow).all():
-            return math.inf, f"{takes}: infinite in {dtype}, whose largest number is {highest:.5g}"
+        is_zero = 0 < largest < smallest_of(dtype) and not narrow.any()
+        if is_zero or (np.isfinite(largest) and not np.isfinite(narrow).all()):
+            what = f"{'a constant' if wide.size == 1 else 'numbers'} of {largest:.1g}"
+            became = "0" if is_zero else "infinite"
+            return math.inf, f"{kind} takes {what}: {became} in {held}"
     if not outputs:
         return 0.0, ""
     off = ([records.relative(*each) for each in of] for of in (inputs, outputs))
@@ -529,13 +520,10 @@ def _told(op: Operation, exact: Operation, given: Sequence[_Both], dtype: str) -
     summed = f"{kind} (a sum over {terms:,} values)" if terms > 1 else kind
     if math.isinf(after) and not math.isinf(before):
         reached = np.abs(wide[np.isfinite(wide)]).max(initial=0)
-        if reached > highest:
-            of_dtype = f"the largest {dtype} is {highest:.5g}"
-            return after, f"Overflow: {summed} reaches {reached:.3g}; {of_dtype}"
         bad = f"{np.count_nonzero(~np.isfinite(narrow)):,} of {narrow.size:,} results"
         of_zero = kind in _POLES and any((values == 0).any() for values, _ in inputs)
-        what = f"{'Overflow inside of ' * (terms > 1)}{summed}{' of zero' * of_zero}: {bad} are not"
-        return after, f"{what} finite in {dtype}; in float32 they reach {reached:.3g}"
+        what = f"{summed} of zero" if of_zero else f"Overflow: {summed}"
+        return after, f"{what} reaches {reached:.3g} in float32; {bad} are not finite in {held}"
     size, zeros = records.rms(wide), records.underflow(narrow, wide)
     largest = max((records.rms(values[np.isfinite(values)]) for _, values in inputs), default=0.0)
     # The distance between neighbouring numbers of this size.

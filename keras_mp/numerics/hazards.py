@@ -14,13 +14,14 @@ import tensorflow as tf
 
 from keras_mp.models.model_steps import has_own_train_step
 from keras_mp.numerics import origins, traced_step
-from keras_mp.numerics.records import SMALLEST, UNIT_ROUNDOFF
+from keras_mp.numerics.records import UNIT_ROUNDOFF, smallest_of
 from keras_mp.numerics.results import Observed
 from keras_mp.numerics.run import floating, is_floating
 from keras_mp.numerics.traced_step import TracedStep, before, in_float32, not_finite_of
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION, LOW_PRECISION_NAMES
 from keras_mp.support.kept_casts import as_float32
+from keras_mp.wrappers.inner_optimizers import chain
 
 _DIVIDE = op_table.ops("divisions", "reciprocals") | {"Log"}
 _TO_A_DIVISION = ("Sqrt", "Identity", "Cast")
@@ -98,7 +99,7 @@ def epsilons(step: TracedStep) -> Iterator[Observed]:
                 operation,
                 EPSILON,
                 f"The constant of {operation.type}, before {divides.type}, is 0 in {dtype}, whose "
-                f"smallest number is {SMALLEST[dtype]:.1g}. Of {{size:,}} values "
+                f"smallest number is {smallest_of(dtype):.1g}. Of {{size:,}} values "
                 "of this batch {zeros:,} are 0 then; the smallest is {least:.3g}.",
                 f"Use an epsilon that {dtype} holds, such as 1e-4, or compute this in float32.",
                 matters=(zeros > 0) & is_epsilon,
@@ -118,7 +119,7 @@ def sums(step: TracedStep) -> Iterator[Observed]:
             continue
         exact = in_float32(operation)
         magnitude = in_float32(operation, lambda each: tf.abs(as_float32(each)))
-        beyond = tf.maximum(tf.abs(as_float32(result) - exact) - SMALLEST[dtype], 0.0)
+        beyond = tf.maximum(tf.abs(as_float32(result) - exact) - smallest_of(dtype), 0.0)
         error = tf.math.divide_no_nan(beyond, magnitude)
         # `not_finite` reports infinities; the loss scale takes care of those in backward passes.
         worst = tf.reduce_max(tf.where(tf.math.is_finite(error), error, 0.0))
@@ -368,7 +369,7 @@ def weights(step: TracedStep) -> Iterator[Observed]:
     variables = [v for v in step.model.trainable_variables if tf.as_dtype(v.dtype).is_floating]
     if step.optimizer is None or not variables:
         return
-    optimizer = getattr(step.optimizer, "inner_optimizer", step.optimizer)
+    *_, optimizer = chain(step.optimizer)
     epsilon = getattr(optimizer, "epsilon", None)
     epsilon = epsilon if isinstance(epsilon, (int, float)) else 1.0
     dtypes = {tf.as_dtype(each.dtype) for each in variables}

@@ -11,8 +11,8 @@ import tensorflow as tf
 from keras_mp.models.layer_paths import native_variable
 from keras_mp.numerics import origins, traced_step
 from keras_mp.numerics import results as causes
-from keras_mp.numerics.records import LARGEST, SMALLEST
-from keras_mp.numerics.results import CURES, Observed, Said
+from keras_mp.numerics.records import smallest_of
+from keras_mp.numerics.results import CURES, Finding, Observed
 from keras_mp.numerics.traced_step import BAD, ZEROS, TracedStep, health, is_narrow
 from keras_mp.support import op_table
 from keras_mp.support.dtypes import LOW_PRECISION
@@ -57,7 +57,7 @@ class NotFinite(Observed):
     inputs: Sequence[str]
     numbers: dict[str, Any]
 
-    def said(self, loss: float, gradients: float, **of: np.ndarray) -> Said | None:
+    def said(self, loss: float, gradients: float, **of: np.ndarray) -> Finding | None:
         """Names the first operation of the forward pass that is not finite, and its cause.
 
         Args:
@@ -139,7 +139,7 @@ def _largest(values: Any) -> tf.Tensor:
     return tf.reduce_max(tf.abs(as_float32(values)))
 
 
-def _made_of(operation: tf.Operation) -> list[tf.Operation]:
+def _made_of(operation: tf.Operation) -> list[Any]:
     return [each.op for each in operation.inputs]
 
 
@@ -161,7 +161,7 @@ def _is_tried(step: TracedStep, operation: tf.Operation) -> bool:
     return is_tried and _has_16_bits(operation)
 
 
-def _constant(origin: tf.Operation, user: tf.Operation, counted: str) -> Said | None:
+def _constant(origin: tf.Operation, user: Any, counted: str) -> Finding | None:
     """A constant that 16 bits do not hold."""
     value, dtype = _constant_of(origin), origin.outputs[0].dtype
     if value is None or not is_narrow(dtype):
@@ -171,10 +171,10 @@ def _constant(origin: tf.Operation, user: tf.Operation, counted: str) -> Said | 
         f"{dtype.name}, and with it, {counted}"
     )
     cure = CURES["a constant"].format(largest=dtype.max, lowest=dtype.min)
-    return Said(user, "a constant that is infinite in 16 bits", why, cure)
+    return Finding("a constant that is infinite in 16 bits", user, None, why, cure)
 
 
-def _large_input(origin: tf.Operation, sizes: Mapping[str, float], counted: str) -> Said | None:
+def _large_input(origin: tf.Operation, sizes: Mapping[str, float], counted: str) -> Finding | None:
     """An input is cast to 16 bits, which do not hold it."""
     tensor, dtype = origin.outputs[0], origin.outputs[0].dtype
     name, size = max(sizes.items(), key=lambda each: each[1], default=("", 0.0))
@@ -185,12 +185,12 @@ def _large_input(origin: tf.Operation, sizes: Mapping[str, float], counted: str)
         f"It reaches {size:.3g}, and {dtype.name}, to which it is cast, has no larger number than "
         f"{dtype.max:.5g}: {counted}"
     )
-    return Said(name, "an input that 16 bits do not hold", why, CURES["an input"])
+    return Finding("an input that 16 bits do not hold", name, None, why, CURES["an input"])
 
 
 def _underflow(
-    origin: tf.Operation, lost: Mapping[tf.Operation, int], in_float32: int, counted: str
-) -> Said | None:
+    origin: tf.Operation, lost: Mapping[Any, int], in_float32: int, counted: str
+) -> Finding | None:
     """Numbers became 0 in 16 bits, and something divides by them or takes their logarithm."""
     is_narrow_there = _has_16_bits(origin)
     if is_narrow_there and not in_float32:
@@ -202,10 +202,11 @@ def _underflow(
             dtype = maker.outputs[0].dtype.name
             why = (
                 f"{lost[maker]:,} results of {maker.type} are 0 in {dtype}, whose smallest number "
-                f"is {SMALLEST[dtype]:.1g}, but not in float32. {origin.type} of them is the first "
-                f"result that is not finite: {counted}"
+                f"is {smallest_of(dtype):.1g}, but not in float32. {origin.type} of them is the "
+                f"first result that is not finite: {counted}"
             )
-            return Said(maker, UNDERFLOW, why, CURES["too small"].format(dtype=dtype))
+            cure = CURES["too small"].format(dtype=dtype)
+            return Finding(UNDERFLOW, maker, None, why, cure)
         # What is computed in float32 can only have been lost where it was made.
         if is_narrow_there or maker.type in _HANDING_ON:
             waiting += [each for each in _made_of(maker) if each not in behind]
@@ -214,18 +215,19 @@ def _underflow(
 
 
 def _too_large(
-    origin: tf.Operation, begun: float, in_float32: int, given: Sequence[float], counted: str
-) -> Said | None:
+    origin: Any, begun: float, in_float32: int, given: Sequence[float], counted: str
+) -> Finding | None:
     """The result is beyond the dtype; or for the most part it is not finite in float32 either."""
-    dtype, (size, weight) = origin.outputs[0].dtype.name, given
+    made, (size, weight) = origin.outputs[0].dtype, given
     first = "is the first operation with finite inputs whose results are not finite"
     if not _has_16_bits(origin) or 2 * in_float32 >= begun:
         is_given = origin.type == "Placeholder" or _constant_of(origin) is not None
         why = f"{origin.type} {first}, in float32, too: {counted}"
-        return None if is_given else Said(origin, IN_ANY_DTYPE, why, CURES["not finite"])
-    beyond = f" (the largest {dtype} is {LARGEST[dtype]:,.0f})" if dtype in LARGEST else ""
-    why = f"{origin.type} in {dtype} {first}{beyond}: {counted}"
-    cure = CURES["too large for float16" if dtype == "float16" else "too large"]
+        cure = CURES["not finite"]
+        return None if is_given else Finding(IN_ANY_DTYPE, origin, None, why, cure)
+    beyond = f"(the largest {made.name} is {made.max:.5g})"
+    why = f"{origin.type} in {made.name} {first} {beyond}: {counted}"
+    cure = CURES["too large for float16" if made == tf.float16 else "too large"]
     if in_float32:
         why += f" {in_float32:,} of its results are not finite in float32, either."
         cure = CURES["too large for float32"]
@@ -235,4 +237,4 @@ def _too_large(
     elif size >= causes.LARGE_INPUTS:
         why += f" The inputs of the batch reach {size:.3g}."
         cure = CURES["inputs"] + cure[0].lower() + cure[1:]
-    return Said(origin, OVERFLOW, why, cure)
+    return Finding(OVERFLOW, origin, None, why, cure)

@@ -124,6 +124,7 @@ class Layers(LayerObserver):
 
     Attributes:
         named: dict of paths and layers.
+        graph: the graph of the trace, of which an error leaves what was made before.
         last: set of the ids of layers that were called as those that make the model's outputs.
         raised: the innermost `LayerCall` that has raised an error, or None.
 
@@ -140,6 +141,7 @@ class Layers(LayerObserver):
     def begin(self) -> None:
         """Begins a trace, and forgets an earlier one, in which variables were made."""
         self.named = {} if self._model is None else layers_by_path(self._model)
+        self.graph: Any = tf.compat.v1.get_default_graph()
         self.raised: LayerCall | None = None
         self.last: set[int] = set()
         self._scopes: dict[str, str] = {}

@@ -21,6 +21,7 @@ from keras_mp.policy import Policy
 from keras_mp.support import messages, op_table, text_tables, validation
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.progress import Progress
+from keras_mp.wrappers.inner_optimizers import chain
 
 _WARM_UP, PROFILED = 2, 3
 # A smaller share cannot be told from noise.
@@ -70,7 +71,7 @@ class Change(NamedTuple):
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class StepTimes(Result):
     """The time of a step, and what saves time. `str` of it, and `print`, give a table.
 
@@ -119,7 +120,7 @@ class StepTimes(Result):
         yield from (f"Could not be tried: {what} ({error})" for what, error in failed)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Profile(Result):
     """The results of `profile`. `str` of it, and `print`, give a text.
 
@@ -270,9 +271,7 @@ def _step_of(
     """
     is_compiled = compiles or model.jit_compile is True
     copy: Any = run.compiled(model, policies or {}, jit_compile=is_compiled)
-    optimizer = copy.optimizer
-    while hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
+    *_, optimizer = chain(copy.optimizer)
     # The name scope of its update, by which the profiler tells that.
     vars(optimizer).update(name=UPDATE, _name=UPDATE)
     step = functools.partial(copy.train_on_batch, data.x, data.y, sample_weight=data.sample_weight)

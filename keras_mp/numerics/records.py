@@ -22,18 +22,6 @@ _MOST_VALUES = 2**16
 # The largest relative error of rounding to the nearest number of a dtype.
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 
-# The smallest numbers above 0.
-SMALLEST = {
-    "float16": 2.0**-24,
-    "bfloat16": 2.0**-133,
-    "float32": 2.0**-149,
-    "float8_e4m3fn": 2.0**-9,
-    "float8_e5m2": 2.0**-16,
-}
-
-# The largest, of dtypes that are easily exceeded.
-LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-
 # A distance of more units is a finding: about 1 % in float16, 8 % in bfloat16. Sound layers have
 # 0.2 to 1, and gradients of convolutions in float16 up to 15, since kernels for CPUs add up some
 # thousand products in it. Planted defects begin at 100.
@@ -74,6 +62,12 @@ class Distance(NamedTuple):
         # off than its own size.
         reliable = [each for each in distances if each.relative <= 1 or each.units > LIMIT]
         return max(reliable or distances, key=lambda distance: distance.units, default=None)
+
+
+def smallest_of(dtype: str) -> float:
+    """Returns the smallest number above 0 of a floating-point dtype."""
+    number = tf.as_dtype(dtype).as_numpy_dtype
+    return float(np.nextafter(number(0), number(1)))
 
 
 def rms(values: np.ndarray) -> float:

@@ -274,10 +274,7 @@ class Report(Result):
         return "in the batch" if self.counted == 1 else f"in {self.counted} batches"
 
     def _lines(self, rows: int | None) -> list[str]:
-        return [self.table(rows=rows)]
-
-    def __repr__(self) -> str:
-        return f"<Report of {len(self.rows)} rows, {self.where}>"
+        return self.table(rows=rows).splitlines()
 
     def __add__(self, other: "Report") -> "Report":
         first, last = sorted([self, other], key=lambda report: report.step)

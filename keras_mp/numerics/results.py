@@ -5,7 +5,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -48,9 +48,7 @@ class Finding(NamedTuple):
         return self.where.partition(" (")[0]
 
     def __str__(self) -> str:
-        at = ""
-        if self.line is not None and not self.where.endswith(f"({self.line.short})"):
-            at = f" ({self.line.file}:{self.line.number})"
+        at = f" ({self.line.file}:{self.line.number})" if self.line else ""
         return f"{self.hazard}, in {self.where}{at}\n    {self.why}\n    Cure: {self.cure}"
 
 
@@ -94,6 +92,41 @@ class Result:
 
     def __str__(self) -> str:
         return self.to_text()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {next(iter(self._lines(text_tables.MOST)))}>"
+
+
+def listed(found: Sequence[Finding], rows: int | None) -> Iterator[str]:
+    """Yields the lines of findings, those of equal layers in repeated blocks once.
+
+    Args:
+        found: findings.
+        rows: int. How many are shown at most; None for all, each by itself.
+    """
+    alike = lambda each: (each.hazard, each.cure, rows is None and id(each))  # noqa: E731
+    groups = text_tables.merged(found, lambda each: each.where, alike)
+    for i, (where, group) in enumerate(groups[:rows], 1):
+        times = f"{len(group)} times. The first: " * (len(group) > 1)
+        text = f"[{i}] {group[0]._replace(where=where, why=times + group[0].why)}"
+        yield ""
+        for line in text.splitlines():
+            yield from text_tables.wrapped(line, "    ")
+    if left := len(found) - sum(len(group) for _, group in groups[:rows]):
+        yield from ["", *text_tables.more(left, "finding")]
+
+
+def of_batches(found: Sequence[Iterable[Finding]]) -> list[Finding]:
+    """Returns what was found on some batches: the worst of each place, and on how many it was."""
+    places: dict[Any, dict[int, Finding]] = {}
+    for i, findings in enumerate(found):
+        for each in findings:
+            places.setdefault(each[:3], {}).setdefault(i, each)
+    worst = [(max(of.values(), key=lambda e: e.units or 0), len(of)) for of in places.values()]
+    if len(found) == 1:
+        return [each for each, _ in worst]
+    on = f"{{}}, on {{}} of {len(found)} batches.".format
+    return [each._replace(why=on(each.why.removesuffix("."), count)) for each, count in worst]
 
 
 def plain(value: Any) -> Any:
@@ -152,22 +185,6 @@ CURES = {
 }
 
 
-class Said(NamedTuple):
-    """A finding, in a step that was traced.
-
-    Attributes:
-        at: an operation of the graph, or words for what it is about.
-        hazard: str. Its name.
-        why: str. Why it matters, with the numbers.
-        cure: str. What to change.
-    """
-
-    at: Any
-    hazard: str
-    why: str
-    cure: str
-
-
 class Observed:
     """Something in a traced step that may be a hazard, with what tells whether it is one.
 
@@ -184,11 +201,14 @@ class Observed:
         self, at: Any, hazard: str, why: str, cure: str, matters: Any = True, **numbers: Any
     ) -> None:
         self.numbers = {"matters": matters, **numbers}
-        self._said = Said(at, hazard, why, cure)
+        self._found = Finding(hazard, at, None, why, cure)
 
-    def said(self, matters: bool, **numbers: Any) -> Said | None:
-        """Returns what is said, given the numbers; None if they show that nothing was lost."""
-        return self._said._replace(why=self._said.why.format(**numbers)) if matters else None
+    def said(self, matters: bool, **numbers: Any) -> Finding | None:
+        """Returns the finding, given the numbers; None if they show that nothing was lost.
+
+        Its place is as it was given; `audit` adds the layer and the line of an operation.
+        """
+        return self._found._replace(why=self._found.why.format(**numbers)) if matters else None
 
 
 def begun(

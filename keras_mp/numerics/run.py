@@ -104,8 +104,8 @@ class Call:
         self.quantities = outputs | backward
         return self
 
-    def distances(self, other: "Call", side: str) -> list[Distance]:
-        """Measures how far its tensors are from those of the reference.
+    def distance(self, other: "Call", side: str) -> Distance | None:
+        """Measures how far its tensors are from those of the reference: the one furthest off.
 
         Args:
             other: the same call in the reference, of which it is known what rounding explains.
@@ -119,7 +119,7 @@ class Call:
             # An output may have no gradient where its float32 face is used.
             elif key[0] == side and not key[1].startswith("output") and exact.size:
                 found.append(Distance(math.inf, math.inf))
-        return found
+        return Distance.worst(found)
 
 
 def explain(
@@ -169,8 +169,8 @@ class Watch(LayerObserver):
     def __init__(self, numbers: list[tf.Tensor], change: Change | None) -> None:
         self.calls: list[Call] = []
         self._numbers, self._change, self._drawn = numbers, change, 0
-        # Of each call that is going on, how many calls and numbers there were before it.
-        self._begun: list[tuple[int, int]] = []
+        # Of each call that has begun, how many calls and numbers there were before it.
+        self._begun: dict[int, tuple[int, int]] = {}
 
     def run(self, path: str, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function, and notes that as the call of a layer of that name."""
@@ -178,11 +178,11 @@ class Watch(LayerObserver):
 
     def inputs(self, call: LayerCall) -> None:
         """Begins a call."""
-        self._begun.append((len(self.calls), self._drawn))
+        self._begun[id(call)] = len(self.calls), self._drawn
 
     def outputs(self, call: LayerCall, outputs: Any) -> Any:
         """Notes a call, and changes what it returns."""
-        first, drawn = self._begun.pop()
+        first, drawn = self._begun[id(call)]
         if self._change is not None:
             outputs = map_floating(self._change, outputs)
         path, layer, args, kwargs = call
@@ -203,10 +203,6 @@ class Watch(LayerObserver):
         for call in self.calls:
             call.is_widened |= any(id(value) in places for value in call.outputs)
             call.outputs = [places.get(id(value), value) for value in call.outputs]
-
-    def failed(self, call: LayerCall) -> None:
-        """Ends a call."""
-        self._begun.pop()
 
     @contextlib.contextmanager
     def over(self, root: Any) -> Iterator[None]:

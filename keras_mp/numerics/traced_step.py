@@ -58,8 +58,8 @@ class TracedStep:
     ) -> None:
         self.model, self.batch, self.result, self.layers = model, batch, result, layers
         self.optimizer = getattr(model, "optimizer", None)
-        graph = tf.compat.v1.get_default_graph()
-        self.operations = [o for o in graph.get_operations() if not _OTHER_REPLICA.search(o.name)]
+        made = layers.graph.get_operations()
+        self.operations = [each for each in made if not _OTHER_REPLICA.search(each.name)]
 
     @functools.cached_property
     def backward(self) -> list[tf.Operation]:
@@ -177,7 +177,6 @@ def trace(
     batch: Batch,
     layers: origins.Layers,
     inspect: Callable[[TracedStep], object] = lambda step: step.result,
-    forward_only: bool = False,
 ) -> tf.types.experimental.ConcreteFunction:
     """Traces the training step of a compiled model, or the forward pass of another one.
 
@@ -190,7 +189,6 @@ def trace(
         layers: `Layers` of the model, which then know the scopes of the graph.
         inspect: called in the graph when the step is complete. The function returns what it
             returns. Defaults to what the step returns.
-        forward_only: bool. Whether it is the forward pass in any case.
 
     Returns:
         `tf.types.experimental.ConcreteFunction` of `batch.data`.
@@ -199,9 +197,7 @@ def trace(
     def run(data: tuple[Any, ...]) -> object:
         # In the thread of a replica, which is that of its layers' calls.
         with layer_observers.attached(layers, {"": model, **layers.named}.items()):
-            if forward_only or not trains(model):
-                return model(data[0], training=True)
-            return model.train_step(data)
+            return model.train_step(data) if trains(model) else model(data[0], training=True)
 
     strategy = model.distribute_strategy
     optimizer: Any = getattr(model, "optimizer", None)

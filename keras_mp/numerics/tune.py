@@ -121,7 +121,7 @@ class Tuned(Result):
     >>> layer = TunedLayer("dense", "Dense", "mixed_float16", 8, "")
     >>> tuned = keras_mp.numerics.Tuned("model", "float16", 0.05, (layer,), (), (), {}, None)
     >>> tuned
-    <Tuned 'model': 1 of 1 layers in mixed_float16>
+    <Tuned: model: 1 of 1 layers in mixed_float16, 100.0% of the multiplications>
     >>> tuned.share
     1.0
     """
@@ -143,19 +143,12 @@ class Tuned(Result):
         return sum(layer.multiplications for layer in self._in_16_bits) / total if total else 0.0
 
     @property
-    def _summary(self) -> str:
-        return f"{len(self._in_16_bits)} of {len(self.layers)} layers in mixed_{self.dtype}"
-
-    @property
     def _in_16_bits(self) -> list[TunedLayer]:
         return [layer for layer in self.layers if layer.is_in_16_bits]
 
-    def __repr__(self) -> str:
-        return f"<Tuned {self.name!r}: {self._summary}>"
-
     def _lines(self, rows: int | None) -> Iterator[str]:
-        name = text_tables.fitted(self.name, 30)
-        yield f"{name}: {self._summary}, {self.share:.1%} of the multiplications"
+        head = f"{text_tables.fitted(self.name, 30)}: {len(self._in_16_bits)} of {len(self.layers)}"
+        yield f"{head} layers in mixed_{self.dtype}, {self.share:.1%} of the multiplications"
         yield ""
         distances: list[Any] = [("Off by, relative to float32", "Outputs", "Loss", "Gradients")]
         for name, found in (("tuned on", self.errors), ("held out", self.held_out)):

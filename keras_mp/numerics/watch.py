@@ -171,6 +171,9 @@ class watch(keras_api.BaseCallback, Result):
         self._lock = threading.RLock()
         self._block = contextlib.ExitStack()
 
+    # To read what was counted is left to `str`.
+    __repr__ = object.__repr__
+
     def __enter__(self) -> "watch":
         if hasattr(_thread, "is_in_block"):
             raise RuntimeError(

@@ -94,7 +94,7 @@ def test_a_step_is_traced_once_for_batches_of_equal_shapes():
     # Each batch has its own numbers.
     assert not sound.findings
     [finding] = report.findings
-    assert "(On 1 of 2 batches.)" in finding.why
+    assert finding.why.endswith(", on 1 of 2 batches.")
 
 
 def test_a_step_is_run_with_grappler_where_it_cannot_be_without(monkeypatch):

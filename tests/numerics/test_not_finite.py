@@ -27,7 +27,7 @@ def judged(operations, nan=(), infinite=(), loss=1.0, gradients=0.0, zeros=(), w
     where = lambda operation: operation.name.partition("/")[0]  # noqa: E731
     said = not_finite.NotFinite(where, before, operations, ["the model's input"], {}).said
     found = said(loss=loss, gradients=gradients, **numbers)
-    return found and found._replace(at=found.at.type)
+    return found and found._replace(where=found.where.type)
 
 
 CHAIN = chain(lambda x: tf.reduce_mean(tf.math.log(tf.square(x))))
@@ -48,13 +48,13 @@ def test_nothing_is_said_of_finite_numbers_or_of_what_has_no_effect():
             {"infinite": [1, 2], "nan": [3]},
             *("an overflow in the forward pass", "Square"),
             "Square in float16 is the first operation with finite inputs whose results are not "
-            "finite (the largest float16 is 65,504): 2 results of Mean are NaN; so is the loss.",
+            "finite (the largest float16 is 65504): 2 results of Mean are NaN; so is the loss.",
         ),
         (
             {"infinite": [1, 2], "nan": [3], "wide": {1: 1, 2: 4}},
             *("an overflow in the forward pass", "Square"),
             "Square in float16 is the first operation with finite inputs whose results are not "
-            "finite (the largest float16 is 65,504): 2 results of Mean are NaN; so is the loss. 1 "
+            "finite (the largest float16 is 65504): 2 results of Mean are NaN; so is the loss. 1 "
             "of its results are not finite in float32, either.",
         ),
         (
@@ -75,7 +75,7 @@ def test_nothing_is_said_of_finite_numbers_or_of_what_has_no_effect():
 )
 def test_the_cause_of_what_is_not_finite(where, hazard, at, why):
     said = judged(CHAIN, **where)
-    assert (said.hazard, said.at, said.why) == (hazard, at, why)
+    assert (said.hazard, said.where, said.why) == (hazard, at, why)
     assert said.cure
 
 
@@ -88,13 +88,13 @@ def test_a_product_that_was_lost_before_a_division_in_float32_is_to_blame():
     division, last = len(operations) - 2, len(operations) - 1
     product = [each.type for each in operations].index("MatMul")
     said = judged(operations, infinite=[division, last], zeros=[product])
-    assert (said.hazard, said.at) == ("an underflow in the forward pass", "MatMul")
+    assert (said.hazard, said.where) == ("an underflow in the forward pass", "MatMul")
     said = judged(operations, infinite=[division, last])
-    assert (said.hazard, said.at) == ("a result that is not finite in any dtype", "RealDiv")
+    assert (said.hazard, said.where) == ("a result that is not finite in any dtype", "RealDiv")
     # The zeros of what a mean was made of are not those of the mean.
     operations = chain(lambda x: divide(x, tf.reduce_mean), tf.float32)
     said = judged(operations, infinite=[division, last], zeros=[product])
-    assert (said.hazard, said.at) == ("a result that is not finite in any dtype", "RealDiv")
+    assert (said.hazard, said.where) == ("a result that is not finite in any dtype", "RealDiv")
 
 
 def test_a_constant_is_said_where_it_is_used_first():
@@ -106,13 +106,13 @@ def test_a_constant_is_said_where_it_is_used_first():
         return mask
 
     said = judged(chain(masked), infinite=[1, 2], nan=[3])
-    assert (said.hazard, said.at) == ("a constant that is infinite in 16 bits", "Mul")
+    assert (said.hazard, said.where) == ("a constant that is infinite in 16 bits", "Mul")
     assert "is -inf in float16, and with it, in out, 2 results of Sum are NaN" in said.why
     # A mask of which a softmax makes zeros is not to blame for another NaN.
     other = chain(lambda x: tf.nn.softmax(masked(x)) * tf.math.log(x))
     assert [each.type for each in other[4:]] == ["Softmax", "Log", "Mul"]
     said = judged(other, infinite=[1, 2], nan=[5, 6])
-    assert (said.hazard, said.at) == ("an overflow in the forward pass", "Log")
+    assert (said.hazard, said.where) == ("an overflow in the forward pass", "Log")
 
 
 def test_a_programs_folder_may_have_the_name_of_one_of_kerass():

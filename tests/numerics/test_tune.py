@@ -61,7 +61,7 @@ def test_the_layer_that_overflows_stays_in_float32_and_all_others_do_not(tmp_pat
     assert f"; initial loss scale: {tuned.loss_scale:g}" in text
     assert max(map(len, text.splitlines())) <= 100
     assert len(tuned.to_text(rows=None).splitlines()) == 10 + 5
-    assert repr(tuned) == "<Tuned 'model': 4 of 5 layers in mixed_float16>"
+    assert repr(tuned).startswith("<Tuned: model: 4 of 5 layers in mixed_float16, ")
 
 
 @once
