@@ -52,7 +52,7 @@ def wrappers_among(optimizers: Any) -> "list[LossScaleOptimizer]":
 
 
 def _of_dynamic(name: str, doc: str) -> property:
-    """Returns an older property of an optimizer, in which a dynamic scale has another name."""
+    """Returns a property that the dynamic scale of an optimizer has."""
 
     def read(optimizer: Any) -> Any:
         scale = optimizer.loss_scale

@@ -112,7 +112,7 @@ ATTACHED = {
     *("master_weights", "plots", "extensions"),
 }
 # Lines of code.
-LARGEST_CORE = {"loss_scale_optimizer": 2838, "grad_scaler": 2468, "policy": 912}
+LARGEST_CORE = {"loss_scale_optimizer": 2839, "grad_scaler": 2469, "policy": 913}
 
 
 def modules():
