@@ -110,7 +110,11 @@ def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
     order = tf.argsort(gradient.indices)
     indices = tf.gather(gradient.indices, order)
     is_new = tf.concat(
-        [tf.zeros_like(indices[:1]), tf.cast(indices[1:] != indices[:-1], indices.dtype)], 0
+        [
+            tf.zeros_like(indices[:1]),
+            tf.cast(tf.not_equal(indices[1:], indices[:-1]), indices.dtype),
+        ],
+        0,
     )
     sums = tf.math.unsorted_segment_sum(
         tf.cast(tf.gather(magnitudes, order), tf.float32), tf.cumsum(is_new), tf.size(indices)

@@ -91,4 +91,6 @@ def train(kind, folder):
 if __name__ == "__main__":
     folder, *kinds = sys.argv[1:]
     results = {kind: train(kind, folder) for kind in kinds}
+    slices = tf.IndexedSlices(tf.ones([3, 1], tf.float16), tf.constant([3, 1, 3]))
+    results["sparse"] = bool(tf.Session().run(keras_mp.step.finiteness.all_finite([slices])))
     print(json.dumps({**results, "fit": keras_in_tf1_program.results()}))
