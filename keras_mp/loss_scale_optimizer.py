@@ -245,7 +245,8 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             TypeError: `grads` is not a flat list of gradients.
             ValueError: the gradients are unscaled already.
         """
-        return self._step_calls.unscale(self._adapter.widened(gradients.convert(grads)))
+        grads = gradients.convert(grads, self._adapter.takes_float32_gradients)
+        return self._step_calls.unscale(grads)
 
     def _whole_step(self, name: str | None, *of_loss: Any) -> Any:
         calls, losses, scaled_by = self._step_calls, list[tf.Tensor](), self._scaler.loss_scale()
@@ -317,7 +318,8 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         pairs = super()._gradients_of(loss, var_list, tape, *grad_loss)
         if scaled_by is None:
             return pairs
-        scaled = gradients.scale(self._adapter.widened([g for g, _ in pairs]), scaled_by)
+        grads = gradients.convert((g for g, _ in pairs), self._adapter.takes_float32_gradients)
+        scaled = gradients.scale(grads, scaled_by)
         return [(g, v) for g, (_, v) in zip(scaled, pairs, strict=True)]
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:

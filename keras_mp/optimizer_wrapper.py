@@ -357,7 +357,8 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         calls = scaling._step_calls
         with calls.as_before_an_exception():
             pairs = list(pairs)
-            grads = scaling._adapter.widened([g for g, _ in pairs])
+            widens = scaling._adapter.takes_float32_gradients
+            grads = gradients.convert((g for g, _ in pairs), widens)
             if scaled:
                 calls.begin_by_hand(grads)
             with calls.unscaled_early(grads, [v for _, v in pairs]) as grads:

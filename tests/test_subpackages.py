@@ -112,7 +112,7 @@ ATTACHED = {
     *("master_weights", "plots", "extensions"),
 }
 # Lines of code.
-LARGEST_CORE = {"loss_scale_optimizer": 2839, "grad_scaler": 2469, "policy": 913}
+LARGEST_CORE = {"loss_scale_optimizer": 2809, "grad_scaler": 2436, "policy": 913}
 
 
 def modules():

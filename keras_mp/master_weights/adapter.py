@@ -192,7 +192,7 @@ class Float32Adapter(DelegatingAdapter):
 
     def _with_views(self, pairs: Pairs) -> list[tuple[Any, Any]]:
         views = self.views(variable for _, variable in pairs)
-        in_float32 = gradients.cast([g for g, _ in pairs], LOW_PRECISION, tf.float32)
+        in_float32 = gradients.convert((g for g, _ in pairs), widens=True)
         return [
             (gradient if view is variable else cast, view)
             for (gradient, variable), cast, view in zip(pairs, in_float32, views, strict=True)

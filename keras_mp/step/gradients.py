@@ -6,8 +6,8 @@ RFC 293, "LossScaleOptimizer Overview". This module needs TensorFlow only. A gra
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -23,11 +23,13 @@ Gradient = tf.Tensor | tf.IndexedSlices | None
 MANY = 2**13
 
 
-def convert(gradients: Any) -> list[Gradient]:
+def convert(gradients: Any, widens: bool = False) -> list[Gradient]:
     """Converts the values of a flat iterable to gradients.
 
     Args:
         gradients: iterable of tensors, arrays, `tf.IndexedSlices` and None.
+        widens: bool. Whether those in 16 bits are cast to float32: small ones would be lost if they
+            were unscaled in 16 bits. Defaults to False.
 
     Returns:
         list of gradients.
@@ -42,7 +44,11 @@ def convert(gradients: Any) -> list[Gradient]:
             "A gradient must be a tensor, a tf.IndexedSlices or None, in a flat list. "
             f"Received: {flat or gradients!r} (of type {type(gradients)})"
         )
-    return [map_values(lambda g: g, gradient) for gradient in flat]
+    are_ready = (tf.Tensor, tf.IndexedSlices, type(None))
+    ready = [g if isinstance(g, are_ready) else tf.convert_to_tensor(g) for g in flat]
+    return [
+        cast(g, tf.float32) if widens and g is not None and is_low(g.dtype) else g for g in ready
+    ]
 
 
 def scale_loss(loss: tf.Tensor, scaled_by: tf.Tensor) -> tf.Tensor:
@@ -82,96 +88,88 @@ def map_loss(function: Callable[[tf.Tensor], tf.Tensor], loss: Any) -> Any:
     return do_not_convert(lambda: function(user_loss()))
 
 
-def scale(gradients: Sequence[Gradient], scaled_by: tf.Tensor | None) -> list[Gradient]:
+def scale(
+    gradients: Sequence[Gradient], number: tf.Tensor | None, *, divides: bool = False
+) -> list[Any]:
     """Multiplies gradients by a number, each in its own dtype.
 
     Args:
         gradients: sequence of gradients.
-        scaled_by: float32 scalar tensor; None leaves them as they are.
+        number: float32 scalar tensor; None leaves them as they are.
+        divides: bool. Whether they are divided instead: bitwise if the number is a power of two,
+            else within one unit in the last place. float32 has to hold its reciprocal.
 
     Returns:
         list of gradients.
     """
-    return _multiply(gradients, scaled_by, lambda number: number)
+    if number is None:
+        return list(gradients)
+
+    @functools.cache
+    def factor(dtype: tf.DType) -> tf.Tensor:
+        factor = tf.cast(number, dtype)
+        return 1 / factor if divides else factor  # A product takes half the time of a quotient.
+
+    def multiply(values: tf.Tensor) -> tf.Tensor:
+        dtype = values.dtype
+        # A loss scale above 65504 has no finite float16 value, so gradients of low precision are
+        # multiplied in float32.
+        if dtype.size < tf.float32.size:
+            return tf.cast(tf.cast(values, tf.float32) * factor(tf.float32), dtype)
+        # In eager the raw operation takes less than half of the operator's time.
+        return tf.raw_ops.Mul(x=values, y=factor(dtype))
+
+    return [map_values(multiply, gradient) for gradient in gradients]
 
 
-def unscale(gradients: Sequence[Gradient], divisor: tf.Tensor | None) -> list[Gradient]:
-    """Divides gradients by a number, each in its own dtype.
-
-    Args:
-        gradients: sequence of gradients.
-        divisor: float32 scalar tensor, whose reciprocal float32 holds too; None leaves them as
-            they are.
-
-    Returns:
-        list of gradients. They are bitwise the quotients if the divisor is a power of two, else
-        within one unit in the last place of the quotients.
-    """
-    # A product takes half the time of a quotient.
-    return _multiply(gradients, divisor, lambda number: 1 / number)
+unscale = functools.partial(scale, divides=True)
 
 
-def cast(
-    gradients: Sequence[Gradient], dtypes: Collection[tf.DType], dtype: tf.DType
-) -> list[Gradient]:
-    """Casts those gradients that have one of some dtypes to another one.
+def cast(gradient: Any, dtype: tf.DType) -> Any:
+    """Casts a gradient to a dtype."""
 
-    Args:
-        gradients: sequence of gradients.
-        dtypes: collection of DType.
-        dtype: DType.
+    def to_dtype(values: tf.Tensor) -> tf.Tensor:
+        # The dtype only serves a sum in 16 bits: the result is cast back, and what overflows must
+        # do so although XLA leaves pairs of casts out.
+        is_rounded = values.dtype == tf.float32 and is_low(dtype)
+        return kept_casts.to_16_bits(values, dtype) if is_rounded else tf.cast(values, dtype)
 
-    Returns:
-        list of gradients; those in other dtypes are left as they are.
-    """
-    return [_cast(g, dtype) if g is not None and g.dtype in dtypes else g for g in gradients]
-
-
-def cast_as(gradients: Sequence[Gradient], models: Sequence[Gradient]) -> list[Gradient]:
-    """Casts gradients to the dtypes of others, one by one.
-
-    Args:
-        gradients: sequence of gradients.
-        models: sequence of gradients of the same length.
-
-    Returns:
-        list of gradients.
-    """
-    return [g if m is None else _cast(g, m.dtype) for g, m in zip(gradients, models, strict=True)]
+    return map_values(to_dtype, gradient)
 
 
 def pack(
     gradients: Sequence[Gradient],
-) -> tuple[list[Gradient], Callable[[list[Gradient]], list[Gradient]]]:
+) -> tuple[list[Any], Callable[[list[Any]], list[Gradient]]]:
     """Joins small gradients of one dtype, so that one operation handles them all.
 
     Args:
         gradients: sequence of gradients.
 
     Returns:
-        tuple of a list of gradients, in which large ones, sparse ones and None are left as they
-        were, and of a function that turns such a list back into one gradient for each of
-        `gradients`.
+        tuple of a list of gradients without None, in which large and sparse ones are as they were,
+        and of a function that turns such a list back into one gradient for each of `gradients`.
     """
-    alike: dict[tf.DType, dict[int, tf.Tensor]] = {}
+    alike: dict[str | int, dict[int, Any]] = {}  # A DType would equal a number.
     for i, gradient in enumerate(gradients):
-        if is_small(gradient):
-            alike.setdefault(gradient.dtype, {})[i] = gradient
-    joined = [group for group in alike.values() if len(group) > 1]
-    alone = sorted(set(range(len(gradients))).difference(*joined))
-    packed = [concat(list(group.values())) for group in joined]
+        if gradient is not None:
+            alike.setdefault(gradient.dtype.name if is_small(gradient) else i, {})[i] = gradient
+    # Joined ones are complete when the backward pass ends. Replicas send the first ones last.
+    groups = sorted(alike.values(), key=len, reverse=True)
 
     def unpack(packed: list[Any]) -> list[Gradient]:
         # One constant for each shape instead of each gradient makes graphs smaller.
         constant = functools.cache(lambda shape: tf.constant(shape, tf.int32))
-        unpacked = dict(zip(alone, packed[len(joined) :], strict=True))
-        for group, values in zip(joined, packed):
-            shapes: list[Any] = [tuple(gradient.shape) for gradient in group.values()]
-            parts = tf.split(values, [math.prod(shape) for shape in shapes])
-            unpacked.update(zip(group, map(tf.reshape, parts, map(constant, shapes))))
-        return [unpacked[i] for i in range(len(gradients))]
+        unpacked: dict[int, Any] = {}
+        for group, values in zip(groups, packed, strict=True):
+            parts = [values]
+            if len(group) > 1:
+                shapes: list[Any] = [tuple(gradient.shape) for gradient in group.values()]
+                parts = tf.split(values, [math.prod(shape) for shape in shapes])
+                parts = map(tf.reshape, parts, map(constant, shapes))
+            unpacked.update(zip(group, parts))
+        return [unpacked.get(i) for i in range(len(gradients))]
 
-    return [*packed, *(gradients[i] for i in alone)], unpack
+    return [concat(list(group.values())) for group in groups], unpack
 
 
 def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -212,74 +210,28 @@ def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 _NO_VARIABLES = (tf.Tensor, tf.IndexedSlices, float, int, str)
 
 
-def is_small(gradient: Gradient) -> TypeGuard[tf.Tensor]:
+def is_small(gradient: Any) -> bool:
     """Whether a gradient is a tensor of so few values that it is joined with others.
 
     Calling an operation for it alone would cost more than the arithmetic.
     """
-    if not isinstance(gradient, tf.Tensor):
-        return False
-    size = gradient.shape.num_elements()
+    size = gradient.shape.num_elements() if isinstance(gradient, tf.Tensor) else None
     return size is not None and size < MANY
 
 
-def concat(tensors: list[tf.Tensor]) -> tf.Tensor:
-    """Joins the values of tensors end to end.
-
-    Args:
-        tensors: list of tensors of one dtype.
-
-    Returns:
-        tensor of one dimension.
-    """
+def concat(gradients: list[Any]) -> Any:
+    """Returns one gradient alone, or joins the values of several tensors end to end."""
+    if len(gradients) == 1:
+        return gradients[0]
     flat = tf.constant([-1])
-    return tf.concat([tf.reshape(tensor, flat) for tensor in tensors], 0)
+    return tf.concat([tf.reshape(tensor, flat) for tensor in gradients], 0)
 
 
-def map_values(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Gradient:
-    """Applies a function to the values of a gradient.
-
-    Args:
-        fn: takes and returns a tensor.
-        gradient: tensor, value that converts to one, `tf.IndexedSlices` or None.
-
-    Returns:
-        A gradient of the same kind.
-    """
-    if gradient is None:
-        return None
+def map_values(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
+    """Applies a function to the values of a gradient; a sparse one stays sparse, and None stays."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(fn(gradient.values), gradient.indices, gradient.dense_shape)
-    return fn(tf.convert_to_tensor(gradient))
-
-
-def _multiply(
-    gradients: Sequence[Gradient], number: tf.Tensor | None, to_factor: Callable[..., tf.Tensor]
-) -> list[Gradient]:
-    if number is None:
-        return list(gradients)
-    factor = functools.cache(lambda dtype: to_factor(tf.cast(number, dtype)))
-
-    def multiply(gradient: tf.Tensor) -> tf.Tensor:
-        dtype = gradient.dtype
-        # A loss scale above 65504 has no finite float16 value, so gradients of low precision are
-        # multiplied in float32.
-        if dtype.size < tf.float32.size:
-            return tf.cast(tf.cast(gradient, tf.float32) * factor(tf.float32), dtype)
-        # In eager the raw operation takes less than half of the operator's time.
-        return tf.raw_ops.Mul(x=gradient, y=factor(dtype))
-
-    return [map_values(multiply, gradient) for gradient in gradients]
-
-
-def _cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
-    def cast(values: tf.Tensor) -> tf.Tensor:
-        # The dtype only serves a sum in 16 bits: the result is cast back, and what overflows must
-        # do so although XLA leaves pairs of casts out.
-        is_rounded = values.dtype == tf.float32 and is_low(dtype)
-        return kept_casts.to_16_bits(values, dtype) if is_rounded else tf.cast(values, dtype)
-
-    return map_values(cast, gradient)
+    return None if gradient is None else fn(gradient)
 
 
 class ScalingTape(tf.GradientTape):
@@ -311,7 +263,7 @@ class ScalingTape(tf.GradientTape):
         of_targets = output_gradients
         if of_targets is None:
             of_targets = tf.nest.map_structure(tf.ones_like, target)
-        flat = scale(tf.nest.flatten(of_targets), self._loss_scale)
+        flat = scale(convert(tf.nest.flatten(of_targets)), self._loss_scale)
         scaled = tf.nest.pack_sequence_as(of_targets, flat)
         computed = super().gradient(target, sources, scaled, *args, **kwargs)
         flat = unscale(tf.nest.flatten(computed), self._loss_scale)

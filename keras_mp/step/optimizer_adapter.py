@@ -10,9 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.step import gradients
-from keras_mp.support.dtypes import LOW_PRECISION
-
 Pairs = Sequence[tuple[Any, Any]]
 Loss = tf.Tensor | Callable[[], tf.Tensor]
 VarList = tf.Variable | Iterable[Any] | Callable[[], Any]
@@ -50,6 +47,8 @@ class OptimizerAdapter(abc.ABC):
     only_differentiates = True
     overrides_minimize = False
     compute_gradients: Any = None
+    # What counts steps in TensorFlow 1.
+    _global_step: Any = None
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -91,15 +90,6 @@ class OptimizerAdapter(abc.ABC):
         With `aggregate`, the optimizer reduces the gradients first.
         """
 
-    def widened(self, grads: list[gradients.Gradient]) -> list[gradients.Gradient]:
-        """Casts 16-bit gradients to float32 if the optimizer takes float32.
-
-        Small ones would be lost if they were unscaled in 16 bits.
-        """
-        if not self.takes_float32_gradients:
-            return grads
-        return gradients.cast(grads, LOW_PRECISION, tf.float32)
-
     def completes_step(self) -> tf.Tensor | None:
         """Whether the next gradients are the last of a step, a bool scalar tensor.
 
@@ -120,11 +110,8 @@ class OptimizerAdapter(abc.ABC):
 
         It is an int64 scalar.
         """
-        counter = self._counter()
+        counter = getattr(self.optimizer, "iterations", self._global_step)
         return None if counter is None else tf.cast(tf.convert_to_tensor(counter), tf.int64)
-
-    def _counter(self) -> Any:
-        return getattr(self.optimizer, "iterations", None)
 
     def drop_accumulated(self) -> None:
         """Drops accumulated gradients instead of applying them when a step is complete."""
@@ -152,7 +139,7 @@ class DelegatingAdapter(OptimizerAdapter):
 
 
 # What it, or a subclass of it, does itself.
-_ITSELF = {"apply", "build", "overrides_minimize", "widened"}
+_ITSELF = {"apply", "build", "overrides_minimize"}
 for _name in vars(OptimizerAdapter).keys() - _ITSELF:
     if not _name.startswith("_"):
         setattr(DelegatingAdapter, _name, property(operator.attrgetter(f"_inner.{_name}")))

@@ -54,9 +54,6 @@ class V1Optimizer(OptimizerAdapter):
         if host.in_v1_graph() or not replicas.need_not_meet():
             replicas.once_for_all_replicas(make_slots)
 
-    def _counter(self) -> tf.Variable | None:
-        return self._global_step
-
     def apply(self, grads_and_vars: Pairs, name: str | None, aggregate: bool) -> Applied:
         # A user's subclass that overrides the method may not take the argument.
         is_summed = tf.distribute.has_strategy() and not aggregate

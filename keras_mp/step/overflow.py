@@ -218,8 +218,8 @@ def report(
     Args:
         sizes: the number of values of each variable, by its name.
         places: sequence of the replicas.
-        counts: array of shape [replicas, 1 + variables, 2], as `count_of_replicas` makes it: of the
-            losses, then of the gradients. It may have one more row for sums of gradients.
+        counts: array of shape [replicas, 1 + variables, 2], as `SkippedStep` has it: of the losses,
+            then of the gradients. It may have one more row for sums of gradients.
         *step: what else an `Overflow` has.
     """
     losses = tuple(LossOfReplica(place, _kind_of(*row[0])) for place, row in zip(places, counts))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from keras_mp.step.gradients import Gradient, map_values
+from keras_mp.step.gradients import map_values
 from keras_mp.support import features, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES, parse
@@ -139,8 +139,8 @@ def all_reduce(gradients: Sequence[Any]) -> list[Any]:
     """Sums gradients over all replicas. Called in a replica context.
 
     Args:
-        gradients: sequence of gradients. In float16 they should be scaled, or small ones underflow;
-            a sum that overflows comes back infinite.
+        gradients: sequence of tensors and `tf.IndexedSlices`. In float16 they should be scaled, or
+            small ones underflow; a sum that overflows comes back infinite.
 
     Returns:
         list of summed gradients, each in the dtype it came in.
@@ -150,19 +150,18 @@ def all_reduce(gradients: Sequence[Any]) -> list[Any]:
     options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_BYTES_PER_PACK)
     # Sparse gradients are gathered, which TensorFlow cannot do in bfloat16 but on TPUs.
     can_gather = isinstance(tf.distribute.get_strategy(), _TPU_STRATEGIES)
-    alike: dict[Any, dict[int, Any]] = {}
+    alike: dict[tf.DType, list[int]] = {}
     for i, gradient in enumerate(gradients):
-        if gradient is not None:
-            is_sparse = isinstance(gradient, tf.IndexedSlices) and not can_gather
-            sent = tf.float16 if is_sparse and gradient.dtype == tf.bfloat16 else gradient.dtype
-            alike.setdefault(sent, {})[i] = _bits_as(sent, gradient)
+        is_sparse = isinstance(gradient, tf.IndexedSlices) and not can_gather
+        is_sent_as_float16 = is_sparse and gradient.dtype == tf.bfloat16
+        alike.setdefault(tf.float16 if is_sent_as_float16 else gradient.dtype, []).append(i)
     # TensorFlow packs the tensors of one call, the last ones first, and cannot pack different
     # dtypes.
-    received: list[Any] = [None] * len(gradients)
-    for group in alike.values():
-        for i, gradient in zip(group, _summed(list(group.values()), options)):
-            received[i] = _bits_as(gradients[i].dtype, gradient)
-    return received
+    received: dict[int, Any] = {}
+    for dtype, group in alike.items():
+        sums = _summed([_bits_as(dtype, gradients[i]) for i in group], options)
+        received |= {i: _bits_as(gradients[i].dtype, each) for i, each in zip(group, sums)}
+    return [received[i] for i in range(len(gradients))]
 
 
 def _summed(
@@ -270,7 +269,6 @@ def local_id() -> int:
     return 0 if own is None else own % len(tf.distribute.get_strategy().extended.worker_devices)
 
 
-def _bits_as(dtype: tf.DType, gradient: tf.Tensor | tf.IndexedSlices) -> Gradient:
-    if gradient.dtype == dtype:
-        return gradient
-    return map_values(lambda g: tf.bitcast(g, dtype), gradient)
+def _bits_as(dtype: tf.DType, gradient: Any) -> Any:
+    is_same = gradient.dtype == dtype
+    return gradient if is_same else map_values(lambda g: tf.bitcast(g, dtype), gradient)

@@ -5,8 +5,10 @@ combines the gradients of all replicas, tests them, makes or skips the step on a
 the scale and notes a skipped step.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -19,6 +21,7 @@ from keras_mp.step.scaled_losses import thread
 from keras_mp.step.scaler import Scaler
 from keras_mp.step.skip_report import SkippedStep
 from keras_mp.support import attributes, features, host, variable_ops
+from keras_mp.support.autograph import do_not_convert
 from keras_mp.tensorflow_api import graphs
 from keras_mp.tensorflow_api.features import WITHOUT_BRANCHES
 
@@ -26,15 +29,17 @@ Operation = tf.Operation | None
 _NEVER_SCALED = GradientState()
 
 
-class _Replica(NamedTuple):
+@dataclasses.dataclass
+class _Replica:
     """What a replica takes to where all replicas meet.
+
+    TensorFlow would take a tuple or a list apart there.
 
     Attributes:
         losses: its losses, as far as they are known.
         sums: function that returns the gradients that are applied. A branch takes fewer inputs if
             it separates small ones itself.
-        kept: function that returns the values to restore if the step is skipped. Where replicas
-            meet, TensorFlow would take a list of handles apart.
+        kept: the values to restore if the step is skipped.
         has_examples: bool scalar tensor; None if that is certain, or not known.
         own: function that returns the gradients that it has computed, as it sent them or as they
             were before the user clipped them, in which values that are not finite are counted.
@@ -42,7 +47,7 @@ class _Replica(NamedTuple):
 
     losses: Sequence[tf.Tensor]
     sums: Callable[[], Sequence[Gradient]]
-    kept: Callable[[], kept_values.Kept]
+    kept: kept_values.Kept
     has_examples: tf.Tensor | None
     own: Callable[[], Sequence[Gradient]]
 
@@ -99,17 +104,31 @@ def make_step(
     multiplied_by = state.scaled_by if state.is_divided else None
     new_values = dict(zip(new, gradients.scale([given[i] for i in new], multiplied_by)))
     grads = [None if i in new_values else gradient for i, gradient in enumerate(given)]
-    unclipped = _before_clipping(state, grads)
+    unclipped = _before_clipping(state.unclipped, grads) if state.unclipped else []
     verdicts = [] if state.was_finite is None else [state.was_finite]
     if has_examples is not None and kept:
         # Statistics of a batch without examples are not finite, though its gradients may be.
         changed = kept_values.may_have_changed(kept)
         verdicts.append(has_examples if changed else tf.constant(True))
-    packed, unpack, sent = [*adapter.widened(grads), *map(_as_gradient, verdicts)], list, None
+    grads = gradients.convert(grads, adapter.takes_float32_gradients)
+    packed, unpack, sent = [*grads, *map(_as_gradient, verdicts)], list, None
     custom = adapter.custom_aggregation() if aggregate else None
     are_several = replicas.are_several()
     if aggregate and are_several and not custom:
-        packed, unpack, sent = _summed(packed, state, reduce_dtype, may_skip)
+        # They are summed while they are scaled. In float16 small values would vanish otherwise; and
+        # a sum that overflows is harmless only if the step can be skipped.
+        packed, unpack = gradients.pack(packed)
+        if reduce_dtype == tf.float16 and (not may_skip or state.scaled_by is None):
+            reduce_dtype = tf.float32
+        elif reduce_dtype == tf.float16 and divisor is None:
+            packed, divisor = gradients.scale(packed, state.scaled_by), state.scaled_by
+        dtypes = [each.dtype for each in packed]
+        wide = [tf.float32 if d == tf.float16 and not may_skip else d for d in dtypes]
+        to_send = [reduce_dtype if d == tf.float32 else d for d in wide]
+        sent = list(map(gradients.cast, map(gradients.cast, packed, wide), to_send))
+        packed = list(map(gradients.cast, replicas.all_reduce(sent), wide))
+        # They are unscaled while they are packed: one operation for many small gradients.
+        packed = list(map(gradients.cast, gradients.unscale(packed, divisor), dtypes))
     else:
         packed = gradients.unscale(packed, divisor)
     if custom:
@@ -131,7 +150,7 @@ def make_step(
         if not aggregate and are_several:
             finite = tf.math.is_finite(*replicas.all_reduce([_as_gradient(finite)]))
     own = (lambda: unclipped) if unclipped else (lambda: unpack(sent)[:count]) if sent else sums
-    replica = _Replica(state.losses, sums, lambda: kept, has_examples, own)
+    replica = _Replica(state.losses, sums, kept, has_examples, own)
 
     # Make or skip the step, once for all replicas.
     def apply(replica: _Replica) -> Any:
@@ -143,7 +162,7 @@ def make_step(
 
         def put_back(unless: Any) -> None:
             for each in steps:
-                kept_values.put_back(each.kept(), unless)
+                kept_values.put_back(each.kept, unless)
 
         def end(finite: Any) -> list[Any]:
             skipped = None
@@ -157,23 +176,23 @@ def make_step(
         def make() -> Operation:
             if tf.executing_eagerly():  # An update copies each value that is held.
                 for each in steps:
-                    each.kept().clear()
+                    each.kept.clear()
             return _operation([apply_on_each(), *(end(True) if may_skip else ())])
-
-        def skip() -> Operation:
-            return _operation(end(False))
 
         def accumulate() -> Operation:
             applied = apply_on_each()
             put_back(finite)
             return _operation([applied, *moved.accumulated()])
 
+        def skip() -> Operation:
+            return _operation(end(False))
+
         def complete() -> Operation:
             # A function of its own could not ask other replicas what was not finite there, nor be
             # part of a graph of TensorFlow 1.
             count = tf.distribute.get_strategy().num_replicas_in_sync
-            must_stay = host.in_v1_graph() or len(steps) < count
-            return tf.cond(finite, make, skip if must_stay else host.as_one_operation(skip))
+            may_move = len(steps) == count and not host.in_v1_graph()
+            return tf.cond(finite, make, host.as_one_operation(skip) if may_move else skip)
 
         if finite is None:
             return make()
@@ -192,78 +211,62 @@ def make_step(
     return operation, finite
 
 
-def _summed(
-    grads: list[Gradient], state: GradientState, reduce_dtype: tf.DType, may_skip: bool
-) -> tuple[list[Gradient], Callable[[list[Gradient]], list[Gradient]], list[Gradient]]:
-    """Sums gradients over replicas while they are scaled.
-
-    RFC 293, "All-reducing in float16".
-
-    Returns:
-        tuple of the sums, unscaled, small ones of them joined; of a function that separates these;
-        and of what this replica has sent to the others, joined in the same way.
-    """
-    scaled_by, divisor = state.scaled_by, state.scaled_by if state.scaled else None
-    packed, unpack = gradients.pack(grads)
-    # In float16 small values would vanish unless they are scaled; and a sum that overflows is
-    # harmless only if the step can be skipped.
-    if reduce_dtype == tf.float16 and (not may_skip or scaled_by is None):
-        reduce_dtype = tf.float32
-    elif reduce_dtype == tf.float16 and divisor is None:
-        packed, divisor = gradients.scale(packed, scaled_by), scaled_by
-    wide = packed if may_skip else gradients.cast(packed, [tf.float16], tf.float32)
-    sent = gradients.cast(wide, [tf.float32], reduce_dtype)
-    sums = gradients.cast_as(replicas.all_reduce(sent), wide)
-    # They are unscaled while they are packed: one operation for many small gradients.
-    return gradients.cast_as(gradients.unscale(sums, divisor), packed), unpack, sent
-
-
 def _as_gradient(verdict: tf.Tensor) -> tf.Tensor:
     """Returns a number that is summed and tested with gradients: NaN for False."""
     return tf.where(verdict, 0.0, float("nan"))
 
 
-def _before_clipping(state: GradientState, grads: Sequence[Gradient]) -> list[Gradient]:
+def _before_clipping(old: list[Any], grads: Sequence[Any]) -> list[Gradient]:
     """Returns gradients as they were before the user changed (e.g. clipped) them.
 
     The result is empty if none has changed, or if those that the user was given do not correspond.
     """
-    old: list[Any] = [gradient for gradient in state.unclipped if gradient is not None]
-    if state.unclipped:
-        state.unclipped.clear()
-    now: dict[int, Any] = {i: gradient for i, gradient in enumerate(grads) if gradient is not None}
-    pairs = list(zip(old, now.values()))
-    # Sparse ones are put together anew.
-    is_same = all(getattr(a, "values", a) is getattr(b, "values", b) for a, b in pairs)
-    if is_same or len(old) != len(now):
+    before, now = [g for g in old if g is not None], [g for g in grads if g is not None]
+    old.clear()
+    pairs = list(zip(before, now))
+    if len(before) != len(now) or all(a is b for a, b in pairs):
         return []
-    fit, before = all(a.shape.is_compatible_with(b.shape) for a, b in pairs), dict(zip(now, old))
-    return [before.get(i) for i in range(len(grads))] if fit else []
+    fit = all(a.shape.is_compatible_with(b.shape) for a, b in pairs)
+    return [None if g is None else before.pop(0) for g in grads] if fit else []
 
 
 def _skipped(
     adapter: OptimizerAdapter, steps: Sequence[_Replica], tested: Sequence[Any], totals: Any
 ) -> SkippedStep:
-    """Looks for Inf and NaN in a step that is skipped, or, without branches, may be.
+    """Counts Inf and NaN on all replicas in a step that is skipped, or, without branches, may be.
 
     Args:
         adapter: the adapter of the optimizer.
         steps: the replicas of this process, or this one.
-        tested: the variables of the gradients that were tested.
+        tested: the variables of the gradients that were tested. Those that a replica has no
+            gradients of count as finite.
         totals: function that returns the gradients that were tested, if these are not those that
-            replicas have computed.
+            replicas have computed. They are the same on all replicas.
     """
-    if host.in_v1_graph():  # Nothing is noted of gradients there, which a branch need not be given.
-        tested, totals, steps = (), None, [each._replace(own=tuple) for each in steps]
-    of_replicas = [(each.losses, each.own(), each.has_examples) for each in steps]
-    counts = finiteness.count_of_replicas(of_replicas, totals and totals(), len(tested))
-    count = tf.distribute.get_strategy().num_replicas_in_sync
-    losses, found = counts[:count, 0], counts[:count, 1:]
+    strategy, in_v1 = tf.distribute.get_strategy(), host.in_v1_graph()
+    if in_v1:  # Nothing is noted of gradients there, which a branch need not be given.
+        tested, totals = (), None
+    rows = []
+    for i, each in enumerate(steps):
+        own = () if in_v1 else each.own()
+        all_of = [*own, *[None] * (len(tested) - len(own))]
+        with tf.device(strategy.extended.worker_devices[i] if len(steps) > 1 else None):
+            rows.append(finiteness.count(list(each.losses), all_of, each.has_examples))
+    if len(rows) == strategy.num_replicas_in_sync:
+        counts = tf.stack(rows)
+    else:
+        gather = do_not_convert(lambda: replicas.gather(rows[replicas.local_id() % len(rows)]))
+        if tf.distribute.in_cross_replica_context():
+            gather = functools.partial(strategy.extended.call_for_each_replica, gather)
+        counts, *_ = strategy.experimental_local_results(gather())
+    losses = counts[:, 0]
     has_overflowed: Any = True
     if steps[0].has_examples is not None:
         has_examples = losses[:, 0] > finiteness.UNKNOWN - 1
-        has_cause = tf.reduce_any(tf.not_equal(found, 0), [1, 2]) & has_examples
+        has_cause = tf.reduce_any(tf.not_equal(counts[:, 1:], 0), [1, 2]) & has_examples
         has_overflowed = tf.reduce_any(has_cause) | tf.reduce_all(has_examples)
+    if totals is not None:
+        counts = tf.concat([counts, [finiteness.count([], list(totals()), None)]], 0)
     is_finite = tf.reduce_all(tf.equal(losses, 0))
     return SkippedStep(tested, counts, adapter.steps_made(), is_finite, has_overflowed)
 

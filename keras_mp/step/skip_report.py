@@ -38,7 +38,8 @@ class SkippedStep(NamedTuple):
 
     Attributes:
         variables: list of the variables whose gradients were computed.
-        counts: tensor of `count_of_replicas`.
+        counts: `COUNTS` tensor of shape [rows, 1 + variables, 2], the same on every replica. Each
+            replica has a row, which begins with its losses; a last row may be for sums of them.
         steps_made: int64 scalar tensor, the steps of the optimizer so far, or None.
         loss_is_finite: bool scalar tensor. Whether the losses of all replicas are known to be
             finite.

@@ -171,25 +171,24 @@ class StepUnderWay:
         own = _weights_of((variable, True) for variable in trained)
         if hasattr(optimizer, "iterations"):
             _trained_by.setdefault(optimizer, set()).update(own)
-        weights = {k: w for k, w in self.weights.items() if k in own or not w.is_trained}
+        weights = self.weights.items() if may_skip else ()
+        weights = {k: w for k, w in weights if k in own or not w.is_trained}
         if not tf.executing_eagerly():
-            return self._written(weights) if may_skip else [], self._has_examples()
+            return self._written(weights), self._has_examples()
         values = self._values
         # An update copies values that are held. The other values are for the steps of other
         # optimizers.
         self._values = {key: value for key, value in values.items() if key not in own}
         kept = [(w.handle, values[key]) for key, w in weights.items() if key in values]
-        return kept if may_skip else [], self._has_examples()
+        return kept, self._has_examples()
 
     def _has_examples(self) -> tf.Tensor | None:
         if self._examples is None or self.graph is not host.current_graph():
             return None
-        size = self._examples.shape[0]
-        if size is None:
-            return tf.shape(self._examples)[0] > 0
         # In eager, each replica knows the size of its own part only.
-        is_certain = size > 0 and not (tf.executing_eagerly() and replicas.are_several())
-        return None if is_certain else tf.constant(size > 0)
+        is_shared = not (tf.executing_eagerly() and replicas.are_several())
+        is_certain = bool(self._examples.shape[0]) and is_shared
+        return None if is_certain else tf.shape(self._examples)[0] > 0
 
     def put_back(self) -> None:
         """Restores in eager what was written since the step began.
