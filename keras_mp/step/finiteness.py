@@ -103,9 +103,10 @@ def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
 def count(
     losses: Sequence[tf.Tensor], gradients: Sequence[Gradient], has_examples: tf.Tensor | None
 ) -> tf.Tensor:
-    """Counts infinite values, and NaNs: a row of two numbers for the losses and each gradient.
+    """Counts infinite values, and NaNs.
 
-    Where XLA compiles, every step does so: values are only found, but for scalars.
+    There is a row of two numbers for the losses, then one for each gradient. Where XLA
+    compiles, every step does so: values are only found, but for scalars.
     """
     tested, rows = [*losses, *gradients], [tf.zeros([2], COUNTS)] * (len(losses) + len(gradients))
     alike: dict[str | int, list[int]] = {}  # A DType would equal a number.

@@ -228,7 +228,7 @@ def concat(gradients: list[Any]) -> Any:
 
 
 def map_values(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
-    """Applies a function to the values of a gradient; a sparse one stays sparse, and None stays."""
+    """Applies a function to the values of a gradient, which stays sparse, or None."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(fn(gradient.values), gradient.indices, gradient.dense_shape)
     return None if gradient is None else fn(gradient)

@@ -233,7 +233,9 @@ def _before_clipping(old: list[Any], grads: Sequence[Any]) -> list[Gradient]:
 def _skipped(
     adapter: OptimizerAdapter, steps: Sequence[_Replica], tested: Sequence[Any], totals: Any
 ) -> SkippedStep:
-    """Counts Inf and NaN on all replicas in a step that is skipped, or, without branches, may be.
+    """Counts Inf and NaN on all replicas in a step that is skipped.
+
+    Without branches, it is one that may be.
 
     Args:
         adapter: the adapter of the optimizer.
