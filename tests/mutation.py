@@ -40,6 +40,7 @@ _TESTS = {
     "keras_mp/step/schedule.py": ["tests/step/test_loss_scale.py", *_STEP],
     "keras_mp/step/scaled_step.py": ["tests/step/test_skipped_steps.py", *_STEP, "tests/replicas"],
     "keras_mp/step/overflow.py": ["tests/step/test_overflows.py", *_STEP],
+    "keras_mp/step/skip_warnings.py": ["tests/step/test_skipped_steps.py", *_STEP],
     "keras_mp/step/skip_report.py": ["tests/step/test_skipped_steps.py", *_STEP],
     "keras_mp/step/scaler.py": [
         "tests/test_grad_scaler.py",

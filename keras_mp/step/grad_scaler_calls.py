@@ -11,6 +11,7 @@ import contextlib
 import enum
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,8 +20,7 @@ import tensorflow as tf
 from keras_mp.step import finiteness, gradients
 from keras_mp.step.gradients import Gradient
 from keras_mp.step.record import Calls, GradientState
-from keras_mp.support import host, messages, new_variables
-from keras_mp.support.references import reference
+from keras_mp.support import host, new_variables
 
 
 class Stage(enum.Enum):
@@ -38,6 +38,8 @@ class Stage(enum.Enum):
 
 _AFTER_SCALING = {Stage.READY: Stage.SCALED, Stage.UNSCALED: Stage.UNSCALED_BEFORE}
 _AFTER_TAPE = {Stage.READY: Stage.BY_TAPE}
+_AT_UNSCALE = (Stage.SCALED, Stage.UNSCALED_BEFORE)
+_AT_STEP = (*_AT_UNSCALE, Stage.BY_TAPE, Stage.UNSCALED)
 
 
 class _Part(NamedTuple):
@@ -128,21 +130,16 @@ class GradScalerCalls(Calls):
             page.step = page.step._replace(losses=(*page.step.losses, *tensors))
             return losses
         with self._lock:
-            step = self._of_this_step()
-            if self._is_updated_elsewhere and step.has_stepped():
-                step = _Step()
-            stage = step.parts[_OTHERS].stage
-            if stage is Stage.BY_TAPE:
-                raise ValueError(_TWO_WAYS)
-            scaled_by = self._scale_of(step) if stage is Stage.SCALED else self._loss_scale()
+            step = self._of_this_step(Stage.BY_TAPE)
+            is_scaled = step.parts[_OTHERS].stage is Stage.SCALED
+            scaled_by = self._scale_of(step) if is_scaled else self._loss_scale()
             scaled = [gradients.scale_loss(loss, scaled_by) for loss in flat]
             self._note_losses(step, _AFTER_SCALING, scaled_by, flat)
         return tf.nest.pack_sequence_as(losses, scaled)
 
     def refuse_tape_beside_scale(self) -> None:
         """Raises an error if a loss was scaled since the last update."""
-        if self._of_this_step().parts[_OTHERS].stage is Stage.SCALED:
-            raise ValueError(_TWO_WAYS)
+        self._of_this_step(Stage.SCALED)
 
     def by_tape(self, losses: Sequence[tf.Tensor]) -> None:
         """Notes that a tape has scaled losses, and unscaled the gradients.
@@ -153,8 +150,8 @@ class GradScalerCalls(Calls):
         if not self.scales:
             return
         with self._lock:
-            self.refuse_tape_beside_scale()
-            self._note_losses(self._of_this_step(), _AFTER_TAPE, self._loss_scale(), losses)
+            step = self._of_this_step(Stage.SCALED)
+            self._note_losses(step, _AFTER_TAPE, self._loss_scale(), losses)
 
     def unscale(
         self, grads: Sequence[Any], optimizer: Any = None, *, may_skip: bool = True
@@ -175,8 +172,9 @@ class GradScalerCalls(Calls):
             scaled_by = self._scale_of(step)
             unscaled = gradients.unscale(grads, scaled_by)
             finite = finiteness.all_finite(unscaled) if may_skip else tf.constant(True)
-            stage, earlier = step.part(key).stage, self._verdict_on(step, key)
-            is_wrong = _is_wrong(_WRONG_UNSCALE.get(stage), stage is Stage.READY)
+            earlier = self._verdict_on(step, key)
+            stage = step.part(key).stage
+            is_wrong = stage not in _AT_UNSCALE and _tell("unscale", stage)
             finite = finite if earlier is None else tf.logical_and(finite, earlier)
             part = _Part(Stage.SPOILED if is_wrong else Stage.UNSCALED, optimizer, finite, unscaled)
             self.note(step._replace(scaled_by=scaled_by, parts={**step.parts, key: part}))
@@ -203,16 +201,13 @@ class GradScalerCalls(Calls):
             keys = [key, *([None] if None in step.parts else [])]
             before = {each: step.part(each) for each in keys}
             stages = {part.stage for part in before.values()}
-            unknown = (Stage.READY, Stage.SPOILED)
-            is_wrong = any(_is_wrong(_WRONG_STEP.get(s), s in unknown, _NOT_MADE) for s in stages)
+            is_wrong = any(_tell("step", stage) for stage in stages.difference(_AT_STEP))
             scaled = stages == {Stage.SCALED}
             verdicts = [self._verdict_on(step, each) for each in keys]
             verdicts = [each for each in verdicts if each is not None]
             finite = tf.reduce_all(verdicts) if verdicts else None
             unclipped = [gradient for part in before.values() for gradient in part.unclipped]
-            before = {
-                k: part._replace(unclipped=()) for k, part in before.items() if k in step.parts
-            }
+            before = {k: step.parts[k]._replace(unclipped=()) for k in keys if k in step.parts}
             given = GradientState(scaled, scaled_by, not scaled, step.losses, unclipped, finite)
             parts = {k: part for k, part in step.parts.items() if k not in keys}
             parts[key] = _Part(Stage.APPLIED, optimizer)
@@ -246,7 +241,7 @@ class GradScalerCalls(Calls):
             is_own = page is self.page()
             self._is_updated_elsewhere |= not is_own and not tf.executing_eagerly()
             if not has_stepped and not begins_anew:
-                _is_wrong(_NO_STEP, True)
+                _tell("update", Stage.READY)
             self.note(_Step())
             if tf.distribute.in_cross_replica_context():
                 self.forget()
@@ -256,13 +251,25 @@ class GradScalerCalls(Calls):
         """Returns the step for a call for one optimizer, as `Notebook.current` does."""
         return self.current(lambda step: step.part(key).stage is not Stage.APPLIED).step
 
-    def _of_this_step(self) -> _Step:
+    def _of_this_step(self, other: Stage) -> _Step:
         """Returns the step for a call that scales a loss.
 
         A function in which nothing was called begins anew, unless the graph around it has begun.
+
+        Args:
+            other: the stage after the other way of scaling a loss, which is refused.
         """
         page = self.current()
-        return (page if page.time else self.page()).step
+        step = (page if page.time else self.page()).step
+        if self._is_updated_elsewhere and step.has_stepped():
+            step = _Step()
+        if step.parts[_OTHERS].stage is other:
+            raise ValueError(
+                "A LossScaleGradientTape scales the loss by itself, and unscales the gradients: a "
+                "GradScaler.scale() beside it, before the next update(), makes it unclear what is "
+                "scaled."
+            )
+        return step
 
     def _note_losses(self, step: _Step, after: Any, scaled_by: tf.Tensor, losses: Any) -> None:
         earlier = () if step.parts[_OTHERS].stage is Stage.READY else step.losses
@@ -293,76 +300,50 @@ class GradScalerCalls(Calls):
             ValueError: `optimizer` is None, or was, and there are several.
         """
         living = {k: each for k, refer in self._named.items() if (each := refer()) is not None}
+        key = None if optimizer is None else _key_of(optimizer)
+        if key in living:
+            return key
         if optimizer is None:
-            if len(living) > 1:
-                raise ValueError(_WHOSE.format([*living.values()]))
-            self._was_left_out = True
+            is_unclear, self._was_left_out = len(living) > 1, True
+        else:
+            is_function = isinstance(optimizer, types.FunctionType)
+            is_unclear = living and self._was_left_out and not is_function
+        if is_unclear:
+            raise ValueError(
+                "GradScaler.unscale() was called without an optimizer, and there are several, of "
+                "which each has a verdict of its own. Say whose gradients they are: "
+                "scaler.unscale(gradients, optimizer). Received: optimizer=None with "
+                f"{[each for each in (*living.values(), optimizer) if each is not None]}"
+            )
+        if optimizer is None:
             return next(iter(living), None)
-        key = _key_of(optimizer)
-        if key not in living:
-            if living and self._was_left_out and not isinstance(optimizer, types.FunctionType):
-                raise ValueError(_WHOSE.format([*living.values(), optimizer]))
-            self._named = {**{k: self._named[k] for k in living}, key: reference(optimizer)}
+        self._named = {**{k: self._named[k] for k in living}, key: _reference(optimizer)}
         return key
 
 
-def _is_wrong(text: str | None, is_unknown: bool, prefix: str = "") -> bool:
-    """Whether there is a text about a call; raises, or warns where nothing is known."""
-    if text is None:
-        return False
-    if tf.executing_eagerly() or not is_unknown:
-        raise ValueError(f"{text}{_EXAMPLE}")
-    messages.warn(f"{prefix}{text}{_EXAMPLE}")
-    return True
+def _reference(value: Any) -> Callable[[], Any]:
+    """Returns a function that returns an object, or None once nobody else has it.
+
+    Args:
+        value: the object. A bound method lives as long as the object that it is bound to. An object
+            that allows no weak references is kept alive.
+    """
+    try:
+        if isinstance(value, types.MethodType):
+            return weakref.WeakMethod(value)
+        return weakref.ref(value)
+    except TypeError:  # Some objects have slots, but none for weak references.
+        return lambda: value
+
+
+def _tell(call: str, stage: Stage) -> bool:
+    """Raises an error about a wrong call, or warns and returns True."""
+    from keras_mp.step import wrong_calls
+
+    return wrong_calls.tell(call, stage)
 
 
 def _key_of(optimizer: Any) -> Any:
     if isinstance(optimizer, types.MethodType):
         return id(optimizer.__self__), optimizer.__func__
     return id(optimizer)
-
-
-_EXAMPLE = """ For example:
-    with tf.GradientTape() as tape:
-        scaled_loss = scaler.scale(loss_fn())
-    scaler.step(optimizer, zip(tape.gradient(scaled_loss, variables), variables))
-    scaler.update()"""
-_NOT_MADE = "The step was not made: "
-_NOT_SCALED = (
-    "no loss was scaled since the last update(). If these are gradients from before it, they are "
-    "scaled by another number: make the steps of all optimizers first. Else scale the loss."
-)
-_TWICE = (
-    "GradScaler.unscale() was given gradients that are unscaled already: do so once for each "
-    "optimizer, with gradients that were added up before, or after each scale()."
-)
-_NO_STEP = (
-    "GradScaler.update() was called without a step() since the last update(), so the loss scale "
-    "cannot move. Call it once after all optimizers have made their steps."
-)
-_TWO_WAYS = (
-    "A LossScaleGradientTape scales the loss by itself, and unscales the gradients: a "
-    "GradScaler.scale() beside it, before the next update(), makes it unclear what is scaled."
-)
-_WHOSE = (
-    "GradScaler.unscale() was called without an optimizer, and there are several, of which each "
-    "has a verdict of its own. Say whose gradients they are: scaler.unscale(gradients, optimizer). "
-    "Received: optimizer=None with {}"
-)
-
-# The messages about each call, by the stages in which it is wrong.
-_WRONG_UNSCALE = {
-    Stage.READY: f"GradScaler.unscale() was called, and {_NOT_SCALED}",
-    **dict.fromkeys((Stage.BY_TAPE, Stage.UNSCALED, Stage.SPOILED), _TWICE),
-    Stage.APPLIED: "GradScaler.unscale() was called after step() with the same optimizer, which "
-    "unscales by itself. Unscale before it, or not at all, and call update() after it.",
-}
-_WRONG_STEP = {
-    Stage.READY: f"GradScaler.step() was called, and {_NOT_SCALED}",
-    Stage.APPLIED: "GradScaler.step() was called twice with this optimizer, and update() was not "
-    "called in between. Call update() once after all optimizers have made their steps; after an "
-    "exception, it begins anew.",
-    Stage.SPOILED: "GradScaler.step() was given gradients for which unscale() was called wrongly, "
-    "as a warning said: they would be too small. Call update(), which begins anew, and compute "
-    "them again.",
-}

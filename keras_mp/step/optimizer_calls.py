@@ -21,7 +21,7 @@ import tensorflow as tf
 from keras_mp.step import gradients, scaled_losses
 from keras_mp.step.gradients import Gradient
 from keras_mp.step.record import Calls, GradientState
-from keras_mp.support import host, messages
+from keras_mp.support import host
 
 
 class How(enum.Enum):
@@ -187,8 +187,9 @@ class OptimizerCalls(Calls):
         # It is said once that a function makes no calls at all, until it makes one.
         is_told = how is How.UNKNOWN and own.time > 0 and not is_eager
         if is_missing and not is_told and not is_by_tape:
-            missing = _NOT_UNSCALED if has_scaled else _NOT_SCALED_BEFORE
-            messages.warn(missing if has_begun else _NEITHER)
+            from keras_mp.step import wrong_calls
+
+            wrong_calls.tell_missing(has_scaled, has_begun)
             if has_scaled or is_eager:
                 applied = frozenset()
         scaled_by, is_divided = self._scale_of(step), is_part and how in _UNSCALED
@@ -251,26 +252,3 @@ class OptimizerCalls(Calls):
 # How many losses of a step are looked at if it is skipped.
 _MOST_LOSSES = 16
 _UNSCALED = (How.DONE, How.DIVIDED)
-
-_OPTIMIZER_EXAMPLE = """
-    with tf.GradientTape() as tape:
-        loss = optimizer.get_scaled_loss(loss_fn())
-    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
-    optimizer.apply_gradients(zip(gradients, variables))"""
-_NOT_UNSCALED = (
-    "get_scaled_loss() was called and get_unscaled_gradients() was not; apply_gradients() has "
-    "divided the gradients by the loss scale instead. If they were divided by hand too, this step "
-    f"is too small. Call both:{_OPTIMIZER_EXAMPLE}"
-)
-_NOT_SCALED_BEFORE = (
-    "get_unscaled_gradients() was called and get_scaled_loss() was not, so the gradients of this "
-    "step are too small by the loss scale, unless the loss was multiplied by hand. Call both:"
-    f"{_OPTIMIZER_EXAMPLE}"
-)
-_NEITHER = (
-    "Neither get_scaled_loss() nor get_unscaled_gradients() was called before apply_gradients(), "
-    "so the gradients were applied as they are: this step was made without loss scaling, and small "
-    "float16 gradients may have vanished. If the loss was multiplied by the loss scale by hand, "
-    "say so: apply_gradients(..., scaled=True). Else call both, or `minimize`:"
-    f"{_OPTIMIZER_EXAMPLE}"
-)

@@ -1,13 +1,14 @@
 """The report of a skipped step: its losses, and its non-finite gradients."""
 
+import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_mp.step.finiteness import NO_EXAMPLES, UNCOUNTED, UNKNOWN
+from keras_mp.step.skip_report import HEADER, NOT_COUNTED, TIMES, Note, SkipReport
 from keras_mp.support import columns
 
 # How many variables a text names.
@@ -176,61 +177,55 @@ def _cells(row: OverflowedGradient) -> tuple[str, ...]:
     return row.variable, str(row.place or "only the sum"), *numbers
 
 
-def name_of(variable: Any) -> str:
-    """Returns the name that the user knows.
-
-    Keras 3 has paths, which tell layers apart.
-
-    Args:
-        variable: a variable of any kind. If a distributed one were asked for an attribute that it
-            lacks, outside of replicas, it would be read in the graph.
-    """
-    first, *_ = tf.distribute.get_strategy().experimental_local_results(variable)
-    return getattr(first, "path", None) or first.name.partition(":")[0]
-
-
-def places_of(variable: tf.Variable) -> list[ReplicaPlace]:
-    """Returns the places of all replicas.
-
-    All workers have the same devices.
-
-    Args:
-        variable: a variable on the device of the replica, if there is only one replica.
-    """
-    strategy = tf.distribute.get_strategy()
-    count = strategy.num_replicas_in_sync
-    devices = [variable.device] if count == 1 else strategy.extended.worker_devices
-    names = [device.rpartition("device:")[2] for device in devices]
-    return [ReplicaPlace(i, i // len(names), names[i % len(names)]) for i in range(count)]
-
-
 def _kind_of(infs: float, nans: float) -> str:
     if infs in (NO_EXAMPLES, UNKNOWN):
         return _NO_EXAMPLES if infs == NO_EXAMPLES else "not known"
     return "NaN" if nans else "Inf" if infs else "finite"
 
 
-def report(
-    sizes: dict[str, int | None], places: Sequence[ReplicaPlace], counts: np.ndarray, *step: Any
-) -> Overflow:
+def last_note(skips: SkipReport) -> tuple[Note, np.ndarray] | None:
+    """Returns the note of the last skipped step, with its value; None without one.
+
+    After a checkpoint was restored, a note may be of a later step.
+
+    Args:
+        skips: the notes of all skipped steps.
+    """
+    notes = skips.notes.values()
+    total = int(tf.convert_to_tensor(skips.scaler.steps_skipped)) if notes else 0
+    read = [(note, tf.convert_to_tensor(note.vector).numpy()) for note in notes]
+    read = [(note, vector) for note, vector in read if 0 < vector[0] <= total]
+    return max(read, key=lambda each: each[1][0], default=None)
+
+
+def report(note: Note, vector: np.ndarray) -> Overflow:
     """Returns the report of a step.
 
     Args:
-        sizes: the number of values of each variable, by its name.
-        places: sequence of the replicas.
-        counts: array of shape [replicas, 1 + variables, 2], as `SkippedStep` has it: of the losses,
-            then of the gradients. It may have one more row for sums of gradients.
-        *step: what else an `Overflow` has.
+        note: its note.
+        vector: the value of that. It ends with an array of shape [replicas, 1 + variables, 2], as
+            `SkippedStep` has it: of the losses, then of the gradients. It may have one more row for
+            sums of gradients.
     """
+    total, _, _, loss_scale, time = vector[: HEADER + 1].tolist()
+    counts, places = vector[TIMES:].reshape(-1, 1 + len(note.names), 2), _places(note)
     losses = tuple(LossOfReplica(place, _kind_of(*row[0])) for place, row in zip(places, counts))
-    found = []
-    for i, (name, size) in enumerate(sizes.items(), 1):
-        rows = [row for row in zip([*places, None], counts[:, i]) if row[1].any()]
+    found, alike = [], collections.Counter(note.names)
+    for i, name in enumerate(note.names):
+        if alike[name] > 1:
+            name = f"{name} ({note.names[: i + 1].count(name)} of {alike[name]})"
+        rows = [row for row in zip([*places, None], counts[:, i + 1]) if row[1].any()]
         # What is on a replica is in the sum, too.
         for place, (infs, nans) in [row for row in rows if row[0]] or rows:
-            found.append(OverflowedGradient(name, place, _number(infs), _number(nans), size))
-    return Overflow(*step, losses=losses, gradients=tuple(found))
+            infs, nans = (None if n == UNCOUNTED else int(n) for n in (infs, nans))
+            found.append(OverflowedGradient(name, place, infs, nans, note.sizes[i]))
+    step = None if time == NOT_COUNTED else int(time)
+    return Overflow(step, int(total), loss_scale, losses, tuple(found))
 
 
-def _number(count: float) -> int | None:
-    return None if count == UNCOUNTED else int(count)
+def _places(note: Note) -> list[ReplicaPlace]:
+    """Returns the places of all replicas. All workers have the same devices."""
+    count, extended = note.strategy.num_replicas_in_sync, note.strategy.extended
+    devices = [note.vector.device] if count == 1 else extended.worker_devices
+    names = [device.rpartition("device:")[2] for device in devices]
+    return [ReplicaPlace(i, i // len(names), names[i % len(names)]) for i in range(count)]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp.step import kept_values, replicas
-from keras_mp.step.overflow import name_of
 from keras_mp.step.scaled_losses import thread
+from keras_mp.step.skip_report import name_of
 from keras_mp.support import attributes, function_graphs, host, messages, variable_ops
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.variables import shared_scope
