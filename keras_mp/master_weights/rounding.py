@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.support import kept_casts
+from keras_mp.support import kept_casts, rounding_by_bits
 
 _MAGNITUDE = 0x7FFFFFFF
 _BFLOAT16_LARGEST = 0x7F7F0000
@@ -106,7 +106,7 @@ def split_float16(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """
     nearest = kept_casts.to_16_bits(value, tf.float16)
     as_float32 = tf.cast(nearest, tf.float32)
-    _, inverse = kept_casts.float16_binade(as_float32)
+    _, inverse = rounding_by_bits.float16_binade(as_float32)
     units = (value - as_float32) * (inverse * (1 / _REMAINDER_UNIT))
     # Infinities and NaN have no remainder.
     units = tf.where(tf.math.is_finite(units), units, 0.0)
@@ -121,7 +121,7 @@ def join_float16(nearest: tf.Tensor, remainder: tf.Tensor) -> tf.Tensor:
         remainder: int16 tensor.
     """
     as_float32 = tf.cast(nearest, tf.float32)
-    power, _ = kept_casts.float16_binade(as_float32)
+    power, _ = rounding_by_bits.float16_binade(as_float32)
     joined = as_float32 + tf.cast(remainder, tf.float32) * (power * _REMAINDER_UNIT)
     return tf.where(tf.equal(remainder, 0), as_float32, joined)  # which keeps the sign of -0.0
 
@@ -157,7 +157,7 @@ def stochastic_float16(value: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
     Returns:
         float16 tensor. Finite values stay finite.
     """
-    power, inverse = kept_casts.float16_binade(value)
+    power, inverse = rounding_by_bits.float16_binade(value)
     units = value * (inverse * (1 / _FLOAT16_DIGITS))
     below = tf.floor(units)
     # float32 holds the difference exactly; its digits above 2**-31 count.
