@@ -306,15 +306,7 @@ class GradScaler(ScalerProperties, tf.Module):
 
 def _adapter_of(optimizer: Any) -> OptimizerAdapter:
     """Returns the adapter of an optimizer, or refuses it."""
-    of_tensorflow = tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer
-    scales = isinstance(optimizer, (ScalerProperties, of_tensorflow))
-    if scales or inner_optimizers.find_loss_scale_optimizer(optimizer) is not None:
-        raise TypeError(
-            "A GradScaler needs an optimizer without loss scaling: this one has a loss scale of "
-            "its own, and the loss would be scaled twice. Pass its `inner_optimizer`, and use "
-            f"only that. Received: optimizer={optimizer!r}"
-        )
-    inner_optimizers.refuse_second_sum(optimizer, "GradScaler")
+    inner_optimizers.refuse_second(optimizer, "GradScaler")
     adapter, hint = inner_optimizers.adapter_of(optimizer), inner_optimizers.hint(optimizer)
     if adapter is None and not hint:
         from keras_mp.step.other_adapters import other_adapter

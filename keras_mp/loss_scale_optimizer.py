@@ -22,7 +22,6 @@ from keras_mp.step.record import GradientState
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import validation
 from keras_mp.support.autograph import do_not_convert
-from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.wrappers import inner_optimizers
 from keras_mp.wrappers.scaler_properties import ScalerProperties
 
@@ -51,14 +50,10 @@ def wrappers_among(optimizers: Any) -> "list[LossScaleOptimizer]":
     return [optimizer for optimizer in found if isinstance(optimizer, LossScaleOptimizer)]
 
 
-def _of_dynamic(name: str, doc: str) -> property:
+def _of_dynamic(name: str) -> property:
     """Returns a property that the dynamic scale of an optimizer has."""
-
-    def read(optimizer: Any) -> Any:
-        scale = optimizer.loss_scale
-        return getattr(scale, name) if isinstance(scale, DynamicLossScale) else None
-
-    return property(read, doc=f"{doc}; None for a fixed scale.")
+    doc = f"The `{name}` of a dynamic scale; None for a fixed one."
+    return property(lambda optimizer: getattr(optimizer.loss_scale, name, None), doc=doc)
 
 
 @keras_api.register_serializable
@@ -160,13 +155,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         older |= {"dynamic_growth_steps": dynamic_growth_steps, **kwargs}
         if isinstance(inner_optimizer, (str, dict)):
             inner_optimizer = keras_api.get_optimizer(inner_optimizer)
-        if inner_optimizers.find_loss_scale_optimizer(inner_optimizer) is not None:
-            raise TypeError(
-                "A LossScaleOptimizer cannot wrap a LossScaleOptimizer: the loss would be scaled "
-                "twice. Use the one that you have, or wrap its `inner_optimizer`. "
-                f"Received: inner_optimizer={inner_optimizer!r}"
-            )
-        inner_optimizers.refuse_second_sum(inner_optimizer, "LossScaleOptimizer")
+        inner_optimizers.refuse_second(inner_optimizer, "LossScaleOptimizer")
         super().__init__(inner_optimizer)
         wrapped = list(inner_optimizers.chain(inner_optimizer))
         for each in wrapped:
@@ -358,12 +347,9 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             "loss_scale": serialize(self._scaler.loss_scale) if self._step_calls.scales else None,
             **self._config_of_scaler(),
         }
-        with tf.init_scope():
-            if tf.executing_eagerly():
-                state = {name: tf.convert_to_tensor(v) for name, v in self._own_variables().items()}
-                config["state"] = {name: value.numpy().item() for name, value in state.items()}
-                config["state"]["policy"] = self._policy_of_model()
-        return config
+        from keras_mp.wrappers import saved_variables
+
+        return {**config, **saved_variables.state_of(self, self._own_variables())}
 
     @classmethod
     def from_config(
@@ -436,18 +422,6 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         of_scale = {name: getattr(self._scaler.loss_scale, name) for name in names}
         return {"steps_skipped": self._scaler.steps_skipped, **of_scale}
 
-    def _policy_of_model(self) -> str | None:
-        """Returns the policy of the model's 16-bit layers.
-
-        Without a model, it is the policy in the file.
-        """
-        model = self._model()
-        if model is None:
-            return self.policy_in_file
-        layers = [each for each in keras_api.flatten_layers(model) if each is not model]
-        half = (each for each in layers if each.compute_dtype in LOW_PRECISION_NAMES)
-        return next((each.dtype_policy.name for each in half), None)
-
     @property
     def loss_scale_factor(self) -> None:
         """None. That of Keras 3's optimizers would scale the loss again."""
@@ -466,27 +440,25 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         """Whether the loss scale is a dynamic one."""
         return isinstance(self.loss_scale, DynamicLossScale)
 
-    step_counter = dynamic_counter = _of_dynamic("num_good_steps", "The scale's `num_good_steps`")
-    dynamic_scale = _of_dynamic("loss_scale", "The dynamic scale's variable")
-
     @property
     def initial_scale(self) -> float:
         """Where a dynamic scale started, or the fixed scale."""
-        scale = self.loss_scale
-        return scale.initial_loss_scale if isinstance(scale, DynamicLossScale) else float(scale)
+        return float(getattr(self.loss_scale, "initial_loss_scale", self._scaler.loss_scale))
 
-    @_of_dynamic("increment_period", "The scale's `increment_period`, read and write").setter
+    step_counter = dynamic_counter = _of_dynamic("num_good_steps")
+    dynamic_scale = _of_dynamic("loss_scale")
+
+    @_of_dynamic("increment_period").setter
     def dynamic_growth_steps(self, value: int) -> None:
         """Sets the dynamic scale's `increment_period`."""
-        scale = self.loss_scale
-        if not isinstance(scale, DynamicLossScale):
+        if not self.dynamic:
             raise ValueError(
                 "A fixed loss scale does not grow. "
-                f"Received: dynamic_growth_steps={value!r} with {scale!r}"
+                f"Received: dynamic_growth_steps={value!r} with {self._scaler.loss_scale!r}"
             )
         from keras_mp.wrappers import older_spellings
 
-        scale.increment_period = older_spellings.whole(value)
+        self._scaler.loss_scale.increment_period = older_spellings.whole(value)
 
     def get_gradients(self, loss: tf.Tensor, params: Any) -> list[Any]:
         """Returns the unscaled gradients of a loss in a TensorFlow 1 graph.

@@ -210,12 +210,13 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
 
     @reduce_dtype.setter
     def reduce_dtype(self, value: str | tf.DType) -> None:
-        inner_optimizers.refuse_second_sum(self.inner_optimizer, type(self).__name__)
-        hint = (
-            " Gradients in float16 have to be scaled: use LossScaleOptimizer(optimizer, "
-            "reduce_dtype='float16')."
-        )
-        dtype = replicas.to_reduce_dtype(value, ("bfloat16", "float32"), hint)
+        inner_optimizers.refuse_second(self.inner_optimizer, type(self).__name__)
+        dtype = replicas.to_reduce_dtype(value)
+        if dtype == tf.float16:
+            raise ValueError(
+                "Gradients in float16 have to be scaled: use LossScaleOptimizer(optimizer, "
+                f"reduce_dtype='float16'). Received: reduce_dtype={value!r}"
+            )
         self._set_own(_reduce_dtype=dtype)
 
     def build(self, var_list: Iterable[Any] = (), *, variables: Iterable[Any] = ()) -> None:

@@ -112,9 +112,9 @@ def test_what_sums_gradients_itself_is_not_wrapped_nor_wraps(name):
     deeper = keras_mp.OptimizerWrapper(optimizer)
     for wrap in (keras_mp.AllReduceOptimizer, keras_mp.LossScaleOptimizer):
         for each in (optimizer, deeper):
-            with pytest.raises(TypeError, match=f"The {wrap.__name__} sums .* itself"):
+            with pytest.raises(TypeError, match=f"The {wrap.__name__} .* sums .* twice"):
                 wrap(each)
-    with pytest.raises(TypeError, match="The GradScaler sums gradients over replicas itself"):
+    with pytest.raises(TypeError, match="The GradScaler .* sums gradients over replicas"):
         keras_mp.GradScaler(64).step(deeper, [(tf.constant(1.0), tf.Variable(1.0))])
     for scaling in (keras_mp.LossScaleOptimizer, tf.keras.mixed_precision.LossScaleOptimizer):
         if scaling is not keras_mp.LossScaleOptimizer and name.startswith("legacy"):

@@ -13,15 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.step.schedule import (
-    INITIAL_LOSS_SCALE,
-    LARGEST,
-    MIN_LOSS_SCALE,
-    SMALLEST,
-    History,
-    LossScaleState,
-    Schedule,
-)
+from keras_mp.step import schedule
+from keras_mp.step.schedule import History, LossScaleState
 from keras_mp.support import host, validation
 from keras_mp.support.host import chosen
 from keras_mp.support.number_operators import give_operators
@@ -175,7 +168,10 @@ class FixedLossScale(LossScale):
     def __init__(self, loss_scale_value: float) -> None:
         super().__init__(name="fixed_loss_scale")
         self._loss_scale_value = validation.number(
-            "loss_scale_value", loss_scale_value, at_least=SMALLEST, at_most=LARGEST
+            "loss_scale_value",
+            loss_scale_value,
+            at_least=schedule.SMALLEST,
+            at_most=schedule.LARGEST,
         )
 
     loss_scale_value = _read_only("_loss_scale_value", "The scale as a Python float.")
@@ -242,24 +238,24 @@ class DynamicLossScale(LossScale):
 
     def __init__(
         self,
-        initial_loss_scale: float = INITIAL_LOSS_SCALE,
+        initial_loss_scale: float = schedule.INITIAL_LOSS_SCALE,
         increment_period: int = 2000,
         multiplier: float = 2.0,
         *,
         backoff_multiplier: float | None = None,
         hysteresis: int = 1,
-        min_loss_scale: float = MIN_LOSS_SCALE,
-        max_loss_scale: float = LARGEST,
+        min_loss_scale: float = schedule.MIN_LOSS_SCALE,
+        max_loss_scale: float = schedule.LARGEST,
         tolerance: float = 0.0,
     ) -> None:
         super().__init__(name="dynamic_loss_scale")
         number, integer = validation.number, validation.integer
         multiplier = number("multiplier", multiplier, above=1)
         backoff = 1 / multiplier if backoff_multiplier is None else backoff_multiplier
-        low = number("min_loss_scale", min_loss_scale, at_least=SMALLEST)
-        high = number("max_loss_scale", max_loss_scale, at_least=low, at_most=LARGEST)
+        low = number("min_loss_scale", min_loss_scale, at_least=schedule.SMALLEST)
+        high = number("max_loss_scale", max_loss_scale, at_least=low, at_most=schedule.LARGEST)
         initial = number("initial_loss_scale", initial_loss_scale, at_least=low, at_most=high)
-        self._schedule = Schedule(
+        self._schedule = schedule.Schedule(
             integer("increment_period", increment_period),
             multiplier,
             number("backoff_multiplier", backoff, above=0, below=1),

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.step.optimizer_adapter import Applied, DelegatingAdapter, OptimizerAdapter, Pairs
+from keras_mp.wrappers.scaler_properties import ScalerProperties
 
 
 class WrapperAdapter(DelegatingAdapter):
@@ -97,21 +98,24 @@ def has_all_reduce(optimizer: Any) -> bool:
     return any(vars(each).get("_reduce_dtype") is not None for each in wrappers)
 
 
-def refuse_second_sum(optimizer: Any, wrapper: str) -> None:
-    """Refuses an optimizer that sums gradients inside of a wrapper that does so.
+def refuse_second(optimizer: Any, user: str) -> None:
+    """Refuses an optimizer that scales losses or sums gradients a second time.
 
     Args:
         optimizer: An optimizer of `tf.keras`, or anything else.
-        wrapper: str. The name of the wrapper.
+        user: str. The name of the other object's class.
 
     Raises:
-        TypeError: `optimizer` is, or wraps, one with a `reduce_dtype` or a `LossScaleOptimizer`.
+        TypeError: `optimizer` scales the loss or has a `reduce_dtype`, or wraps one that does.
     """
-    if has_all_reduce(optimizer) or find_loss_scale_optimizer(optimizer) is not None:
+    of_tensorflow = tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer
+    kinds = (keras_api.KerasLossScaleOptimizer, ScalerProperties, of_tensorflow)
+    if has_all_reduce(optimizer) or any(isinstance(each, kinds) for each in chain(optimizer)):
         raise TypeError(
-            f"The {wrapper} sums gradients over replicas itself, and so does an optimizer inside. "
-            "Pass `reduce_dtype` to the one that scales the loss, or else to the outer one, and "
-            f"leave the other one out. Received: inner_optimizer={optimizer!r}"
+            f"The {user} scales the loss or sums gradients over replicas, and so does this "
+            "optimizer, or one inside of it: that would be done twice. Use the one that you have, "
+            "or its `inner_optimizer`. Pass `reduce_dtype` to the one that scales the loss, or "
+            f"else to the outer one. Received: optimizer={optimizer!r}"
         )
 
 

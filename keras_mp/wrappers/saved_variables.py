@@ -5,8 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
+from keras_mp import keras_api
 from keras_mp.support import features, messages
+from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.tensorflow_api import saving
 from keras_mp.tensorflow_api.features import SAVED_MODELS
 from keras_mp.wrappers import inner_optimizers
@@ -75,6 +78,25 @@ def warn_of_missing(store: Mapping[str, Any], own: Iterable[str]) -> None:
             f"with another LossScaleOptimizer. Expected {sorted(own)}. Received: "
             f"{sorted(store.keys())}"
         )
+
+
+def state_of(optimizer: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the state of a `LossScaleOptimizer` for its config; nothing in a graph.
+
+    Args:
+        optimizer: the optimizer.
+        own: its variables, by their names.
+    """
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return {}
+        state = {name: tf.convert_to_tensor(v).numpy().item() for name, v in own.items()}
+    model, policy = optimizer._model(), optimizer.policy_in_file
+    if model is not None:
+        layers = [each for each in keras_api.flatten_layers(model) if each is not model]
+        half = (each for each in layers if each.compute_dtype in LOW_PRECISION_NAMES)
+        policy = next((each.dtype_policy.name for each in half), None)
+    return {"state": {**state, "policy": policy}}
 
 
 def saved_model_begins(base: type, loses_state: bool) -> None:
