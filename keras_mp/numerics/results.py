@@ -94,7 +94,7 @@ class Result:
         return self.to_text()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {next(iter(self._lines(text_tables.MOST)))}>"
+        return f"<{type(self).__name__}: {str(self).splitlines()[0]}>"
 
 
 def listed(found: Sequence[Finding], rows: int | None) -> Iterator[str]:

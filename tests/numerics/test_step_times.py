@@ -1,6 +1,7 @@
 """Where the time of a step goes, and what is proposed of what was tried."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -76,7 +77,7 @@ def test_what_is_tried(policy, optimizer, expected):
     if keras_mp.kernels.slow.is_slow("MatMul", tf.as_dtype(dtype)):
         dtype = "float32"  # as keras_mp computes it here
     assert dtype in profiled.census.work()
-    assert str(profiled).startswith("A step of 'sequential")
+    assert re.fullmatch("<Profile: A step of 'sequential.*:>", repr(profiled))  # in one line
     assert json.loads(profiled.to_json())["times"]["seconds"] > 0
     found = profiled.times
     assert list(found.tried) == expected
