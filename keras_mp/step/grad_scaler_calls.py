@@ -303,11 +303,10 @@ class GradScalerCalls(Calls):
         key = None if optimizer is None else _key_of(optimizer)
         if key in living:
             return key
+        is_function = isinstance(optimizer, types.FunctionType)
+        is_unclear = living and self._was_left_out and not is_function
         if optimizer is None:
-            is_unclear, self._was_left_out = len(living) > 1, True
-        else:
-            is_function = isinstance(optimizer, types.FunctionType)
-            is_unclear = living and self._was_left_out and not is_function
+            is_unclear = len(living) > 1
         if is_unclear:
             raise ValueError(
                 "GradScaler.unscale() was called without an optimizer, and there are several, of "
@@ -316,6 +315,7 @@ class GradScalerCalls(Calls):
                 f"{[each for each in (*living.values(), optimizer) if each is not None]}"
             )
         if optimizer is None:
+            self._was_left_out = True
             return next(iter(living), None)
         self._named = {**{k: self._named[k] for k in living}, key: _reference(optimizer)}
         return key

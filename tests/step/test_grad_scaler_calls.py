@@ -79,24 +79,21 @@ def test_the_scale_of_functions_that_are_not_traced_again_is_known_in_eager():
     assert len(scaler._step_calls.current().step.losses) <= 1
 
 
-def test_a_second_optimizer_after_one_was_left_out_is_an_error():
-    class Optimizer:
-        def apply(self, updates, parameters):
-            sgd(zip(updates, parameters))
+class Rule:
+    def update(self, pairs):
+        sgd(pairs)
 
-    scaler, v, first = keras_mp.GradScaler(4), tf.Variable(8.0), Optimizer()
+
+def test_a_second_optimizer_after_one_was_left_out_is_an_error():
+    scaler, v, first = keras_mp.GradScaler(4), tf.Variable(8.0), Rule()
     scaler.scale(v)
     gradients = scaler.unscale([tf.constant(4.0)])
-    scaler.step(first, zip(gradients, [v]))
+    scaler.step(first.update, zip(gradients, [v]))
     with pytest.raises(ValueError, match="there are several"):
-        scaler.step(Optimizer(), zip(gradients, [v]))
+        scaler.step(Rule().update, zip(gradients, [v]))
 
 
 def test_methods_are_told_apart_by_their_objects():
-    class Rule:
-        def update(self, pairs):
-            sgd(pairs)
-
     scaler, v, a, b = keras_mp.GradScaler(1), tf.Variable(8.0), Rule(), Rule()
     scaler.scale(v)
     for rule in (a, b):
@@ -104,6 +101,9 @@ def test_methods_are_told_apart_by_their_objects():
     assert float(v) == 6
     with pytest.raises(ValueError, match="Call update.. once"):
         scaler.step(a.update, [(tf.constant(1.0), v)])
+    with pytest.raises(ValueError, match="there are several"):
+        scaler.unscale([tf.constant(1.0)])
+    scaler.step(Rule().update, [(tf.constant(1.0), v)])  # as if that had not been called
 
 
 def test_functions_that_are_made_anew_each_time_and_are_gone_have_made_their_steps():
