@@ -522,7 +522,9 @@ def _told(op: Operation, exact: Operation, given: Sequence[_Both], dtype: str) -
         reached = np.abs(wide[np.isfinite(wide)]).max(initial=0)
         bad = f"{np.count_nonzero(~np.isfinite(narrow)):,} of {narrow.size:,} results"
         of_zero = kind in _POLES and any((values == 0).any() for values, _ in inputs)
-        what = f"{summed} of zero" if of_zero else f"Overflow: {summed}"
+        is_large = reached > float(tf.as_dtype(dtype).max)
+        begin = "Overflow: " if is_large else "Overflow inside of " if terms > 1 else ""
+        what = f"{summed} of zero" if of_zero else f"{begin}{summed}"
         return after, f"{what} reaches {reached:.3g} in float32; {bad} are not finite in {held}"
     size, zeros = records.rms(wide), records.underflow(narrow, wide)
     largest = max((records.rms(values[np.isfinite(values)]) for _, values in inputs), default=0.0)
