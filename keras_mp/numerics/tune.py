@@ -153,7 +153,8 @@ class Tuned(Result):
         distances: list[Any] = [("Off by, relative to float32", "Outputs", "Loss", "Gradients")]
         for name, found in (("tuned on", self.errors), ("held out", self.held_out)):
             columns = [*zip(*(each[:3] for each in found))]
-            for what, of in (("worst", max), ("mean", lambda each: sum(each) / len(each))):
+            judged = (("worst", max), ("mean", lambda each: sum(each) / len(each)))
+            for what, of in judged * bool(found):
                 cells = (share_off(of(each)) for each in columns)
                 distances.append((f"batches {name}: {len(found)}, {what}", *cells))
         yield from text_tables.aligned(distances)
