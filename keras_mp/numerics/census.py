@@ -350,7 +350,8 @@ def _on_gpu(
     taken = {dtype for dtype, at in devices.COMPUTE_CAPABILITY.items() if capability >= at}
     work, odd, sent, seconds = Counter[str](), Counter[str](), 0, 0.0
     for node in nodes:
-        of_node, sizes = node.work or 0, multiplied_sizes(node.made)
+        # An empty batch has products without work.
+        of_node, sizes = node.work or 0, multiplied_sizes(node.made) if node.work else ()
         work[node.dtype] += of_node * node.turns
         if node.dtype in taken and any(size % _MULTIPLE for size in sizes):
             odd[" x ".join(map(str, sizes))] += of_node * node.turns

@@ -177,6 +177,7 @@ def test_products_on_tensor_cores():
     [odd] = [each for each in lines if each.startswith("100% of the multiplications have sizes")]
     assert "no multiples of 8: 7 x 8 x 8. Round units" in odd
     assert json.loads(found.to_json())["device"] == "GPU 7.0"
+    assert census(tf.matmul, x[:0], w[:, :7], device="GPU 7.0").work() == {}
 
 
 @needs_cuda
@@ -196,8 +197,7 @@ def test_products_in_float32_on_tensor_cores():
 @needs_cuda
 def test_the_tensor_cores_of_each_generation():
     def function(x):
-        y = tf.cast(x, "bfloat16")
-        z = tf.cast(x, "float16")
+        y, z = tf.cast(x, "bfloat16"), tf.cast(x, "float16")
         return tf.matmul(y, y), tf.matmul(z, z)
 
     for device, share in (("GPU 6.1", "0%"), ("GPU 7.5", "50%"), ("GPU 8.0", "100%")):
