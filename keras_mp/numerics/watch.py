@@ -311,10 +311,14 @@ class watch(keras_api.BaseCallback, Result):
         Raises:
             ValueError: nothing was counted yet.
         """
-        self._read(self._histograms)
-        if not self.history:
+        if (report := self._so_far()) is None:
             raise ValueError("Nothing was read yet: pass the callback to `fit` first.")
-        return functools.reduce(Report.__add__, self.history)
+        return report
+
+    def _so_far(self) -> Report | None:
+        """Reads what was counted since the last time; returns all that was, None for nothing."""
+        self._read(self._histograms)
+        return functools.reduce(Report.__add__, self.history) if self.history else None
 
     def _read(self, histograms: ExponentHistograms | None, **changes: int) -> None:
         """Keeps what was counted since the last time."""
@@ -323,9 +327,8 @@ class watch(keras_api.BaseCallback, Result):
 
     def _lines(self, rows: int | None) -> list[str]:
         parts = [str(each) for each in self.found]
-        self._read(self._histograms)
-        if self.history:
-            parts.append(self.report().to_text(rows=rows))
+        if (report := self._so_far()) is not None:
+            parts.append(report.to_text(rows=rows))
         return ["\n\n".join(parts) or "Nothing was counted, and all results were finite."]
 
     def plot(
@@ -371,9 +374,8 @@ class watch(keras_api.BaseCallback, Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what was not finite, and the report, as JSON has them."""
-        self._read(self._histograms)
-        found = [str(each) for each in self.found]
-        return {"found": found, "report": self.report().to_dict() if self.history else None}
+        found, report = [str(each) for each in self.found], self._so_far()
+        return {"found": found, "report": None if report is None else report.to_dict()}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begins to count anew.
