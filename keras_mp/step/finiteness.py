@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.step.gradients import MANY, Gradient, concat, is_small
+from keras_mp.step.gradients import MANY, Gradient, concat, joined
 from keras_mp.support import host, kept_casts
 from keras_mp.support.dtypes import is_low
 
@@ -109,29 +109,26 @@ def count(
     compiles, every step does so: values are only found, but for scalars.
     """
     tested, rows = [*losses, *gradients], [tf.zeros([2], COUNTS)] * (len(losses) + len(gradients))
-    alike: dict[str | int, list[int]] = {}  # A DType would equal a number.
-    for i, each in enumerate(tested):
-        if each is None or each.dtype.is_integer:
-            continue
-        if host.is_compiled_by_xla() and each.shape.rank != 0:
+    counted = {i: g for i, g in enumerate(tested) if not (g is None or g.dtype.is_integer)}
+    if host.is_compiled_by_xla():
+        for i in [i for i, gradient in counted.items() if gradient.shape.rank != 0]:
             # The sums that the verdict needs anyway: XLA reads the gradient once for both.
-            is_finite = all_finite([each])
+            is_finite = all_finite([counted.pop(i)])
             rows[i] = tf.fill([2], tf.where(is_finite, tf.constant(0, COUNTS), UNCOUNTED))
-        else:
-            alike.setdefault(each.dtype.name if is_small(each) else i, []).append(i)
-    for group in alike.values():
-        several: list[Any] = [tested[i] for i in group]
-        values = concat(several)
+    for group in joined(counted):
+        values = concat(list(group.values()))
         values = values.values if isinstance(values, tf.IndexedSlices) else values
         values = tf.abs(values) if values.dtype.is_complex else values
         values = kept_casts.as_float32(values) if is_low(values.dtype) else values
         kinds = [tf.cast(f(values), COUNTS) for f in (tf.math.is_inf, tf.math.is_nan)]
         if len(group) == 1:
-            rows[group[0]] = tf.stack([tf.reduce_sum(kind) for kind in kinds])
-            continue
-        whose = np.repeat(np.arange(len(group)), [each.shape.num_elements() for each in several])
-        counts = [tf.stack(kinds, 1), tf.constant(whose), tf.constant(len(group))]
-        for i, row in zip(group, tf.unstack(tf.math.unsorted_segment_sum(*counts))):
+            counts = [tf.stack([tf.reduce_sum(kind) for kind in kinds])]
+        else:
+            sizes = [each.shape.num_elements() for each in group.values()]
+            whose, number = np.repeat(np.arange(len(group)), sizes), tf.constant(len(group))
+            sums = tf.math.unsorted_segment_sum(tf.stack(kinds, 1), tf.constant(whose), number)
+            counts = tf.unstack(sums)
+        for i, row in zip(group, counts):
             rows[i] = row
     loss = tf.add_n(rows[: len(losses)]) if losses else tf.fill([2], tf.constant(UNKNOWN, COUNTS))
     if has_examples is not None:

@@ -149,12 +149,9 @@ def pack(
         tuple of a list of gradients without None, in which large and sparse ones are as they were,
         and of a function that turns such a list back into one gradient for each of `gradients`.
     """
-    alike: dict[str | int, dict[int, Any]] = {}  # A DType would equal a number.
-    for i, gradient in enumerate(gradients):
-        if gradient is not None:
-            alike.setdefault(gradient.dtype.name if is_small(gradient) else i, {})[i] = gradient
+    groups = joined({i: each for i, each in enumerate(gradients) if each is not None})
     # Joined ones are complete when the backward pass ends. Replicas send the first ones last.
-    groups = sorted(alike.values(), key=len, reverse=True)
+    groups.sort(key=len, reverse=True)
 
     def unpack(packed: list[Any]) -> list[Gradient]:
         # One constant for each shape instead of each gradient makes graphs smaller.
@@ -210,13 +207,18 @@ def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 _NO_VARIABLES = (tf.Tensor, tf.IndexedSlices, float, int, str)
 
 
-def is_small(gradient: Any) -> bool:
-    """Whether a gradient is a tensor of so few values that it is joined with others.
+def joined(gradients: dict[int, Any]) -> list[dict[int, Any]]:
+    """Groups gradients by their numbers: small tensors of one dtype, and each other.
 
-    Calling an operation for it alone would cost more than the arithmetic.
+    Calling an operation for a small one alone would cost more than the arithmetic.
     """
-    size = gradient.shape.num_elements() if isinstance(gradient, tf.Tensor) else None
-    return size is not None and size < MANY
+    groups: dict[str | int, dict[int, Any]] = {}
+    for i, gradient in gradients.items():
+        size = gradient.shape.num_elements() if isinstance(gradient, tf.Tensor) else None
+        is_small = size is not None and size < MANY
+        # A DType would equal a number.
+        groups.setdefault(gradient.dtype.name if is_small else i, {})[i] = gradient
+    return list(groups.values())
 
 
 def concat(gradients: list[Any]) -> Any:
