@@ -23,7 +23,6 @@ from keras_mp.model_summary import summary
 from keras_mp.op_autocast import autocast, autocast_inputs, autocast_ops, autocast_state
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy, global_policy, policy_scope, set_global_policy
-from keras_mp.step.overflow import Overflow
 from keras_mp.step.state_rollback import training_step
 from keras_mp.support.messages import MixedPrecisionWarning
 from keras_mp.variables import (
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
         enable_mixed_precision_graph_rewrite,
     )
     from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
+    from keras_mp.step.overflow import Overflow
 
 __all__ = [
     "AllReduceOptimizer",
@@ -97,6 +97,7 @@ __all__ = [
 _LATER = {
     "GradScaler": "grad_scaler",
     "LossScaleGradientTape": "loss_scale_gradient_tape",
+    "Overflow": "step.overflow",
     "compat": "compat",
     "convert": "conversion",
     "disable_mixed_precision_graph_rewrite": "graph_rewrite",

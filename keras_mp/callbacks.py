@@ -3,15 +3,17 @@
 They are for TensorBoard and for pictures.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from absl import logging
 
 from keras_mp import keras_api, policy
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
-from keras_mp.step.overflow import Overflow
 from keras_mp.support import messages, validation
+
+if TYPE_CHECKING:
+    from keras_mp.step.overflow import Overflow
 
 
 class LossScaleMonitor(keras_api.BaseCallback):

@@ -20,7 +20,6 @@ from keras_mp.support import dtypes, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.native_variables import native_variable as native
 from keras_mp.wrappers.inner_optimizers import chain
-from keras_mp.wrappers.saved_variables import check_shapes
 
 # Wrappers that go around a `MasterWeightOptimizer`.
 OUTER_WRAPPERS: tuple[type, ...] = (keras_api.KerasLossScaleOptimizer, AllReduceOptimizer)
@@ -147,7 +146,9 @@ class MasterWeightOptimizer(OptimizerWrapper):
             super().set_weights(weights)  # This keeps them until the optimizer is built.
             return
         if len(weights) != len(inner):
-            check_shapes(self.variables, weights)
+            from keras_mp.wrappers import saved_variables
+
+            saved_variables.check_shapes(self.variables, weights)
         self.inner_optimizer.set_weights(weights[: len(inner)])
         for variable, weight in zip(self._adapter.beside.values(), weights[len(inner) :]):
             variable.assign(weight)

@@ -340,7 +340,7 @@ def _tell(call: str, stage: Stage) -> bool:
     """Raises an error about a wrong call, or warns and returns True."""
     from keras_mp.step import wrong_calls
 
-    return wrong_calls.tell(call, stage)
+    return wrong_calls.tell(call, stage.name)
 
 
 def _key_of(optimizer: Any) -> Any:

@@ -2,16 +2,15 @@
 
 import tensorflow as tf
 
-from keras_mp.step.grad_scaler_calls import Stage
 from keras_mp.support import messages
 
 
-def tell(call: str, stage: Stage) -> bool:
+def tell(call: str, stage: str) -> bool:
     """Warns of a wrong call of a `GradScaler` where nothing is known of the step.
 
     Args:
         call: str. The name of the method.
-        stage: the stage of the optimizer.
+        stage: str. The name of the optimizer's `Stage`.
 
     Returns:
         True.
@@ -20,7 +19,7 @@ def tell(call: str, stage: Stage) -> bool:
         ValueError: something is known of the step, or the call is in eager code.
     """
     text = f"{_WRONG[call, stage]}{_OF_GRAD_SCALER}"
-    is_unknown = stage is Stage.READY or (call, stage) == ("step", Stage.SPOILED)
+    is_unknown = stage == "READY" or (call, stage) == ("step", "SPOILED")
     if tf.executing_eagerly() or not is_unknown:
         raise ValueError(text)
     messages.warn(f"The step was not made: {text}" if call == "step" else text)
@@ -53,19 +52,19 @@ _TWICE = (
     "optimizer, with gradients that were added up before, or after each scale()."
 )
 _WRONG = {
-    ("unscale", Stage.READY): f"GradScaler.unscale() {_BEFORE}",
-    **{("unscale", stage): _TWICE for stage in (Stage.BY_TAPE, Stage.UNSCALED, Stage.SPOILED)},
-    ("unscale", Stage.APPLIED): "GradScaler.unscale() was called after step() with the same "
+    ("unscale", "READY"): f"GradScaler.unscale() {_BEFORE}",
+    **{("unscale", stage): _TWICE for stage in ("BY_TAPE", "UNSCALED", "SPOILED")},
+    ("unscale", "APPLIED"): "GradScaler.unscale() was called after step() with the same "
     "optimizer, which unscales by itself. Unscale before it, or not at all, and call update() "
     "after it.",
-    ("step", Stage.READY): f"GradScaler.step() {_BEFORE}",
-    ("step", Stage.APPLIED): "GradScaler.step() was called twice with this optimizer, and update() "
+    ("step", "READY"): f"GradScaler.step() {_BEFORE}",
+    ("step", "APPLIED"): "GradScaler.step() was called twice with this optimizer, and update() "
     "was not called in between. Call update() once after all optimizers have made their steps; "
     "after an exception, it begins anew.",
-    ("step", Stage.SPOILED): "GradScaler.step() was given gradients for which unscale() was called "
+    ("step", "SPOILED"): "GradScaler.step() was given gradients for which unscale() was called "
     "wrongly, as a warning said: they would be too small. Call update(), which begins anew, and "
     "compute them again.",
-    ("update", Stage.READY): "GradScaler.update() was called without a step() since the last "
+    ("update", "READY"): "GradScaler.update() was called without a step() since the last "
     "update(), so the loss scale cannot move. Call it once after all optimizers have made their "
     "steps.",
 }
