@@ -286,7 +286,7 @@ def small_gradients(step: TracedStep) -> Iterator[Observed]:
     rounded = [
         each.inputs[0]
         for each in step.in_16_bits(("Cast",), forward=False)
-        if origins.is_of_backward_pass(each.inputs[0].op.name)
+        if origins.is_of_backward_pass(each.inputs[0].op.name) and is_floating(each.inputs[0])
         if each.outputs[0].dtype == tf.float16
     ]
     made = [each for each in step.backward_products if each.dtype == tf.float16]
