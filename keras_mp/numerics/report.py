@@ -370,8 +370,11 @@ def advise(
     ]
 
     def owners(lost: Iterable[tuple[str, str]]) -> dict[str, str]:
-        known = [(layer, why) for path, why in lost if (layer := owner(path))]
-        return {layer: dict(reversed(known))[layer] for layer, _ in known}
+        whys: dict[str, str] = {}
+        for path, why in lost:
+            if layer := owner(path):
+                whys.setdefault(layer, why)
+        return whys
 
     whys, said, loss_scale = owners([*too_large, *forward.items()]), [], None
     if not whys:
