@@ -165,9 +165,11 @@ def of(made: tf.Operation) -> int | None:
 
 def _einsum(equation: str, inputs: Sequence[tuple[int, ...]]) -> int:
     terms, sizes = equation.partition("->")[0].split(","), dict[str, int]()
+    if len(terms) < 2:
+        return 0
     for term, shape in zip(terms, inputs, strict=True):
         hidden = len(shape) - len(term.replace("...", ""))
         labels = term.replace("...", _AXES[len(_AXES) - hidden :])
         for label, size in zip(labels, shape, strict=True):
             sizes[label] = max(sizes.get(label, 1), size)
-    return math.prod(sizes.values()) if len(terms) > 1 else 0
+    return math.prod(sizes.values())
