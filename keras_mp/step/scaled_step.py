@@ -273,24 +273,43 @@ def _skipped(
     return SkippedStep(tested, counts, adapter.steps_made(), is_finite, has_overflowed)
 
 
+# What operations that change a variable get in a step that is skipped.
+_NO_CHANGE = {"AssignAddVariableOp": -0.0, "AssignSubVariableOp": 0.0}
+_WRITES = {"AssignVariableOp", *_NO_CHANGE}
+
+
 def _write_if(finite: tf.Tensor, update: Callable[[], Any]) -> None:
     """Lets a function write to variables on a condition, without a branch.
 
     On a GPU, a branch copies its condition to the host, which waits for it. XLA makes one pass of
-    an update and of the selection of new or old values.
+    an update and of the selection of what is written. Selected after the update, old values would
+    be copied for each variable that is computed from another, as with momentum.
     """
 
     def write() -> None:
         update()
+        graph: Any = tf.compat.v1.get_default_graph()
+        for outside, inside in [*graph.captures]:
+            for op in inside.consumers():
+                if op.type not in _WRITES:
+                    continue
+                new, no_change = op.inputs[1], _NO_CHANGE.get(op.type)
+                with graph.outer_graph.as_default():
+                    is_value = no_change is None
+                    old = read(outside, new.dtype) if is_value else tf.cast(no_change, new.dtype)
+                graphs.update_input(op, 1, tf.where(finite, new, old))
 
+    read = kept_values.read
     traced = tf.function(write, autograph=False).get_concrete_function()
     kept: kept_values.Kept = []
     for outside, inside in traced.graph.captures:
-        is_read = (variable_ops.only_reads(op, inside) for op in inside.consumers())
-        data = graphs.handle_data(outside) if inside.dtype == tf.resource else None
+        is_done = (
+            op.type in _WRITES or variable_ops.only_reads(op, inside) for op in inside.consumers()
+        )
         # The table in which a tool notes what it has seen has no such data, and keeps it.
-        if data is not None and data.shape_and_type and not all(is_read):
-            kept.append((outside, kept_values.read(outside, data.shape_and_type[0].dtype)))
+        data = graphs.handle_data(outside) if inside.dtype == tf.resource else None
+        if data is not None and data.shape_and_type and not all(is_done):
+            kept.append((outside, read(outside, data.shape_and_type[0].dtype)))
     traced()
     kept_values.put_back(kept, finite)
 
