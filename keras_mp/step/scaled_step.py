@@ -291,7 +291,7 @@ def _write_if(finite: tf.Tensor, update: Callable[[], Any]) -> None:
         graph: Any = tf.compat.v1.get_default_graph()
         for outside, inside in [*graph.captures]:
             for op in inside.consumers():
-                if op.type not in _WRITES:
+                if op.type not in _WRITES or op.inputs[0] is not inside:
                     continue
                 new, no_change = op.inputs[1], _NO_CHANGE.get(op.type)
                 with graph.outer_graph.as_default():
