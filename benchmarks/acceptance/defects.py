@@ -14,8 +14,9 @@ from typing import Any
 from benchmarks import common
 from benchmarks.acceptance import defective_models as models
 from keras_mp import numerics
-from keras_mp.numerics import audit, batches, compare, own_thread
+from keras_mp.numerics import batches, compare, own_thread
 from keras_mp.numerics import run as runs
+from keras_mp.numerics.check import audit
 
 AUDIT, COMPARE = "audit", "compare"
 
@@ -27,7 +28,7 @@ def look(tool: str, model: Any, batch: tuple[Any, Any]) -> list[Finding]:
     """Asks one of the tools."""
     [made] = batches.listed(model, batch)
     if tool == AUDIT:
-        return [(f.where, f.hazard) for f in audit.audit(model, [made])]
+        return [(f.where, f.hazard) for f in audit(model, [made])]
     if tool == COMPARE:
         with own_thread.random_numbers():
             compared, _ = compare.compare(*runs.runners(model, made))

@@ -7,24 +7,22 @@ it was given. More than 16 units of what rounding explains are a finding.
 
 import dataclasses
 import difflib
-import functools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import tensorflow as tf
 
+from keras_mp import keras_api
 from keras_mp.conversion import paths_in_config
 from keras_mp.models.layer_paths import layers_by_path, variables_by_path
-from keras_mp.numerics import origins, records
+from keras_mp.numerics import graph, histogram, operation_table, origins, records
 from keras_mp.numerics import run as runs
-from keras_mp.numerics.audit import policy_of
-from keras_mp.numerics.histogram import Histogram
-from keras_mp.numerics.operation_table import ByTensor
 from keras_mp.numerics.records import LIMIT, NOISE, SIDES, UNIT_ROUNDOFF, Distance, smallest_of
 from keras_mp.numerics.report import MANY_ZEROS, Report, Row
-from keras_mp.numerics.results import Finding, Result, listed, of_batches
+from keras_mp.numerics.results import DIFFERENCES, Finding, Result, listed, of_batches
 from keras_mp.numerics.run import LOSS, Call, Run, Runner
 from keras_mp.support import op_callbacks, op_table, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
@@ -41,25 +39,15 @@ _LOOKED_AT = 2.0
 _OFF = 0.05
 
 _REDUCTIONS = op_table.ops("sums over axes", "sums of tensors", "gradients of biases")
-
-_PRODUCTS = op_table.ops("matrix products", "matrix products into another dtype")
-
 _POLES = op_table.ops("divisions", "reciprocals", "powers") | {"Log"}
-
 _DIFFERENCES = op_table.ops("additions", "squared differences")
-
-# A difference that is so many times smaller than its inputs is called a cancellation.
-_CANCELS = 32
-
-# A smaller share of zeros is not mentioned.
-_FEW_ZEROS = 0.01
+# A difference that is so many times smaller than its inputs is called a cancellation, and a larger
+# share of zeros an underflow.
+_CANCELS, _FEW_ZEROS = 32, 0.01
 
 
 # The same call in 16 bits and in the reference.
 _Pair: TypeAlias = tuple[Call, Call]
-
-# The numbers of a tensor in both.
-_Both: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 class ComparedLayer(NamedTuple):
@@ -156,8 +144,7 @@ class Comparison(Result):
             return
         first, second = self.losses
         yield f"Loss: {first:.6g} and {second:.6g}, at a loss scale of {self.loss_scale:g}"
-        yield from listed(self.findings, rows)
-        yield ""
+        yield from [*listed(self.findings, rows), ""]
         cells, named = [], {finding.path for finding in self.findings}
         for row in self.layers:
             is_named, both = row.path in named, (row.output, row.gradient)
@@ -166,8 +153,7 @@ class Comparison(Result):
             cells.append(text_tables.RankedRow(texts, (is_named, row.units), alike))
         header = ("Layer", "Dtype", "Output", "Gradient")
         yield from text_tables.shortened(header, cells, rows, left=(0, 1))
-        yield ""
-        yield "Relative distances, and in parentheses in units of what rounding explains."
+        yield "\nRelative distances, and in parentheses in units of what rounding explains."
 
 
 def _cell(distance: Distance | None) -> str:
@@ -203,16 +189,18 @@ class Operation(NamedTuple):
         inputs: the tensors that it took.
         outputs: list of the tensors that it returned. One whose result is only rounded to 16 bits,
             as a sum in float32 is, has the rounded result.
+        equation: str. That of an Einsum; "" for others.
         origin: Origin. Where it came from.
     """
 
     kind: str
     inputs: Sequence[tf.Tensor]
     outputs: list[tf.Tensor]
+    equation: str
     origin: origins.Origin
 
 
-class KeptOperations(ByTensor):
+class KeptOperations(operation_table.ByTensor):
     """Operations that ran and have computed floating-point numbers.
 
     Attributes:
@@ -224,21 +212,33 @@ class KeptOperations(ByTensor):
         super().__init__()
         self.operations: list[Operation] = []
 
-    def keep(self, kind: Any, inputs: Any, _: Any, outputs: Any, *__: Any, **___: Any) -> None:
+    def keep(self, kind: Any, inputs: Any, attrs: Any, outputs: Any, *_: Any, **__: Any) -> None:
         """Keeps an operation; `op_callbacks.observed` calls it."""
-        kind = kind.decode() if isinstance(kind, bytes) else kind
+        kind = tf.compat.as_str(kind)
         if not any(value.dtype.is_floating for value in outputs):
             return
         makers = self.of(inputs)
         if not origins.is_safe(kind, outputs):
-            made = Operation(kind, inputs, list(outputs), origins.running())
-            self.operations.append(made)
-            self.note(outputs, made)
+            equation = attrs[1 + attrs.index("equation")] if kind == "Einsum" else ""
+            made = [*outputs], tf.compat.as_str(equation), origins.running()
+            self.operations.append(Operation(kind, inputs, *made))
+            self.note(outputs, self.operations[-1])
         elif makers:
             if kind == "Cast" and outputs[0].dtype.size < inputs[0].dtype.size:
                 made = makers[0].outputs
                 made[:] = [outputs[0] if each is inputs[0] else each for each in made]
             self.note(outputs, makers[0])
+
+
+def policy_of(model: tf.keras.Model) -> str:
+    """Returns the policy of most layers, of those in 16 bits if there are any.
+
+    That of the model itself is the global one where Keras has loaded it.
+    """
+    layers = [each for each in keras_api.flatten_layers(model) if not keras_api.layers_inside(each)]
+    narrow = [each for each in layers if each.compute_dtype in LOW_PRECISION_NAMES]
+    names = [each.dtype_policy.name for each in narrow or layers if narrow or each.weights]
+    return max(names, key=names.count, default=model.dtype_policy.name)
 
 
 def policy_path(model: tf.keras.Model, path: str) -> str | None:
@@ -261,22 +261,6 @@ def policy_path(model: tf.keras.Model, path: str) -> str | None:
     while path and not (path in layers and path in in_config):
         path = path.rpartition("/")[0]
     return path or None
-
-
-def cure_in(model: tf.keras.Model, path: str, kind: str) -> str:
-    """Returns what lets a layer compute in float32, as words that follow "or".
-
-    Args:
-        model: whose layer it is.
-        path: str. Of the layer.
-        kind: str. Its class.
-    """
-    if path == LOSS:
-        return "cast to float32 in the loss: tf.cast(predictions, tf.float32)"
-    own = policy_path(model, path)
-    if own is None or kind == "Sequential":
-        return 'compute it in float32: cast there, or create the layer with dtype="float32"'
-    return f'run the layer in float32: keras_mp.convert(model, {{"{own}": "float32"}})'
 
 
 def compare(narrow: Runner, wide: Runner) -> tuple[Comparison, Report]:
@@ -312,22 +296,19 @@ def compare(narrow: Runner, wide: Runner) -> tuple[Comparison, Report]:
         unit = UNIT_ROUNDOFF[run.dtype]
         calls = runs.explain(other.measured(), lambda noise: wide.run(noise=noise).measured(), unit)
         progress.begin("layers that are off, by themselves")
-        pairs = list(zip(run.measured(), calls))
+        pairs = [*zip(run.measured(), calls)]
         report = _report(run, other, runs.first_scale(narrow.model))
-        rows = [_compared(*pair) for pair in pairs]
+        rows = [
+            ComparedLayer(a.path, a.kind, a.dtype, *(a.distance(b, side) for side in SIDES))
+            for a, b in pairs
+        ]
         # Noise may explain as much, where nothing is left of a gradient.
         always = any((row.lost or 0) > MANY_ZEROS for row in report.rows)
         culprits = _culprits(pairs, rows, unit, always)
     findings = [_finding(each, run.model) for each in culprits]
     first, second = (f"{each.model.name} in {policy_of(each.model)}" for each in (narrow, wide))
-    losses = run.loss, other.loss
-    return Comparison(first, second, rows, findings, losses, run.loss_scale), report
-
-
-def _compared(call: Call, wide: Call) -> ComparedLayer:
-    """Measures how far a call is off."""
-    found = (call.distance(wide, side) for side in SIDES)
-    return ComparedLayer(call.path, call.kind, call.dtype, *found)
+    both = run.loss, other.loss
+    return Comparison(first, second, rows, findings, both, run.loss_scale), report
 
 
 def _is_far(distance: Distance | None) -> TypeGuard[Distance]:
@@ -398,27 +379,25 @@ def _alone(call: Call, wide: Call) -> tuple[Distance | None, Distance | None, fl
         its inputs its outputs move. None if that tells nothing: the layer draws random numbers in a
         way of its own or has a state, or what it takes is spoilt already.
     """
-    upstream = call.gradients
-    narrow = runs.replay(call, call.layer, upstream)
-    both = call, narrow.calls[-1]
-    before, again = ([each.numpy().tobytes() for each in of.outputs] for of in both)
-    if before != again:
+
+    def again(layer: Any, dtype: str | None = None, noise: records.Noise | None = None) -> Call:
+        run = runs.replay(call, layer, call.gradients, dtype, noise)
+        return run.calls[-1].measure(run.gradients)
+
+    own, unit = again(call.layer), UNIT_ROUNDOFF[call.dtype]
+    first, second = ([each.numpy().tobytes() for each in of.outputs] for of in (call, own))
+    if first != second:
         return None
-
-    def measured(replayed: Run) -> Call:
-        return replayed.calls[-1].measure(replayed.gradients)
-
-    in_float32 = functools.partial(runs.replay, call, wide.layer, upstream, "float32")
-    unit, exact = UNIT_ROUNDOFF[call.dtype], measured(in_float32())
-    runs.explain([exact], lambda noise: [measured(in_float32(noise))], unit)
-    own, quantities = measured(narrow), exact.quantities.items()
+    exact = again(wide.layer, "float32")
+    runs.explain([exact], lambda noise: [again(wide.layer, "float32", noise)], unit)
     # Gradients that are missing tell nothing here: they may be so upstream.
-    exact.quantities = {key: each for key, each in quantities if key in own.quantities}
-    own = _compared(own, exact)
-    outputs = (each for (side, _), each in exact.quantities.items() if side == "forward")
+    kept = {key: each for key, each in exact.quantities.items() if key in own.quantities}
+    exact.quantities = kept
+    outputs = (each for (side, _), each in kept.items() if side == "forward")
     moved = max((each.explained / each.size for each in outputs if each.size), default=0.0)
-    gradient = own.gradient if records.are_finite(upstream) else None
-    return own.output, gradient, moved / (NOISE * unit)
+    output, gradient = (own.distance(exact, side) for side in SIDES)
+    gradient = gradient if records.are_finite(call.gradients) else None
+    return output, gradient, moved / (NOISE * unit)
 
 
 def _maker(pairs: Sequence[_Pair]) -> _Pair:
@@ -445,11 +424,13 @@ def _finding(culprit: TooFar, model: tf.keras.Model) -> Finding:
         why, line = _explanation(culprit)
     if 1 <= units < math.inf:
         why += f": {units:,.0f} times as far off as rounding explains"
-    cure = cure_in(model, call.path, call.kind)
-    cure = f"Change that line, or {cure}" if line else cure
-    hazard = f"a difference in the {culprit.side} pass"
-    where = f"{call.path} ({call.kind})"
-    return Finding(hazard, where, line, f"{why}.", f"{cure[0].upper()}{cure[1:]}.", units)
+    cure = 'Compute it in float32: cast there, or create the layer with dtype="float32".'
+    if call.path == LOSS:
+        cure = "Cast to float32 in the loss: tf.cast(predictions, tf.float32)."
+    elif call.kind != "Sequential" and (own := policy_path(model, call.path)):
+        cure = f'Run the layer in float32: keras_mp.convert(model, {{"{own}": "float32"}}).'
+    where, cure = f"{call.path} ({call.kind})", "Change that line. Or: " * bool(line) + cure
+    return Finding(DIFFERENCES[culprit.side], where, line, f"{why}.", cure, units)
 
 
 def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
@@ -458,105 +439,89 @@ def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
     Returns:
         What it does, and its line; None for the line where all operations agree.
     """
-    call, dtype = culprit.call, culprit.call.dtype
+    call, dtype, is_backward = culprit.call, culprit.call.dtype, culprit.side == "backward"
     kept = KeptOperations(), KeptOperations()
     for operations, layer, to in zip(kept, (call.layer, culprit.wide.layer), (None, "float32")):
         with op_callbacks.observed(operations.keep):
             runs.replay(call, layer, call.gradients, to)
     narrow, wide = (
-        [op for op in each.operations if op.origin.is_gradient == (culprit.side == "backward")]
-        for each in kept
+        [op for op in each.operations if op.origin.is_gradient == is_backward] for each in kept
     )
     kinds = ([op.kind for op in ops] for ops in (narrow, wide))
     blocks = difflib.SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks()
-    about = "output" if culprit.side == "forward" else "gradient"
-    found, line = f"Its {about} in {dtype} is missing, or further off than rounding explains", None
-    most = 2.0
-    for start, other, count in blocks:
-        for op, exact in zip(narrow[start : start + count], wide[other : other + count]):
-            pairs = zip(op.inputs, exact.inputs)
-            given = _both(pair for pair in pairs if not kept[0].of(pair[:1]))
-            rise, what = _told(op, exact, given, dtype)
-            if rise > most:
-                found, line, most = what, op.origin.line, rise
-    return found, line
+    pairs = (pair for i, j, count in blocks for pair in zip(narrow[i : i + count], wide[j:]))
+    about = "gradient" if is_backward else "output"
+    unknown = f"Its {about} in {dtype} is missing, or further off than rounding explains"
+    told = ((*_told(op, exact, kept[0], dtype), op.origin.line) for op, exact in pairs)
+    return max([(2.0, unknown, None), *told], key=operator.itemgetter(0))[1:]
 
 
-def _both(pairs: Iterable[tuple[tf.Tensor, tf.Tensor]]) -> list[_Both]:
-    """Returns the floating-point tensors with the same shape in both, as arrays."""
-    floating = ((n, w) for n, w in pairs if runs.is_floating(n) and runs.is_floating(w))
-    return [(records.array(n), records.array(w)) for n, w in floating if n.shape == w.shape]
-
-
-def _told(op: Operation, exact: Operation, given: Sequence[_Both], dtype: str) -> tuple[float, str]:
+def _told(op: Operation, exact: Operation, kept: KeptOperations, dtype: str) -> tuple[float, str]:
     """Describes what an operation does in 16 bits.
 
     Args:
         op: Operation, in 16 bits.
         exact: the same in the reference.
-        given: those of its inputs that no operation has computed.
+        kept: what is known of the tensors that operations in 16 bits have computed.
         dtype: str. The dtype of 16 bits.
 
     Returns:
         How many times as far off its results are as its inputs, infinite if these are lost; and
         what is wrong.
     """
-    kind = op.kind
-    held = f"{dtype}, which holds {smallest_of(dtype):.1g} to {tf.as_dtype(dtype).max:.5g}"
-    inputs, outputs = _both(zip(op.inputs, exact.inputs)), _both(zip(op.outputs, exact.outputs))
-    for narrow, wide in given:
+    kind, most = op.kind, float(tf.as_dtype(dtype).max)
+    held = f"{dtype}, which holds {smallest_of(dtype):.1g} to {most:.5g}"
+    inputs, outputs = _both(op.inputs, exact.inputs), _both(op.outputs, exact.outputs)
+    for _, narrow, wide, tensor in inputs:
         largest = np.abs(wide).max(initial=0)
         is_zero = 0 < largest < smallest_of(dtype) and not narrow.any()
-        if is_zero or (np.isfinite(largest) and not np.isfinite(narrow).all()):
+        is_lost = is_zero or (np.isfinite(largest) and not np.isfinite(narrow).all())
+        if is_lost and not kept.of([tensor]):
             what = f"{'a constant' if wide.size == 1 else 'numbers'} of {largest:.1g}"
             became = "0" if is_zero else "infinite"
             return math.inf, f"{kind} takes {what}: {became} in {held}"
     if not outputs:
         return 0.0, ""
-    off = ([records.relative(*each) for each in of] for of in (inputs, outputs))
-    before, after = (max(of, default=0.0) for of in off)
-    narrow, wide = max(outputs, key=lambda values: records.relative(*values))
-    terms = _terms(kind, inputs, wide)
+    before = max((each[0] for each in inputs), default=0.0)
+    after, narrow, wide, _ = max(outputs, key=operator.itemgetter(0))
+    terms, finite = _terms(op), wide[np.isfinite(wide)]
     summed = f"{kind} (a sum over {terms:,} values)" if terms > 1 else kind
     if math.isinf(after) and not math.isinf(before):
-        reached = np.abs(wide[np.isfinite(wide)]).max(initial=0)
-        bad = f"{np.count_nonzero(~np.isfinite(narrow)):,} of {narrow.size:,} results"
-        of_zero = kind in _POLES and any((values == 0).any() for values, _ in inputs)
-        is_large = reached > float(tf.as_dtype(dtype).max)
-        begin = "Overflow: " if is_large else "Overflow inside of " if terms > 1 else ""
-        what = f"{summed} of zero" if of_zero else f"{begin}{summed}"
-        return after, f"{what} reaches {reached:.3g} in float32; {bad} are not finite in {held}"
-    size, zeros = records.rms(wide), records.underflow(narrow, wide)
-    largest = max((records.rms(values[np.isfinite(values)]) for _, values in inputs), default=0.0)
+        reached, bad = np.abs(finite).max(initial=0), np.count_nonzero(~np.isfinite(narrow))
+        begin = "Overflow: " if reached > most else "Overflow inside of " if terms > 1 else ""
+        if kind in _POLES and any((each[1] == 0).any() for each in inputs):
+            begin, summed = "", f"{summed} of zero"
+        what = f"{bad:,} of {narrow.size:,} results are not finite in {held}"
+        return after, f"{begin}{summed} reaches {reached:.3g} in float32; {what}"
+    size, zeros = records.rms(finite), records.underflow(narrow, wide)
+    taken = max((records.rms(each[1][np.isfinite(each[1])]) for each in inputs), default=0.0)
     # The distance between neighbouring numbers of this size.
-    spacing = math.ldexp(UNIT_ROUNDOFF[dtype], math.frexp(largest)[1])
-    what = (
-        f"{summed} of numbers of about {largest:.3g}, which are multiples of {spacing:.1g} in "
-        f"{dtype}, is off by {after:.2%}"
+    spacing = math.ldexp(UNIT_ROUNDOFF[dtype], math.frexp(taken)[1])
+    is_small = kind in _DIFFERENCES and len(inputs) == 2 and taken > _CANCELS * size
+    begin = "Cancellation: " if is_small else "Underflow: " if zeros > _FEW_ZEROS else ""
+    return after / max(before, UNIT_ROUNDOFF[dtype]), (
+        f"{begin}{summed} of numbers of about {taken:.3g}, which are multiples of {spacing:.1g} in "
+        f"{dtype}, is off by {after:.2%} of {size:.1g}, and {zeros:.0%} of the results of {kind} "
+        f"are 0 in {dtype} and not in float32"
     )
-    if kind in _DIFFERENCES and len(inputs) == 2 and largest > _CANCELS * size:
-        what = f"Cancellation: {what}, and leaves {size:.1g}"
-    elif zeros > _FEW_ZEROS:
-        what = (
-            f"Underflow: {zeros:.0%} of the results of {kind} are 0 in {dtype} and not in float32, "
-            f"where they are about {size:.1g}"
-        )
-    return after / max(before, UNIT_ROUNDOFF[dtype]), what
 
 
-def _terms(kind: str, inputs: Sequence[_Both], result: np.ndarray) -> int:
+def _both(narrow: Iterable[Any], wide: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Returns the floating-point tensors with the same shape in both."""
+    pairs = ((n, w) for n, w in zip(narrow, wide) if runs.is_floating(n) and runs.is_floating(w))
+    arrays = ((records.array(n), records.array(w), n) for n, w in pairs if n.shape == w.shape)
+    return [(records.relative(n, w), n, w, tensor) for n, w, tensor in arrays]
+
+
+def _terms(op: Any) -> int:
     """Returns how many terms are summed for each result of an operation."""
-    shapes = [values.shape for values, _ in inputs]
-    if kind in _REDUCTIONS and result.size:
-        return sum(map(math.prod, shapes)) // result.size
-    if kind == "Cumsum" and shapes:
-        return max(shapes[0])
-    if kind == "Conv2D" and len(shapes) == 2:
-        return math.prod(shapes[1][:-1])
-    if kind in _PRODUCTS and len(shapes) == 2 and result.size:
-        left, right, made = (math.prod(each[-2:]) for each in (*shapes, result.shape))
-        return max(1, round(math.sqrt(left * right / made)))
-    return 1
+    shapes, made = [[*each.shape] for each in op.inputs], [*op.outputs[0].shape]
+    if op.kind == "Cumsum":
+        return max(shapes[0], default=1)
+    terms = (graph.work(op.kind, [*shapes, made], op.equation) or 0) // 2
+    if op.kind in _REDUCTIONS:
+        terms = sum(math.prod(each.shape) for each in op.inputs if each.dtype.is_floating)
+    return terms // max(math.prod(made), 1)
 
 
 def _report(run: Run, other: Run, scale: float) -> Report:
@@ -584,7 +549,7 @@ def _report(run: Run, other: Run, scale: float) -> Report:
                 continue
             of_output = "output" if side == "forward" else "output gradient"
             what = of_weights.get(name, (of_output, call.path, value.tensor.dtype.name))
-            row = Row(*what, Histogram.count(exact.tensor))
+            row = Row(*what, histogram.Histogram.count(exact.tensor))
             if row.is_scaled:
                 lost = records.underflow(value.values, exact.values)
                 row = row._replace(overflowed_at=at, is_noise=exact.is_noise, lost=lost)

@@ -54,10 +54,9 @@ class NotFiniteError(ArithmeticError):
     def __post_init__(self, advice: str) -> None:
         way = "backward" if self.operation.is_gradient else "forward"
         on = f" on {self.device}" if self.device else ""
+        first = f"The first operation whose result is not finite, in the {way} pass{on}:"
         parts = {
-            f"The first operation whose result is not finite, in the {way} pass{on}:": [
-                self.operation
-            ],
+            first: [self.operation],
             "Its inputs, from their smallest to their largest number:": self.inputs,
             "The layers before it, the last one last:": self.history,
         }
@@ -90,8 +89,8 @@ def first_error(
     ]
     bad, layers = ranges[first], dict[str, Range]()
     for seen in ranges:
-        has_run = seen.low or seen.high
-        if seen.layer != bad.layer and has_run and not seen.bad and not seen.is_given:
+        has_run = (seen.low or seen.high) and not seen.bad and not seen.is_given
+        if has_run and seen.layer != bad.layer:
             before = layers.pop(seen.layer, seen)
             layers[seen.layer] = max(before, seen, key=lambda each: each.size)
     inputs = [ranges[i] for i in bad.inputs]
@@ -126,7 +125,7 @@ def _advice(
     about = {
         "passed in": found.operation in _PASSED_IN,
         "unscaled": found.is_gradient and not is_scaled,
-        "weights": size >= causes.LARGE_WEIGHTS,
+        "weights": size >= causes.LARGE["Weights"],
         "an input": found.operation == "Cast" and is_input,
         "a constant": found.operation in _CONSTANTS,
         "unknown": is_named,

@@ -139,25 +139,36 @@ def multiplied_sizes(made: tf.Operation) -> tuple[int, ...]:
 
 
 def of(made: tf.Operation) -> int | None:
+    """Counts the floating-point operations of one operation, as `work` does."""
+    equation = made.node_def.attr["equation"].s if made.type == "Einsum" else b""
+    return work(made.type, _shapes(made), equation.decode())
+
+
+def work(kind: str, shapes: Sequence[Any], equation: str = "") -> int | None:
     """Counts the floating-point operations of one operation.
+
+    Args:
+        kind: str. Its type.
+        shapes: of its inputs and of what it returns, which comes last; None for an unknown one.
+        equation: str. That of an Einsum.
 
     Returns:
         int: 0 if it is neither a product nor a convolution; None if a shape is not known.
     """
-    if made.type not in COUNTED:
+    if kind not in COUNTED:
         return 0
+    *inputs, output = shapes
     try:
-        *inputs, output = _shapes(made)
-        if made.type == "Einsum":
-            return 2 * _einsum(cast(Any, made.get_attr("equation")).decode(), inputs)
-        if made.type in _PRODUCTS:
+        if kind == "Einsum":
+            return 2 * _einsum(equation, inputs)
+        if kind in _PRODUCTS:
             # A batch may be that of the second input alone.
             return 2 * math.prod((*output[:-2], *inputs[0][-2:], output[-1]))
         # What a convolution makes is an input of what goes against it.
         image = output if len(inputs) == 2 else inputs[2]
-        kernel = output if "Filter" in made.type else inputs[1]
+        kernel = output if "Filter" in kind else inputs[1]
         # A depthwise convolution has one kernel for each channel.
-        end = -2 if made.type.startswith("Depthwise") else -1
+        end = -2 if kind.startswith("Depthwise") else -1
         return 2 * math.prod(image) * math.prod(kernel[:end])
     except TypeError:
         return None

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from keras_mp.numerics.histogram import EVERYWHERE, Fate, Histogram, Window, exponent_of, round_down
-from keras_mp.numerics.results import Result
+from keras_mp.numerics.results import DIFFERENCES, Finding, Result
 from keras_mp.support import text_tables, validation
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
@@ -192,15 +193,10 @@ class Report(Result):
         Runs with noise tell. Where there were none, it is what is smaller than another gradient of
         its layer by a factor of 2^18.
         """
-        sizes = {
-            row.key: (row.layer, max(row.histogram.exponents))
-            for row in self.rows
-            if row.kind == "gradient" and row.is_noise is None and row.histogram.exponents
-        }
-        largest: dict[str, int] = {}
-        for layer, size in sizes.values():
-            largest[layer] = max(size, largest.get(layer, size))
-        small = {key for key, (layer, size) in sizes.items() if size <= largest[layer] - _NOISE}
+        rows = [row for row in self.rows if row.kind == "gradient" and row.is_noise is None]
+        sizes = [(row, max(row.histogram.exponents)) for row in rows if row.histogram.exponents]
+        largest = {row.layer: size for row, size in sorted(sizes, key=operator.itemgetter(1))}
+        small = {row.key for row, size in sizes if size <= largest[row.layer] - _NOISE}
         return small | {row.key for row in self.rows if row.is_noise}
 
     def window(self, dtype: str, tolerance: float = TOLERANCE) -> Window:
@@ -336,11 +332,7 @@ class Advice(NamedTuple):
 
 
 def advise(
-    report: Report,
-    tolerance: float,
-    forward: Mapping[str, str],
-    backward: Mapping[str, str],
-    owner: Callable[[str], str | None],
+    report: Report, tolerance: float, compared: Sequence[Finding], owner: Callable[..., str | None]
 ) -> Advice:
     """Returns advice on how to keep a model from losing what a check has seen it lose in 16 bits.
 
@@ -353,8 +345,8 @@ def advise(
     Args:
         report: the `Report` of a check.
         tolerance: float, from 0 to 1. Which share of a gradient may become zero.
-        forward: dict of paths of layers that are known to be wrong in 16 bits, and why.
-        backward: the same of the backward pass, which a scale, or another layer, may explain.
+        compared: what a comparison has found of layers. Of the backward pass, a scale, or another
+            layer, may explain it.
         owner: returns the path of the layer whose policy a layer has; None if it has no path.
 
     Raises:
@@ -368,6 +360,10 @@ def advise(
         for row in rows
         if row.kind == "output" and row.fate(dtype).infinite
     ]
+    forward, backward = (
+        [(each.path, each.why) for each in compared if each.hazard == hazard]
+        for hazard in DIFFERENCES.values()
+    )
 
     def owners(lost: Iterable[tuple[str, str]]) -> dict[str, str]:
         whys: dict[str, str] = {}
@@ -376,24 +372,23 @@ def advise(
                 whys.setdefault(layer, why)
         return whys
 
-    whys, said, loss_scale = owners([*too_large, *forward.items()]), [], None
-    if not whys:
-        scaled = [row for row in rows if row.is_scaled]
-        lost, said, loss_scale = _of_windows(report, scaled, tolerance)
-        whys = owners(lost)
+    whys = owners([*too_large, *forward])
+    scaled = [row for row in rows if row.is_scaled]
+    lost, said, scale = ([], [], None) if whys else _of_windows(report, scaled, tolerance)
+    whys = whys or owners(lost)
     fates = [row.histogram.fate("bfloat16") for row in rows]
     # Nothing is known about what was not finite.
     bad = sum(row.histogram.infinities + row.histogram.nans for row in rows)
     if not whys and not said:
-        whys = owners(backward.items())
+        whys = owners(backward)
     elif dtype == "float16" and not (forward or bad or any(x.zero or x.infinite for x in fates)):
         said.append(
             "bfloat16 would lose nothing that float16 loses here, and needs no loss scale: of "
             f"{sum(fate.values for fate in fates):,} values none becomes zero or infinite, "
             f"{where}. (It keeps 8 bits of each value, float16 11.)"
         )
-    sentences = [f"Run `{layer}` in float32: {why}." for layer, why in whys.items()]
-    return Advice(sentences + said, dict.fromkeys(whys, "float32"), loss_scale)
+    runs = [f"Run `{layer}` in float32: {why.removesuffix('.')}." for layer, why in whys.items()]
+    return Advice(runs + said, dict.fromkeys(whys, "float32"), scale)
 
 
 def _of_windows(

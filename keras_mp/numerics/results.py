@@ -5,13 +5,16 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from keras_mp.support import text_tables
 from keras_mp.support.messages import Line
+
+# What a comparison finds, by the side.
+DIFFERENCES = {side: f"a difference in the {side} pass" for side in ("forward", "backward")}
 
 
 class Finding(NamedTuple):
@@ -123,10 +126,8 @@ def of_batches(found: Sequence[Iterable[Finding]]) -> list[Finding]:
         for each in findings:
             places.setdefault(each[:3], {}).setdefault(i, each)
     worst = [(max(of.values(), key=lambda e: e.units or 0), len(of)) for of in places.values()]
-    if len(found) == 1:
-        return [each for each, _ in worst]
-    on = f"{{}}, on {{}} of {len(found)} batches.".format
-    return [each._replace(why=on(each.why.removesuffix("."), count)) for each, count in worst]
+    on = f", on {{}} of {len(found)} batches." if len(found) > 1 else "."
+    return [e._replace(why=e.why.removesuffix(".") + on.format(count)) for e, count in worst]
 
 
 def plain(value: Any) -> Any:
@@ -144,19 +145,18 @@ def plain(value: Any) -> Any:
 
 # Inputs of a batch, and weights, that make an overflow their own: networks begin with numbers of
 # about 1, and few that train have weights of more than 10.
-LARGE_INPUTS, LARGE_WEIGHTS = 1000.0, 100.0
+LARGE = {"The inputs of the batch": 1000.0, "Weights": 100.0}
 
 _NORMALIZE = (
     "Normalize the inputs first, in float32, with tf.keras.layers.Normalization or Rescaling."
 )
-_RESTART = "lower the learning rate, and restart from earlier weights"
 
 # By cause, a sentence that a tool completes with what it has measured.
 SAID = {
     "an input": "This input is too large for {dtype}: normalize it first, in float32.",
     "passed in": "It was already not finite when it was passed in.",
-    "weights": "Weights {are}: if training has made them so, it has diverged. "
-    f"{_RESTART.capitalize()}.",
+    "weights": "Weights {are}: if training has made them so, it has diverged. Lower the learning "
+    "rate, and restart from earlier weights.",
     "a constant": "This constant is too large for {dtype}. For a mask, use the lowest number of "
     "the dtype, or tf.where on the result.",
     "unscaled": "If a dynamic loss scale skips such steps, pass the model or the optimizer to "
@@ -166,13 +166,14 @@ SAID = {
 
 # By cause, what to change.
 CURES = {
-    "weights": f"Training has diverged: {_RESTART}. If such weights are intended: ",
-    "inputs": f"{_NORMALIZE} Or: ",
+    "Weights": "Training has diverged: lower the learning rate, and restart from earlier weights. "
+    "If such weights are intended: ",
+    "The inputs of the batch": f"{_NORMALIZE} Or: ",
     "an input": _NORMALIZE,
     "a constant": "Use a number that the dtype can represent: at most {largest:.5g}. For a mask, "
     "use its lowest number, {lowest:.5g}, or tf.where on the result.",
-    "too large": "Compute it in float32, or scale its inputs down.",
-    "too large for float16": "Compute it in float32, scale its inputs down, or use mixed_bfloat16.",
+    "too large": "Compute it in float32, or scale its inputs down; or, in place of float16, use "
+    "mixed_bfloat16.",
     "too large for float32": "Scale its inputs down: float32 alone is not enough.",
     "too small": "Compute it in float32, or scale its inputs up. An epsilon must be a number that "
     "{dtype} can represent.",
@@ -185,8 +186,23 @@ CURES = {
 }
 
 
-class Observed:
+class Observed(NamedTuple):
     """Something in a traced step that may be a hazard, with what tells whether it is one.
+
+    Attributes:
+        numbers: dict of tensors of the graph, which are computed together with the step.
+        said: function of these numbers. It returns the finding; None if they show that nothing was
+            lost. Its place may be an operation, whose layer and line `audit` adds.
+    """
+
+    numbers: dict[str, Any]
+    said: Callable[..., Finding | None]
+
+
+def observed(
+    at: Any, hazard: str, why: str, cure: str, matters: Any = True, **numbers: Any
+) -> Observed:
+    """Returns something that is a hazard if it does harm.
 
     Args:
         at: an operation, or words for what it is about.
@@ -194,21 +210,13 @@ class Observed:
         why: str. Why it matters, with the names of numbers in braces, as `str.format` takes them.
         cure: str. What to change.
         matters: whether it does harm: a tensor of the graph, or True.
-        **numbers: tensors of the graph, which are computed together with the step.
+        **numbers: tensors of the graph.
     """
 
-    def __init__(
-        self, at: Any, hazard: str, why: str, cure: str, matters: Any = True, **numbers: Any
-    ) -> None:
-        self.numbers = {"matters": matters, **numbers}
-        self._found = Finding(hazard, at, None, why, cure)
+    def said(matters: bool, **numbers: Any) -> Finding | None:
+        return Finding(hazard, at, None, why.format(**numbers), cure) if matters else None
 
-    def said(self, matters: bool, **numbers: Any) -> Finding | None:
-        """Returns the finding, given the numbers; None if they show that nothing was lost.
-
-        Its place is as it was given; `audit` adds the layer and the line of an operation.
-        """
-        return self._found._replace(why=self._found.why.format(**numbers)) if matters else None
+    return Observed({"matters": matters, **numbers}, said)
 
 
 def begun(

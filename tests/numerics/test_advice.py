@@ -18,7 +18,7 @@ K = tf.keras
 def advise(*rows, tolerance=0.001, **how):
     """What a check of one batch advises, whose run in 16 bits has found this."""
     how = {"step": 0, "counted": 1, "loss_scale": 2.0**15, **how}
-    return tools.advise(report(*rows, **how), tolerance, {}, {}, lambda path: path)
+    return tools.advise(report(*rows, **how), tolerance, (), lambda path: path)
 
 
 def lossy(path="dense/kernel", lost=1.0, **how):

@@ -37,6 +37,12 @@ def products(x):
     return x + tf.matmul(x[:, tf.newaxis] * 1000, x[:, :, tf.newaxis] * 999)[:, 0] * 1e-6
 
 
+def einsum(x):
+    made = tf.fill([8, 3, 2], constant(100.0, x))
+    pairs = tf.einsum("abc,cde->abde", tf.reshape(x * 1000, [-1, 2, 8]), made)
+    return x + tf.reduce_sum(pairs) * 0
+
+
 def square(x):
     return tf.sqrt(tf.square(x * 400) + 1) / 400
 
@@ -71,6 +77,7 @@ def gradient_that_underflows(x):
 DEFECTS = {
     epsilon_of_zero: ("forward", "a constant of 1e-08: 0 in float16"),
     long_sum: ("forward", "Overflow: Sum (a sum over 100,000 values)"),
+    einsum: ("forward", "Overflow: Einsum (a sum over 8 values) reaches"),
     products: ("forward", "Overflow: BatchMatMulV2 (a sum over 16 values)"),
     square: ("forward", "Overflow: Square reaches"),
     shifted: ("forward", "Cancellation: Sub of numbers of about 3e+03"),

@@ -1,10 +1,12 @@
 """The cause of what is not finite, told by numbers alone."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.numerics.tools import not_finite, origins
+from tests.numerics.tools import hazards, origins
 
 
 def chain(compute, dtype=tf.float16):
@@ -17,15 +19,15 @@ def chain(compute, dtype=tf.float16):
 def judged(operations, nan=(), infinite=(), loss=1.0, gradients=0.0, zeros=(), wide=()):
     """Judges operations of which some, by their places, are not finite."""
     counts, exact = np.zeros([2, len(operations), 11])
-    bad = counts[:, not_finite.BAD]
+    bad = counts[:, hazards.BAD]
     bad[list(infinite), 1], bad[list(nan), 2] = 4, 2
-    counts[list(zeros), not_finite.ZEROS] = 3
+    counts[list(zeros), hazards.ZEROS] = 3
     for place, number in dict(wide).items():
-        exact[place, not_finite.BAD] = 0, 0, number
-    numbers = {"counts": counts, "exact": exact, "sizes": np.array([1.0]), "weights": np.ones([1])}
+        exact[place, hazards.BAD] = 0, 0, number
+    numbers = {"counts": counts, "wide": exact, "sizes": np.array([1.0]), "weights": np.ones([1])}
     before = dict.fromkeys(operations, True)
     where = lambda operation: operation.name.partition("/")[0]  # noqa: E731
-    said = not_finite.NotFinite(where, before, operations, ["the model's input"], {}).said
+    said = functools.partial(hazards.first_not_finite, where, before, ["the model's input"])
     found = said(loss=loss, gradients=gradients, **numbers)
     return found and found._replace(where=found.where.type)
 

@@ -12,11 +12,11 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.__main__ import main
 from keras_mp.models.layer_paths import layers_by_path
-from keras_mp.numerics import audit as auditing
-from keras_mp.numerics import batches, commands, hazards, not_finite, origins, own_thread
+from keras_mp.numerics import batches, commands, hazards, origins, own_thread
 from keras_mp.numerics import compare as comparing
 from keras_mp.numerics.census import census
 from keras_mp.numerics.check import Check
+from keras_mp.numerics.check import audit as audited
 from keras_mp.numerics.counting import ExponentHistograms
 from keras_mp.numerics.histogram import EVERYWHERE, FORMATS, Histogram, Window, count_exponents
 from keras_mp.numerics.profile import StepTimes, class_of, step_times
@@ -58,7 +58,7 @@ class Norm(tf.keras.layers.Layer):
 def audit(model, batch):
     """Returns a `Check` with the hazards of the step alone."""
     made = batches.listed(model, batch)
-    return Check(model.name, auditing.policy_of(model), auditing.audit(model, made), model=model)
+    return Check(model.name, comparing.policy_of(model), audited(model, made), model=model)
 
 
 def operations(model, batch, layer=""):
