@@ -37,18 +37,13 @@ _SAFE = op_table.ops(
     *("arguments", "constants", "reads of variables", "fills", "no numbers"),
     *op_table.SAME_NUMBERS,
 )
-# What is in the place of TensorFlow's functions, or hands on to them; files whose functions call
-# gradient functions; and pipelines.
-_LIKE_TENSORFLOW, _GRADIENT_FILES, _DATA = (
-    tuple(path.replace("/", os.sep) for path in paths.split())
-    for paths in (
-        "src/ops/ src/backend/ src/utils/ keras_mp/hooks/ keras_mp/kernels/ keras_mp/op_autocast/",
-        "tensorflow/python/eager/backprop.py tensorflow/python/ops/gradients_util.py",
-        "tensorflow/python/data/",
-    )
+# What is in the place of TensorFlow's functions, or hands on to them; and files that call gradient
+# functions.
+_LIKE_TENSORFLOW = (
+    *("/src/ops/", "/src/backend/", "/src/utils/"),
+    *("/keras_mp/hooks/", "/keras_mp/kernels/", "/keras_mp/op_autocast/"),
 )
-# They call every layer.
-_BASE_LAYERS = ("layer.py", "base_layer.py")
+_GRADIENT_FILES = ("/python/eager/backprop.py", "/python/ops/gradients_util.py")
 
 
 # A function that was running when an operation was made: its file, the line in it, its name.
@@ -134,7 +129,6 @@ class Layers(LayerObserver):
 
     def __init__(self, model: tf.keras.Model | None) -> None:
         self._model = model
-        self._found = functools.cache(self._find)
         self.begin()
 
     @do_not_convert
@@ -145,7 +139,6 @@ class Layers(LayerObserver):
         self.raised: LayerCall | None = None
         self.last: set[int] = set()
         self._scopes: dict[str, str] = {}
-        self._found.cache_clear()
 
     def inputs(self, call: LayerCall) -> None:
         """Notes that the thread is calling a layer."""
@@ -166,25 +159,22 @@ class Layers(LayerObserver):
         _thread.running = _thread.running[:-1]
         self.raised = self.raised or call
 
+    @do_not_convert
     def name(self, name: str) -> str:
         """Returns the path of the innermost layer of an operation; "" for none.
 
         Args:
             name: str. The operation's name; one of the backward pass has its layer's name in it.
         """
-        return self._found(name.rpartition("/")[0])
-
-    def layer(self, name: str) -> tf.keras.layers.Layer | None:
-        """Returns this layer, or None."""
-        return self.named.get(self.name(name))
-
-    @do_not_convert
-    def _find(self, scopes: str) -> str:
-        parts = [part for part in scopes.split("/") if part != _GRADIENT]
+        parts = [part for part in name.split("/")[:-1] if part != _GRADIENT]
         # Replicas, and what calls a function, have names before these scopes.
         spans = ((start, end) for end in range(len(parts), 0, -1) for start in range(end))
         paths = (self._scopes.get("/".join(parts[start:end])) for start, end in spans)
         return next(filter(None, paths), "")
+
+    def layer(self, name: str) -> tf.keras.layers.Layer | None:
+        """Returns this layer, or None."""
+        return self.named.get(self.name(name))
 
 
 def _around(scope: str) -> Iterator[str]:
@@ -283,9 +273,8 @@ class Origin(NamedTuple):
 def running() -> Origin:
     """Returns the origin of the operation that is running in eager."""
     layer = running_layer() or layers_of_scope(tf.get_current_name_scope())
-    stack = traceback.walk_stack(inspect.currentframe())
-    frames = ((frame.f_code.co_filename, number, "") for frame, number in stack)
-    return of_stack(frames)._replace(layer=layer)
+    frames = traceback.walk_stack(inspect.currentframe())
+    return of_stack((f.f_code.co_filename, line, "") for f, line in frames)._replace(layer=layer)
 
 
 def of_stack(frames: Iterable[Frame]) -> Origin:
@@ -328,13 +317,12 @@ class GraphOrigins:
             self._forward[name] = origin
             if running:
                 self._layers[scope] = running
-        elif running and scope not in self._forward:
-            pass  # A gradient function of the program runs.
-        elif forward := forward_name(name, operation.type, self._forward):
-            origin = self._forward[forward]._replace(is_gradient=True)
-        else:
+        # Else a gradient function of the program runs.
+        elif not running or scope in self._forward:
             layers = (self._layers[each] for each in _around(scope) if each in self._layers)
             origin = origin._replace(layer=next(layers, scope))
+            forward = forward_name(name, operation.type, self._forward)
+            origin = self._forward.get(forward, origin)._replace(is_gradient=True)
         return origin
 
 
@@ -352,16 +340,16 @@ def _inside_of_tools(operation: tf.Operation) -> Iterator[Frame]:
 
 @functools.cache
 def _kind_of_file(file: str) -> str:
-    is_of_library = is_library(file)
-    is_layer = f"{os.sep}layers{os.sep}" in file and not file.endswith(_BASE_LAYERS)
+    path, is_of_library = file.replace(os.sep, "/"), is_library(file)
     kinds = {
         # The frames below are those of code that called a tool, or an observed layer.
         "tool": file.startswith(_TOOLS),
-        "gradient": file.endswith(_GRADIENT_FILES),
-        "data": any(part in file for part in _DATA),
+        "gradient": path.endswith(_GRADIENT_FILES),
+        "data": "tensorflow/python/data/" in path,
         # The code that calls it makes the operation.
-        "like TensorFlow": is_of_library and any(part in file for part in _LIKE_TENSORFLOW),
-        "shown": is_layer or not is_of_library,
+        "like TensorFlow": is_of_library and any(part in path for part in _LIKE_TENSORFLOW),
+        # The base layer calls every layer.
+        "shown": not is_of_library or ("/layers/" in path and not path.endswith("layer.py")),
         "library": True,
     }
     return next(kind for kind, is_one in kinds.items() if is_one)
