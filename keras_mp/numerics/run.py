@@ -455,12 +455,15 @@ class Runner:
         if self.loss is not None:
             weight = () if batch.sample_weight is None else (batch.sample_weight,)
             each = losses.get(self.loss)(batch.y, prediction, *weight)
-            mean = tf.cast(tf.reduce_mean(each), tf.float32)
-            return tf.add_n([mean, *(tf.cast(added, mean.dtype) for added in self.model.losses)])
-        of = self.model if getattr(self.model, "loss", None) else self.original
-        keras_api.build_loss(of, prediction)
-        with own_thread.without_metrics(of):
-            return of.compute_loss(batch.x, batch.y, prediction, batch.sample_weight)
+            value, added = tf.cast(tf.reduce_mean(each), tf.float32), self.model.losses
+        else:
+            of = self.model if getattr(self.model, "loss", None) else self.original
+            keras_api.build_loss(of, prediction)
+            with own_thread.without_metrics(of):
+                value = of.compute_loss(batch.x, batch.y, prediction, batch.sample_weight)
+            # A reference that is not compiled has losses that its own layers add.
+            added = [] if of is self.model else [*self.model.losses, *(-e for e in of.losses)]
+        return tf.add_n([value, *(tf.cast(each, value.dtype) for each in added)])
 
 
 def runners(

@@ -303,6 +303,11 @@ def test_a_checkpoint_is_compared_and_the_loss_scale_is_looked_at():
     assert checked.report["gradient", "dense/kernel"].dtype == "float16"
 
 
+def test_a_reference_that_is_not_compiled_adds_the_losses_of_its_own_layers():
+    model = small_model(dense(8, kernel_regularizer=tf.keras.regularizers.L2(1.0)))
+    assert check(model, (X, Y), reference=keras_mp.convert(model, "float32")).findings == ()
+
+
 # What is wrong with a batch, and what the tools make of several.
 
 K = tf.keras
