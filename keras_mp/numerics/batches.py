@@ -15,16 +15,18 @@ _AROUND = re.compile(
 )
 _COLORS = re.compile(r"\x1b\[\d*m")
 _EXPECTED = "Expected a batch as `fit` takes it: x, (x, y) or (x, y, sample_weight)"
+_FRAME = re.compile(r"\s*File \"")
 _KIND = re.compile(r"^\w+(Error|Exception): ")
 
 
 # A tensor or array, or a list, tuple or dict of such.
-Structure: TypeAlias = (
-    tf.Tensor | np.ndarray | Sequence["Structure"] | Mapping[str, "Structure"] | None
-)
+Structure: TypeAlias = tf.Tensor | np.ndarray | Sequence[Any] | Mapping[str, Any] | None
 
 # Several batches, as `listed` knows them.
 Batches: TypeAlias = tf.data.Dataset | Iterator[Any] | Sequence[tuple[Structure, ...]]
+
+# One batch, or several.
+Given: TypeAlias = Structure | Batches
 
 
 class Batch(NamedTuple):
@@ -54,7 +56,7 @@ class Batch(NamedTuple):
         return tf.nest.map_structure(lambda each: None if each is None else each[start:end], self)
 
 
-def listed(model: tf.keras.Model, batches: Structure | Batches) -> list[Batch]:
+def listed(model: tf.keras.Model, batches: Given) -> list[Batch]:
     """Returns the batches that a tool was given, one or several, as `fit` takes them.
 
     Several batches are a `tf.data.Dataset`, a `Sequence` of Keras (`PyDataset`), a generator or
@@ -73,8 +75,7 @@ def listed(model: tf.keras.Model, batches: Structure | Batches) -> list[Batch]:
     given: Any = batches
     if isinstance(given, tf.data.Dataset) and given.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
-            "Expected a dataset that ends: pass dataset.take(4), for four batches. Received: a "
-            "dataset with infinitely many batches"
+            "Expected a dataset that ends: pass dataset.take(4). Received: one without an end"
         )
     if isinstance(given, tf.keras.utils.Sequence):
         given = map(given.__getitem__, range(len(given)))
@@ -87,9 +88,7 @@ def listed(model: tf.keras.Model, batches: Structure | Batches) -> list[Batch]:
     return made
 
 
-def as_fit_takes_it(
-    model: tf.keras.Model, batch: Structure | Batches | tuple[Structure | Batches, ...]
-) -> Batch:
+def as_fit_takes_it(model: tf.keras.Model, batch: Given | tuple[Given, ...]) -> Batch:
     """Converts a batch to tensors, in the dtypes that `fit` gives them.
 
     Args:
@@ -117,9 +116,7 @@ def as_fit_takes_it(
     made = Batch(*tf.nest.map_structure(_as_tensor, parts))
     for each in tf.nest.flatten(made.x):
         if each is not None and each.shape.rank and 0 in each.shape.as_list():
-            raise ValueError(
-                f"Expected a batch with values in it. Received: x of the shape {each.shape}"
-            )
+            raise ValueError(f"Expected x with values in it. Received: x of the shape {each.shape}")
     return made
 
 
@@ -153,12 +150,9 @@ def reason(error: Exception) -> str:
         error: of TensorFlow or Keras, as it leaves a `tf.function`, or its call.
     """
     lines = _COLORS.sub("", str(getattr(error, "message", error))).splitlines()
-    kept = [
-        line.strip()
-        for before, line in zip(["", *lines], lines)
-        if not _AROUND.match(line) and not before.lstrip().startswith('File "')
-    ]
-    return _KIND.sub("", kept[-1]) if kept else str(error)
+    pairs = zip(["", *lines], lines)
+    kept = [e for before, e in pairs if not (_AROUND.match(e) or _FRAME.match(before))]
+    return _KIND.sub("", kept[-1].strip()) if kept else str(error)
 
 
 def _as_tensor(value: Any) -> Any:

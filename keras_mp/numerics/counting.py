@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -18,26 +18,23 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.hooks import observers, wrapped
 from keras_mp.layer_calls import layer_observers, model_outputs
-from keras_mp.layer_calls.layer_observers import LayerCall, LayerObserver
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
 from keras_mp.models import low_precision_weights
 from keras_mp.models.layer_paths import layers_by_path, paths_of_weights, variables_by_path
+from keras_mp.numerics import patterns
 from keras_mp.numerics.histogram import COLUMNS, ROWS, Histogram, count_exponents
-from keras_mp.numerics.patterns import chosen
 from keras_mp.numerics.report import KINDS, Report, Row, RowKey
 from keras_mp.step import scaled_losses
-from keras_mp.step.gradients import Gradient
-from keras_mp.support import attributes, host, marks, messages, op_callbacks, validation
-from keras_mp.support.autograph import do_not_convert
-
-_T = TypeVar("_T")
+from keras_mp.support import attributes, autograph, host, marks, messages, op_callbacks, validation
 
 _OF_LAYERS = ("output", "output gradient")
 
-
+# A float32 scalar, or None for 1.
+_Scale = tf.Tensor | None
 # A tensor that a step has shown; by what its values are still to be divided, and what the loss was
-# multiplied by: float32 scalars, or None.
-_Seen = tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]
+# multiplied by.
+_Seen = tuple[tf.Tensor, _Scale, _Scale]
+_SeenByRow = Mapping[RowKey, Sequence[_Seen]]
 
 
 class ExponentHistograms:
@@ -82,17 +79,11 @@ class ExponentHistograms:
     """
 
     def __init__(
-        self,
-        model: tf.keras.Model,
-        *,
-        every: int = 100,
-        optimizer: tf.keras.optimizers.Optimizer | None = None,
-        **choices: bool | Iterable[str],
+        self, model: tf.keras.Model, *, every: int = 100, optimizer: Any = None, **choices: Any
     ) -> None:
         if not model.built:
             raise ValueError(
-                f"The model {model.name!r} is not built, so its layers and variables are not known "
-                "yet. Call it on a batch first."
+                f"{model.name!r} is not built, so its weights are unknown: call it on a batch."
             )
         self._every = validation.integer("every", every)
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
@@ -106,7 +97,7 @@ class ExponentHistograms:
             if isinstance(choice, bool):
                 paths = [path for path, each in known.items() if choice and _is_shown(each)]
             else:
-                paths = chosen(name, choice, known)
+                paths = patterns.chosen(name, choice, known)
             rows += [(kind, path) for path in paths]
         self._layers = {path: layers[path] for kind, path in rows if kind in _OF_LAYERS}
         # Weights are looked at when it is read.
@@ -127,7 +118,7 @@ class ExponentHistograms:
             self._overflowed_at = host.local_variable("overflowed_at", nowhere, tf.float32)
             self._loss_scale = host.local_variable("loss_scale", 1.0, tf.float32)
 
-    @do_not_convert
+    @autograph.do_not_convert
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """A context manager for one step, in a replica context, in a `tf.function` or in eager.
@@ -137,8 +128,7 @@ class ExponentHistograms:
         """
         if tf.distribute.in_cross_replica_context():
             raise ValueError(
-                "`step` goes into the function that is passed to `strategy.run`, where each "
-                "replica counts its own values."
+                "`step` goes into the function that `strategy.run` runs, where each replica counts."
             )
         number = self._steps.assign_add(1) - 1
         due = tf.equal(number % self._every, 0)
@@ -186,35 +176,26 @@ class ExponentHistograms:
         local = self._strategy.experimental_local_results
         bins = np.sum([each.numpy() for each in local(self._bins)], axis=0)
         overflowed_at = np.min([each.numpy() for each in local(self._overflowed_at)], axis=0)
-        step, counted, loss_scale = (
-            local(each)[0].numpy().item() for each in (self._steps, self._counted, self._loss_scale)
-        )
+        numbers = self._steps, self._counted, self._loss_scale
+        step, counted, loss_scale = (local(each)[0].numpy().item() for each in numbers)
         for variable, value in ((self._bins, 0), (self._counted, 0), (self._overflowed_at, np.inf)):
             for each in local(variable):
                 each.assign(tf.fill(each.shape, tf.constant(value, each.dtype)))
-        rows = [
-            Row(*row, self.dtypes.get(row, ""), Histogram(bins[i]), float(overflowed_at[i]))
-            for row, i in self.places.items()
-            if bins[i].any()
-        ]
+        found = [(row, i) for row, i in self.places.items() if bins[i].any()]
+        at = overflowed_at.tolist()
+        rows = [Row(*row, self.dtypes.get(row, ""), Histogram(bins[i]), at[i]) for row, i in found]
         if counted:
             weights = low_precision_weights.as_seen(self.optimizer, [*self._weights.values()])
             for path, weight in zip(self._weights, map(tf.convert_to_tensor, weights)):
                 rows.append(Row("weight", path, weight.dtype.name, Histogram.count(weight)))
         return Report(rows, step=step, counted=counted, loss_scale=loss_scale)
 
-    def add(
-        self,
-        seen: Mapping[RowKey, Sequence[_Seen]],
-        scales: Sequence[tf.Tensor | None] = (),
-        steps: int = 0,
-    ) -> None:
+    def add(self, seen: _SeenByRow, scales: Sequence[_Scale] = (), steps: int = 0) -> None:
         """Counts the values of tensors, on this replica.
 
         Args:
             seen: tensors by row.
-            scales: what the losses of the step were multiplied by, each a float32 scalar tensor, or
-                None for by nothing.
+            scales: what the losses of the step were multiplied by.
             steps: int. How many steps have ended.
         """
         self._counted.assign_add(steps)
@@ -246,7 +227,7 @@ class ExponentHistograms:
         self._overflowed_at.assign(tf.minimum(self._overflowed_at, tf.stack(overflowed_at)))
 
 
-class _Step(observers.Observer, LayerObserver):
+class _Step(observers.Observer, layer_observers.LayerObserver):
     """The values that one step, or its trace, has shown so far on one replica.
 
     Args:
@@ -257,9 +238,9 @@ class _Step(observers.Observer, LayerObserver):
     def __init__(self, owner: ExponentHistograms, due: tf.Tensor) -> None:
         self._owner, self._due, self._graph = owner, due, host.current_graph()
         self._seen: dict[RowKey, list[_Seen]] = defaultdict(list)
-        self._scales: list[tf.Tensor | None] = []
+        self._scales: list[_Scale] = []
 
-    def outputs(self, call: LayerCall, outputs: Any) -> Any:
+    def outputs(self, call: layer_observers.LayerCall, outputs: Any) -> Any:
         """Notes what a layer returns, and has the gradient of that noted."""
         if keras_api.is_symbolic():  # Keras only asks for shapes.
             return outputs
@@ -278,7 +259,7 @@ class _Step(observers.Observer, LayerObserver):
 
         @tf.custom_gradient
         def tapped(x: tf.Tensor) -> Any:
-            @do_not_convert
+            @autograph.do_not_convert
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 self._seen[row].append((upstream, None, None))
                 return upstream
@@ -287,12 +268,7 @@ class _Step(observers.Observer, LayerObserver):
 
         return marks.copy(tensor, tapped(tensor))
 
-    def gradients(
-        self,
-        pairs: Sequence[tuple[Gradient, tf.Variable]],
-        divisor: tf.Tensor | None,
-        scaled_by: tf.Tensor | None,
-    ) -> None:
+    def gradients(self, pairs: Sequence[Any], divisor: _Scale, scaled_by: _Scale) -> None:
         """Notes the gradients of variables."""
         if host.current_graph() is self._graph:
             self._scales.append(scaled_by)
@@ -332,9 +308,9 @@ def _is_shown(layer: Any) -> bool:
     return not isinstance(layer, tf.keras.Model) and not hasattr(layer, "state_size")
 
 
-def _told(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:
+def _told(apply_gradients: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply_gradients)
-    def told(grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> _T:
+    def told(grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
         pairs = list(grads_and_vars)
         with _told_once(pairs):
             return apply_gradients(pairs, *args, **kwargs)
@@ -342,7 +318,7 @@ def _told(apply_gradients: Callable[..., _T]) -> Callable[..., _T]:
     return told
 
 
-@do_not_convert
+@autograph.do_not_convert
 def _told_once(pairs: list[tuple[Any, Any]]) -> contextlib.AbstractContextManager[None]:
     """Tells gradients; not those of a step of keras_mp, which does so before and inside."""
     if scaled_losses.thread.is_applying:
@@ -357,8 +333,7 @@ def _scales_no_loss(optimizer: tf.keras.optimizers.Optimizer | None) -> bool:
     is_of_keras = isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
     if is_of_keras and not isinstance(optimizer, LossScaleOptimizer):
         raise ValueError(
-            "Expected a keras_mp.LossScaleOptimizer, or an optimizer that scales no loss: "
-            "tf.keras's own wrapper does not show by which number a gradient was scaled. "
-            f"Received: optimizer={optimizer!r}"
+            "Expected a keras_mp.LossScaleOptimizer, or one that scales no loss: tf.keras's does "
+            f"not show by which number a gradient was scaled. Received: optimizer={optimizer!r}"
         )
     return isinstance(optimizer, keras_api.OPTIMIZER_BASES) and not wrappers_among(optimizer)

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.support import kept_casts
-from keras_mp.support.autograph import do_not_convert
+from keras_mp.support import autograph, kept_casts
 
 # The exponents of float32's values, subnormal ones included.
 LOWEST, HIGHEST = -149, 127
@@ -36,25 +35,12 @@ _LARGEST_SHIFT = 300
 _PATTERNS = 2**16
 
 
-class Format(NamedTuple):
-    """The borders of a dtype, which rounds to nearest and ties to even.
-
-    A border is an exponent and the first of its bins whose values are beyond.
-
-    Attributes:
-        zero: up to this power of two, itself included, everything becomes zero.
-        normal: border of the values that become normal numbers.
-        infinite: border of those that become infinite.
-    """
-
-    zero: int
-    normal: tuple[int, int]
-    infinite: tuple[int, int]
-
-
+# Of each dtype, which rounds to nearest and ties to even, three borders, each an exponent and the
+# first of its bins whose values are beyond: of the values that are not zero then, of those that are
+# normal, and of those that are infinite.
 FORMATS = {
-    "float16": Format(zero=-25, normal=(-15, 4), infinite=(15, 5)),
-    "bfloat16": Format(zero=-134, normal=(-127, 2), infinite=(127, 3)),
+    "float16": ((-25, 1), (-15, 4), (15, 5)),
+    "bfloat16": ((-134, 1), (-127, 2), (127, 3)),
 }
 
 
@@ -214,13 +200,11 @@ class Histogram:
         Raises:
             ValueError: the dtype is not one of these, or the scale is no power of two.
         """
-        where, shift, (places, counts) = format_of(dtype), exponent_of(scale), self._finite()
-
-        def below(exponent: int, column: int) -> int:
-            return int(counts[places < (exponent - shift) * COLUMNS + column].sum())
-
-        total, zero = int(counts.sum()), below(where.zero, 1)
-        return Fate(total, zero, below(*where.normal) - zero, total - below(*where.infinite))
+        shift, (places, counts) = exponent_of(scale) * COLUMNS, self._finite()
+        borders = (exponent * COLUMNS + column - shift for exponent, column in format_of(dtype))
+        zero, small, finite = (int(counts[places < border].sum()) for border in borders)
+        total = int(counts.sum())
+        return Fate(total, zero, small - zero, total - finite)
 
     def window(self, dtype: str, tolerance: float = 0.0) -> Window:
         """Returns the scales at which no value becomes infinite and none, or few, become zero.
@@ -235,7 +219,7 @@ class Histogram:
         Raises:
             ValueError: the dtype is not one of those.
         """
-        where, (places, counts) = format_of(dtype), self._finite()
+        (zero, _, infinite), (places, counts) = format_of(dtype), self._finite()
         if not places.size:
             return EVERYWHERE
         # The smallest values that must not become zero; those below may.
@@ -243,8 +227,8 @@ class Histogram:
         ends = places[[min(first, places.size - 1), -1]].tolist()
         (small, is_above_a_power), (large, column) = (divmod(each, COLUMNS) for each in ends)
         # One above the border where it is a power of two; one below it where it is beyond.
-        low = where.zero - small + (not is_above_a_power)
-        return Window(low, where.infinite[0] - large - (column >= where.infinite[1]))
+        low = zero[0] - small + (not is_above_a_power)
+        return Window(low, infinite[0] - large - (column >= infinite[1]))
 
     def to_dict(self) -> dict[str, int]:
         """Returns how many values have which exponent, and how many are none, as JSON has it."""
@@ -264,7 +248,7 @@ class Histogram:
         return f"<Histogram of {self.total} values{ends}>"
 
 
-def format_of(dtype: str) -> Format:
+def format_of(dtype: str) -> tuple[tuple[int, int], ...]:
     """Returns the borders of a dtype, or raises a ValueError."""
     if dtype not in FORMATS:
         raise ValueError(f"Expected one of the dtypes {list(FORMATS)}. Received: dtype={dtype!r}")
@@ -295,7 +279,7 @@ def exponent_of(scale: float) -> int:
     )
 
 
-@do_not_convert
+@autograph.do_not_convert
 def count_exponents(tensor: tf.Tensor, scale: tf.Tensor | None = None) -> tf.Tensor:
     """Counts values on the device, in eager and in functions.
 

@@ -89,6 +89,8 @@ class Range:
 # finite, the smallest and the largest finite one, and whether something began to be so here.
 Read = tuple[str, list[Range], np.ndarray]
 
+_Tensors = Sequence[tf.Tensor]
+
 
 class ByTensor:
     """What is known of tensors, for as long as each of them is there."""
@@ -119,9 +121,7 @@ class OperationTable:
         self.rows: list[Range] = []
         self.row_of = ByTensor()
 
-    def outputs_to_check(
-        self, kind: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]
-    ) -> list[tf.Tensor]:
+    def outputs_to_check(self, kind: str, inputs: _Tensors, outputs: _Tensors) -> _Tensors:
         """Returns those results of an operation that should be finite; if there are any, add it.
 
         Args:
@@ -147,12 +147,7 @@ class OperationTable:
             self.rows[i].is_used = True
 
     def add(
-        self,
-        kind: str,
-        origin: Origin,
-        values: Sequence[tf.Tensor],
-        inputs: list[int],
-        is_given: bool = False,
+        self, kind: str, origin: Origin, values: _Tensors, inputs: list[int], is_given: bool = False
     ) -> int:
         """Adds an operation.
 
@@ -193,7 +188,7 @@ class EagerRecorder(OperationTable):
             yield "", self.rows, np.array(self.measured)
             self.rows, self.measured, self.row_of = [], [], ByTensor()
 
-    def record(self, kind: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) -> None:
+    def record(self, kind: str, inputs: _Tensors, outputs: _Tensors) -> None:
         """Records an operation that has run."""
         checked = self.outputs_to_check(kind, inputs, outputs)
         if not checked:
@@ -232,12 +227,10 @@ class GraphRecorder(OperationTable):
         """Yields what the graphs have measured on each device since the last time."""
         for device, handle in self._states.items():
             state = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).numpy()
-            _clear(handle)
+            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros([CAPACITY, 4]))
             yield device, self.rows, state[: len(self.rows)]
 
-    def record(
-        self, graph: tf.Graph, kind: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]
-    ) -> None:
+    def record(self, graph: tf.Graph, kind: str, inputs: _Tensors, outputs: _Tensors) -> None:
         """Records an operation that becomes a part of a graph.
 
         Args:
@@ -262,44 +255,35 @@ class GraphRecorder(OperationTable):
             self._give(origin, value)
         self._measure(origin, checked, self.row_of.of(inputs))
 
-    def _give(self, origin: Origin, value: tf.Tensor) -> list[int]:
-        """Returns the row of what an operation takes; what was there before has one from now on."""
-        if not value.dtype.is_floating:
-            return []
-        if known := self.row_of.of([value]):
-            return known
-        before = []
-        if value.op.type in ("Cast", "Identity"):
-            source = value.op.inputs[0]
-            before = self._give(origin, source)
-            if before and value.dtype.size >= source.dtype.size:
-                self.row_of.note([value], before[0])
-                return before
-        # A cast to fewer bits may overflow, where what it takes was finite.
-        return [self._measure(origin, [value], before, is_given=True)]
+    def _give(self, origin: Origin, value: tf.Tensor) -> None:
+        """Gives what an operation takes, and was there before, a row, unless it has one."""
+        if not value.dtype.is_floating or self.row_of.of([value]):
+            return
+        sources = list(value.op.inputs) if value.op.type in ("Cast", "Identity") else []
+        for source in sources:
+            self._give(origin, source)
+        before = self.row_of.of(sources)
+        if before and value.dtype.size >= sources[0].dtype.size:
+            self.row_of.note([value], before[0])
+        else:
+            # A cast to fewer bits may overflow, where what it takes was finite.
+            self._measure(origin, [value], before, is_given=True)
 
     def _measure(
-        self, origin: Origin, values: Sequence[tf.Tensor], inputs: list[int], is_given: bool = False
-    ) -> int:
-        """Gives an operation a row, which is measured when the graph runs; returns its number."""
-        graph = values[0].graph
+        self, origin: Origin, values: _Tensors, inputs: list[int], is_given: bool = False
+    ) -> None:
+        """Gives an operation a row, which is measured when the graph runs."""
+        graph, device = values[0].graph, values[0].device
         index = self.add(values[0].op.type, origin, values, inputs, is_given)
         # Tensors of another graph cannot be used.
         found = [self._bad[i] for i in set(inputs) if i in self._bad]
         before = tf.add_n([bad for bad in found if bad.graph is graph] or [tf.constant(0.0)])
         measured = _measuring(tuple(value.dtype for value in values), _is_inside(graph, _LOOP))
-        state = _captured(graph, self._state(values[0].device))
-        self._bad[index] = measured(state, index, before, *values)
-        return index
-
-    def _state(self, device: str) -> tf.Tensor:
-        """Returns the handle of the variable with the rows of a device."""
         if device not in self._states:
             with tf.init_scope(), tf.device(device or None):
-                handle = own_thread.variable(tf.float32, [CAPACITY, 4])
-                _clear(handle)
-            self._states[device] = handle
-        return self._states[device]
+                self._states[device] = own_thread.variable(tf.zeros([CAPACITY, 4]))
+        state = _captured(graph, self._states[device])
+        self._bad[index] = measured(state, index, before, *values)
 
 
 @functools.cache
@@ -364,7 +348,3 @@ def _captured(graph: Any, handle: tf.Tensor) -> tf.Tensor:
     if not function_graphs.is_of_function(graph):
         return handle
     return graph.capture(_captured(graph.outer_graph, handle))
-
-
-def _clear(handle: tf.Tensor) -> None:
-    tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros([CAPACITY, 4]))

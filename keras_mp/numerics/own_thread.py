@@ -24,18 +24,10 @@ from keras_mp.tensorflow_api import operations
 
 # The modules through which random operations are called, and the functions that draw: those of
 # numbers, whose distributions no tensor has a part in, and others with a state.
-_MODULES = tuple(
-    sys.modules[draw.__module__]
-    for draw in (
-        *(tf.raw_ops.RandomUniform, tf.raw_ops.StatefulUniform),
-        *(tf.raw_ops.StatelessRandomUniform, tf.raw_ops.StatelessRandomUniformV2),
-    )
-)
+_UNIFORM = [of for name, of in vars(tf.raw_ops).items() if name.endswith(("Uniform", "UniformV2"))]
+_MODULES = {sys.modules[draw.__module__] for draw in _UNIFORM}
 _NUMBERS = r"[a-z]\w*(uniform|normal)\w*"
-_DRAWS = re.compile(
-    rf"(?!\w*(parameterized|fallback))({_NUMBERS}|(rng|stateful)_\w+|multinomial|random_gamma"
-    "|random_poisson_v2)"
-)
+_DRAWS = re.compile(rf"(?!\w*(parameterized|fallback))({_NUMBERS}|(rng|stateful)_\w+)")
 
 # A kernel of these operations goes on from call to call with the same seed, for all threads. The
 # others, which take the seed alone, have the same arguments.
@@ -48,7 +40,6 @@ _WITHOUT_STATE = {
     "random_uniform_int": tf.raw_ops.StatelessRandomUniformInt,
     "truncated_normal": tf.raw_ops.StatelessTruncatedNormal,
 }
-_RENAMED = {"rate": "lam"}
 
 # The class of what `tf.function` returns.
 _FUNCTION = type(tf.function(len))
@@ -85,7 +76,7 @@ def random_numbers(seed: int = 0) -> Iterator[None]:
         enter(wrapped.here(sys.modules[get_seed.__module__], get_seed.__name__, own_seed))
         enter(keras_api.own_seeds(seed))
         for module in _MODULES:
-            for name in filter(_DRAWS.fullmatch, list(vars(module))):
+            for name in [n for n in vars(module) if n in _WITHOUT_STATE or _DRAWS.fullmatch(n)]:
                 enter(wrapped.here(module, name, functools.partial(_own, name, copy_of)))
         enter(attributes.replaced(thread, "take", lambda drawn: drawn))
         yield
@@ -99,23 +90,20 @@ def _own(name: str, copy_of: Callable[[Any], tf.Tensor], original: Draw) -> Draw
         copy_of: returns the copy of a generator, given a reference.
         original: the function.
     """
-    signature, without_state = inspect.signature(original), _WITHOUT_STATE.get(name)
+    signature = inspect.signature(original)
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        arguments = bound.arguments
-        if hasattr(arguments.get("resource"), "numpy"):  # of a function that is traced, too
-            arguments["resource"] = copy_of(arguments["resource"].ref())
-        if not tf.executing_eagerly():
-            return original(**arguments)
-        if without_state is None:
-            drawn = original(**arguments)
-        else:
-            seed = [arguments.pop("seed"), arguments.pop("seed2")]
-            renamed = {_RENAMED.get(key, key): value for key, value in arguments.items()}
-            drawn = without_state(**renamed, seed=seed)
-        return thread.take(drawn) if re.fullmatch(_NUMBERS, name) else drawn
+        given, function, is_eager = bound.arguments, original, tf.executing_eagerly()
+        if hasattr(given.get("resource"), "numpy"):  # of a function that is traced, too
+            given["resource"] = copy_of(given["resource"].ref())
+        if is_eager and name in _WITHOUT_STATE:
+            function = _WITHOUT_STATE[name]
+            given["seed"] = given["seed"], given.pop("seed2")
+            given = {"lam" if key == "rate" else key: value for key, value in given.items()}
+        drawn = function(**given)
+        return thread.take(drawn) if is_eager and re.fullmatch(_NUMBERS, name) else drawn
 
     return draw
 
@@ -131,10 +119,7 @@ def random_numbers_of(model: tf.keras.Model) -> contextlib.AbstractContextManage
 def _copy(generator: tf.Tensor) -> tf.Tensor:
     """Returns the handle of a variable with the state of a `tf.random.Generator`."""
     with tf.init_scope():
-        state = tf.raw_ops.ReadVariableOp(resource=generator, dtype=tf.int64)
-        copy = variable(state.dtype, state.shape)
-        tf.raw_ops.AssignVariableOp(resource=copy, value=state)
-    return copy
+        return variable(tf.raw_ops.ReadVariableOp(resource=generator, dtype=tf.int64))
 
 
 def eager_functions() -> contextlib.AbstractContextManager[None]:
@@ -143,36 +128,35 @@ def eager_functions() -> contextlib.AbstractContextManager[None]:
     Those that TensorFlow makes for itself, as `tf.vectorized_map` does, stay functions.
     """
 
-    def runs_eagerly(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        def runs(function: Any) -> bool:
-            module = getattr(function.python_function, "__module__", None) or ""
-            is_own = tf.executing_eagerly() and not module.startswith("tensorflow.")
-            return is_own or original(function)
+    def is_own(function: Any) -> bool:
+        module = getattr(function.python_function, "__module__", None) or ""
+        return tf.executing_eagerly() and not module.startswith("tensorflow.")
 
-        return runs
+    def either(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        return lambda function: is_own(function) or original(function)
 
-    return wrapped.here(_FUNCTION, "_run_functions_eagerly", runs_eagerly)
+    return wrapped.here(_FUNCTION, "_run_functions_eagerly", either)
 
 
-def variable(dtype: tf.DType, shape: tf.TensorShape | list[int]) -> tf.Tensor:
+def variable(value: tf.Tensor) -> tf.Tensor:
     """Returns the handle of a new variable, which lives as long as the handle.
 
     For a Python object, a strategy would make a variable that spans all replicas.
 
     Args:
-        dtype: the dtype of the variable.
-        shape: the shape of the variable.
+        value: the value with which it begins, and whose dtype and shape it has.
 
     Example:
 
     >>> from keras_mp.numerics import own_thread
-    >>> handle = own_thread.variable(tf.float32, [2])
-    >>> tf.raw_ops.AssignVariableOp(resource=handle, value=tf.ones([2]))
+    >>> handle = own_thread.variable(tf.ones([2]))
     >>> tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).numpy().tolist()
     [1.0, 1.0]
     """
     name = operations.anonymous_name()
-    return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name)
+    handle = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
+    tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+    return handle
 
 
 @contextlib.contextmanager
@@ -202,9 +186,9 @@ def without_metrics(model: Any) -> Iterator[None]:
     Computing the loss that a model is compiled with updates some metrics. If they belong to a
     strategy with several replicas, that fails outside of a replica.
     """
-    metrics = {id(metric): metric for metric in getattr(model, "metrics", ())}
+    known = list(getattr(model, "metrics", ()))
     with contextlib.ExitStack() as stack:
-        for metric in metrics.values():
+        for metric in known:
             ignored = wrapped.here(metric, "update_state", lambda _: lambda *_, **__: None)
             stack.enter_context(ignored)
         try:
@@ -212,5 +196,5 @@ def without_metrics(model: Any) -> Iterator[None]:
         finally:
             # Metrics of a loss are made when it is first computed.
             for metric in getattr(model, "metrics", ()):
-                if id(metric) not in metrics:
+                if metric not in known:
                     metric.reset_state()

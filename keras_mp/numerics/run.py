@@ -20,26 +20,20 @@ import tensorflow as tf
 from keras_mp import keras_api, losses
 from keras_mp.conversion import convert
 from keras_mp.layer_calls import layer_observers, model_outputs
-from keras_mp.layer_calls.layer_observers import LayerCall, LayerObserver
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models.layer_paths import layers_by_path, native_variable, variables_by_path
-from keras_mp.numerics import own_thread
+from keras_mp.numerics import own_thread, records
 from keras_mp.numerics.batches import Batch, Structure
-from keras_mp.numerics.records import (
-    NOISY_RUNS,
-    UNIT_ROUNDOFF,
-    Distance,
-    Noise,
-    Quantity,
-    apart,
-    are_finite,
-)
+from keras_mp.numerics.records import UNIT_ROUNDOFF, Distance, Noise, Quantity
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE
 from keras_mp.support import attributes, marks
 
 LOSS = "loss"
 
 Change = Callable[[tf.Tensor], tf.Tensor]
+
+# Gradients of outputs.
+Upstream = Sequence[tf.Tensor | None]
 
 # A loss of `tf.keras`, by name or not, or a function of labels and predictions.
 GivenLoss = str | tf.keras.losses.Loss | Callable[..., tf.Tensor]
@@ -122,9 +116,10 @@ class Call:
         return Distance.worst(found)
 
 
-def explain(
-    calls: Sequence[Call], again: Callable[[Noise], Sequence[Call]], unit: float
-) -> Sequence[Call]:
+_Calls = Sequence[Call]
+
+
+def explain(calls: _Calls, again: Callable[[Noise], _Calls], unit: float) -> _Calls:
     """Finds out what rounding explains: the largest effect of a few runs with noise.
 
     Args:
@@ -132,14 +127,14 @@ def explain(
         again: makes and measures them with noise.
         unit: float. The unit roundoff.
     """
-    for seed in range(NOISY_RUNS):
+    for seed in range(records.NOISY_RUNS):
         moved = again(Noise(unit, seed))
         is_same = [each.path for each in calls] == [each.path for each in moved]
         for call, other in zip(calls, moved if is_same else ()):
             for key, quantity in call.quantities.items():
                 found = other.quantities.get(key)
                 # A tensor that its layer returns and uses has no gradient once noise replaces it.
-                distance = math.inf if found is None else apart(found.values, quantity.values)
+                distance = records.apart(found.values, quantity.values) if found else math.inf
                 quantity.explained = max(quantity.explained, distance)
     known = (each for call in calls for each in call.quantities.items())
     gradients = [quantity for (side, _), quantity in known if side == "backward"]
@@ -149,7 +144,7 @@ def explain(
     return calls
 
 
-class Watch(LayerObserver):
+class Watch(layer_observers.LayerObserver):
     """Watches the calls of layers, and the random numbers that are drawn meanwhile.
 
     TensorFlow draws other numbers in float16 than in float32 from the same seed. So the numbers of
@@ -176,11 +171,11 @@ class Watch(LayerObserver):
         """Calls a function, and notes that as the call of a layer of that name."""
         return layer_observers.observed(self, path, function, function)(*args)
 
-    def inputs(self, call: LayerCall) -> None:
+    def inputs(self, call: layer_observers.LayerCall) -> None:
         """Begins a call."""
         self._begun[id(call)] = len(self.calls), self._drawn
 
-    def outputs(self, call: LayerCall, outputs: Any) -> Any:
+    def outputs(self, call: layer_observers.LayerCall, outputs: Any) -> Any:
         """Notes a call, and changes what it returns."""
         first, drawn = self._begun[id(call)]
         if self._change is not None:
@@ -211,11 +206,9 @@ class Watch(LayerObserver):
         Args:
             root: the model or layer. If it has no `call`, only the numbers are watched.
         """
-        with (
-            layer_observers.attached(self, _named(root).values() if hasattr(root, "call") else ()),
-            attributes.replaced(own_thread.thread, "take", self._take),
-            own_thread.eager_functions(),
-        ):
+        layers = _named(root).values() if hasattr(root, "call") else ()
+        taking = attributes.replaced(own_thread.thread, "take", self._take)
+        with layer_observers.attached(self, layers), taking, own_thread.eager_functions():
             yield
 
     def _take(self, own: tf.Tensor) -> tf.Tensor:
@@ -227,15 +220,12 @@ class Watch(LayerObserver):
 
 def floating(structure: Any) -> list[tf.Tensor]:
     """Returns the floating-point tensors in a structure, each once."""
-    found = {id(value): value for value in tf.nest.flatten(structure) if is_floating(value)}
-    return list(found.values())
+    return [*{id(e): e for e in tf.nest.flatten(structure) if is_floating(e)}.values()]
 
 
 def map_floating(change: Change, structure: Any) -> Any:
     """Returns the structure, with its floating-point tensors changed."""
-    return tf.nest.map_structure(
-        lambda value: change(value) if is_floating(value) else value, structure
-    )
+    return tf.nest.map_structure(lambda e: change(e) if is_floating(e) else e, structure)
 
 
 def is_floating(value: object) -> TypeGuard[tf.Tensor]:
@@ -260,21 +250,15 @@ def named_weights(layer: Any) -> dict[str, Any]:
     return {f"weight {i}": each for i, each in enumerate(getattr(layer, "trainable_weights", ()))}
 
 
-def compiled(
-    model: tf.keras.Model, policy: Any, optimizer: Any = None, **changes: Any
-) -> tf.keras.Model:
+def compiled(model: tf.keras.Model, policy: Any, optimizer: Any = None, **changes: Any) -> Any:
     """Returns a copy under a policy, compiled as the model is, but for metrics and changes."""
-    copy = convert(model, policy)
-    if getattr(model, "optimizer", None) is not None:
+    copy, own = convert(model, policy), getattr(model, "optimizer", None)
+    if own is not None:
         weights = (model.get_compile_config() or {}).get("loss_weights")
         how = {"loss": getattr(model, "loss", None), "loss_weights": weights, **changes}
-        copy.compile(optimizer or optimizer_of(model), **how)
+        new = optimizer or keras_api.deserialize_optimizer(keras_api.serialize_optimizer(own))
+        copy.compile(new, **how)
     return copy
-
-
-def optimizer_of(model: tf.keras.Model) -> Any:
-    """Returns a new optimizer like that of a model."""
-    return keras_api.deserialize_optimizer(keras_api.serialize_optimizer(model.optimizer))
 
 
 def signed_mean(prediction: Structure) -> tf.Tensor:
@@ -336,7 +320,7 @@ class Run(NamedTuple):
     @property
     def is_sound(self) -> bool:
         """Whether no gradient overflows, as far as that can be told: the loss does not either."""
-        return not math.isfinite(self.loss) or are_finite(self.all_gradients())
+        return not math.isfinite(self.loss) or records.are_finite(self.all_gradients())
 
     def all_gradients(self) -> list[tf.Tensor]:
         """The gradients of outputs and of weights, multiplied by the loss scale."""
@@ -390,10 +374,8 @@ class Runner:
         """
         watch = Watch(self.numbers, noise and noise.both_ways)
         is_built, batch = getattr(self.model, "built", False), self.batch
-        with (
-            own_thread.put_back(self.model),
-            tf.GradientTape(watch_accessed_variables=not is_built) as tape,
-        ):
+        tape = tf.GradientTape(watch_accessed_variables=not is_built)
+        with own_thread.put_back(self.model), tape:
             if noise is not None:
                 noise.move_weights(self.model)
                 moved = map_floating(lambda each: marks.copy(each, noise(each)), batch.x)
@@ -443,10 +425,8 @@ class Runner:
             watch.replace([each for each in pairs if each[0].dtype != each[1].dtype])
             value = watch.run(LOSS, functools.partial(self._loss_of, batch), prediction)
         if not isinstance(value, tf.Tensor | tf.Variable) or value.shape.rank != 0:
-            raise ValueError(
-                f"Expected `{'step' if self.step else LOSS}` to return the loss, a scalar tensor. "
-                f"Received: {value!r}"
-            )
+            what = "step" if self.step else LOSS
+            raise ValueError(f"Expected `{what}` to return the loss, a scalar. Received: {value!r}")
         return [tf.convert_to_tensor(value)], None, {}
 
     def _loss_of(self, batch: Batch, prediction: Structure) -> tf.Tensor:
@@ -466,29 +446,22 @@ class Runner:
         return tf.add_n([value, *(tf.cast(each, value.dtype) for each in added)])
 
 
-def runners(
-    model: tf.keras.Model, batch: Batch, reference: Any = "float32", **how: Any
-) -> tuple[Runner, Runner]:
+def runners(model: Any, batch: Batch, wide: Any = "float32", **how: Any) -> tuple[Runner, Runner]:
     """Returns what runs a model, and what runs its reference, with the same random numbers.
 
     Args:
         model: of `tf.keras`, built.
         batch: Batch.
-        reference: a policy for a copy of the model, or a model with the same layers.
+        wide: the reference, a policy for a copy of the model, or a model with the same layers.
         **how: `loss`, `step` and `training`, as for `check`.
     """
-    is_given = isinstance(reference, tf.keras.Model)
-    wide = reference if is_given else compiled(model, reference, "sgd")
-    numbers: list[tf.Tensor] = []
-    return Runner(model, batch, numbers, model, **how), Runner(wide, batch, numbers, model, **how)
+    narrow = Runner(model, batch, [], model, **how)
+    wide = wide if isinstance(wide, tf.keras.Model) else compiled(model, wide, "sgd")
+    return narrow, dataclasses.replace(narrow, model=wide)
 
 
 def replay(
-    call: Call,
-    layer: Any,
-    upstream: Sequence[tf.Tensor | None],
-    dtype: str | None = None,
-    noise: Noise | None = None,
+    call: Call, layer: Any, upstream: Upstream, dtype: str | None = None, noise: Noise | None = None
 ) -> Run:
     """Makes a call once more, with the same or with another layer, and the same random numbers.
 
@@ -522,11 +495,9 @@ def replay(
                 returned = model_outputs.widened(returned, lambda _: True)
         again, moved = watch.calls[-1], noise or tf.identity
         again.path, again.outputs = call.path, floating(returned)
-        pairs = [
-            (output, tf.cast(moved(tf.cast(gradient, tf.float32)), output.dtype))
-            for output, gradient in zip(again.outputs, upstream)
-            if gradient is not None and gradient.shape == output.shape
-        ]
+        both = [(o, g) for o, g in zip(again.outputs, upstream) if g is not None]
+        both = [(o, g) for o, g in both if g.shape == o.shape]
+        pairs = [(o, tf.cast(moved(tf.cast(g, tf.float32)), o.dtype)) for o, g in both]
         sources = {f"input {i}": value for i, value in enumerate(inputs)}
         return [each for each, _ in pairs], [each for _, each in pairs], sources
 

@@ -12,10 +12,9 @@ from keras_mp.layer_calls import layer_observers
 from keras_mp.numerics import origins
 from keras_mp.numerics.batches import Batch
 from keras_mp.numerics.graph import COUNTED
-from keras_mp.support.autograph import do_not_convert
+from keras_mp.support import autograph, messages
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.support.kept_casts import as_float32
-from keras_mp.support.messages import Line
 
 # They hand on what a layer has asked for.
 _MOVES = {"Cast", *origins.MOVES}
@@ -83,7 +82,7 @@ class TracedStep:
         paths = (self.layers.name(each.name) for each in (operation, *takers))
         return next(filter(None, paths), "the training step, outside of layers")
 
-    def line(self, operation: tf.Operation) -> Line | None:
+    def line(self, operation: tf.Operation) -> messages.Line | None:
         """Returns the program's line that made an operation, or that of which it is a gradient."""
         if origins.is_of_backward_pass(operation.name):
             name = origins.forward_name(operation.name, operation.type, self._by_name)
@@ -151,9 +150,7 @@ class TracedStep:
         return next((each for each in found if not origins.is_of_backward_pass(each.name)), None)
 
 
-def _takers(
-    tensors: Sequence[tf.Tensor], through: Container[str], steps: int
-) -> Iterator[tf.Operation]:
+def _takers(tensors: Sequence[tf.Tensor], through: Container[str], steps: int) -> Iterator[Any]:
     """Yields the operations that take some tensors, at once or by way of others."""
     for _ in range(steps):
         takers = [taker for each in tensors for taker in each.consumers()]
@@ -206,7 +203,7 @@ def trace(
         with strategy.scope():
             optimizer.build(model.trainable_variables)
 
-    inspected = do_not_convert(
+    inspected = autograph.do_not_convert(
         lambda data, result: inspect(TracedStep(model, Batch(*data), result, layers))
     )
 
@@ -280,6 +277,5 @@ def health(tensor: tf.Tensor) -> tf.Tensor:
     # The operation of `tf.debugging.experimental.enable_dump_debug_info`, mode FULL_HEALTH.
     # It has no kernel for 8 bits.
     tensor = as_float32(tensor) if tensor.dtype.size == 1 else tensor
-    return tf.raw_ops.DebugNumericSummaryV2(
-        input=tensor, output_dtype=tf.float64, tensor_debug_mode=4
-    )
+    summary = tf.raw_ops.DebugNumericSummaryV2
+    return summary(input=tensor, output_dtype=tf.float64, tensor_debug_mode=4)

@@ -11,7 +11,7 @@ import functools
 import operator
 import threading
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -19,17 +19,16 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
-from keras_mp.numerics import operation_table, origins, patterns
-from keras_mp.numerics.counting import ExponentHistograms
+from keras_mp.numerics import counting, operation_table, origins, patterns
 from keras_mp.numerics.first_bad import READS, NotFiniteError, first_error
 from keras_mp.numerics.histogram import EVERYWHERE
-from keras_mp.numerics.operation_table import ByTensor, EagerRecorder, GraphRecorder, Range
 from keras_mp.numerics.report import Report
 from keras_mp.numerics.results import Result
-from keras_mp.support import attributes, kept_casts, messages, op_callbacks
+from keras_mp.support import attributes, function_graphs, kept_casts, messages, op_callbacks
 from keras_mp.support.figures import new_figure
-from keras_mp.support.function_graphs import is_of_function
 from keras_mp.support.validation import boolean, epoch_or_integer, integer
+
+_Dtype = str | None
 
 # Which operation of the program an error is about.
 _place = operator.attrgetter("operation.operation", "operation.layer", "operation.line")
@@ -137,10 +136,7 @@ class watch(keras_api.BaseCallback, Result):
         for each in self._scaled:
             is_one = isinstance(each, tf.keras.Model) or hasattr(each, "apply_gradients")
             if not (is_one or hasattr(each, "loss_scale")):
-                raise TypeError(
-                    "Expected models, optimizers or `GradScaler`s, whose loss scale may fall. "
-                    f"Received: {each!r} (of type {type(each)})"
-                )
+                raise TypeError(f"Expected models, optimizers or `GradScaler`s. Received: {each!r}")
         self.read_freq = epoch_or_integer("read_freq", read_freq)
         self.history: list[Report] = []
         self.found: list[NotFiniteError] = []
@@ -148,25 +144,24 @@ class watch(keras_api.BaseCallback, Result):
         self._counting: dict[str, Any] = {"every": integer("every", every)}
         self._counting |= {"gradients": gradients, "weights": weights, "outputs": outputs}
         self._counting["output_gradients"] = output_gradients
-        self._histograms: ExponentHistograms | None = None
+        self._histograms: counting.ExponentHistograms | None = None
         if model is not None and optimizer is not None:
             self.step()  # Histograms are made now, in the scope of a strategy, not in a replica.
         # In a `fit`: what counts, the function that runs steps in which it does, and what that
         # replaces in an execution; how many steps were made in it, in it before this epoch, in it
         # when histograms were last read because of `read_freq`, and before this `fit`.
         self._in_fit: Any = None
-        self._counting_steps: Any = None
-        self._plain_steps: Any = None
+        self._counting_steps, self._plain_steps = cast(Any, (None, None))
         self._made = self._before_epoch = self._last_read = self._before_fit = 0
         # In a block.
         self._include = patterns.listed("include", ["*"] if include is None else include)
         self._exclude = patterns.listed("exclude", exclude)
         self._raises = boolean("raises", raises)
-        self._scales: list[tuple[DynamicLossScale, float]] = []
-        self._graphs, self._eager = GraphRecorder(), EagerRecorder()
+        self._scales: dict[DynamicLossScale, float] = {}
+        self._graphs, self._eager = operation_table.GraphRecorder(), operation_table.EagerRecorder()
         # What is not finite for a reason that is known: functions in which something was found have
         # returned it, or it comes of that.
-        self._spoilt = ByTensor()
+        self._spoilt = operation_table.ByTensor()
         self._has_seen_any = False
         self._lock = threading.RLock()
         self._block = contextlib.ExitStack()
@@ -177,18 +172,15 @@ class watch(keras_api.BaseCallback, Result):
     def __enter__(self) -> "watch":
         if hasattr(_thread, "is_in_block"):
             raise RuntimeError(
-                "Expected one `watch` block at a time, since each would also check the "
-                "operations of the other. Pass all optimizers to one of them."
+                "Expected one `watch` block at a time, for all operations: pass it all optimizers."
             )
         known = (getattr(each, "optimizer", each) for each in self._scaled)
         owners = (owner for each in known for owner in wrappers_among(each) or [each])
         scales = (getattr(owner, "loss_scale", None) for owner in owners)
-        self._scales = [
-            (each, float(each())) for each in scales if isinstance(each, DynamicLossScale)
-        ]
-        self._forget_traces()
-        self._block.callback(self._forget_traces)
+        self._scales = {e: float(e()) for e in scales if isinstance(e, DynamicLossScale)}
         if self._watched is not None:
+            _forget_traces(self._watched)
+            self._block.callback(_forget_traces, self._watched)
             self._block.enter_context(origins.naming(self._watched))
         self._block.enter_context(op_callbacks.observed(self._observe))
         self._block.enter_context(attributes.replaced(_thread, "is_in_block", True))
@@ -201,8 +193,7 @@ class watch(keras_api.BaseCallback, Result):
         self._check()
         if not self._has_seen_any:
             messages.warn(
-                "`watch` has seen no operation. It watches only functions that are traced inside "
-                "of its block: create or trace the tf.function there."
+                "`watch` has seen no operation: create or trace the tf.function inside its block."
             )
         if self._graphs.not_watched:
             messages.warn(
@@ -210,10 +201,6 @@ class watch(keras_api.BaseCallback, Result):
                 f"found nothing in them. {self._graphs.not_watched:,} that were traced later were "
                 "not watched: use it around a part of the program, or a smaller model."
             )
-
-    def _forget_traces(self) -> None:
-        if (model := self._watched) is not None:
-            model.train_function = model.test_function = model.predict_function = None
 
     @op_callbacks.unobserved()
     def _check(self) -> bool:
@@ -225,8 +212,8 @@ class watch(keras_api.BaseCallback, Result):
             NotFiniteError: one of them is the first whose result is not finite.
         """
         scales = self._scales
-        self._scales = [(scale, float(scale())) for scale, _ in scales]
-        may_fall = any(before > max(1, scale.min_loss_scale) for scale, before in scales)
+        self._scales = {scale: float(scale()) for scale in scales}
+        may_fall = any(before > max(1, of.min_loss_scale) for of, before in scales.items())
         with self._lock:
             reads = [*self._graphs.read(), *self._eager.read()]
         error = first_error(reads, self._is_checked, bool(scales), self._watched is not None)
@@ -243,18 +230,16 @@ class watch(keras_api.BaseCallback, Result):
             raise error
         return True
 
-    def _is_checked(self, row: Range) -> bool:
+    def _is_checked(self, row: operation_table.Range) -> bool:
         def is_among(chosen: Iterable[str]) -> bool:
             return any(patterns.matches(each, chosen) for each in (row.operation, row.layer))
 
         return is_among(self._include) and not is_among(self._exclude)
 
-    def _observe(
-        self, kind: Any, inputs: Any, _: Any, outputs: Any, op_name: Any = None, graph: Any = None
-    ) -> None:
+    def _observe(self, kind: Any, inputs: Any, _: Any, outputs: Any, *__: Any, **of: Any) -> None:
         """The callback for TensorFlow."""
-        del op_name
-        is_ours = not op_callbacks.are_off() if graph is None else is_of_function(graph)
+        graph = of.get("graph")
+        is_ours = function_graphs.is_of_function(graph) if graph else not op_callbacks.are_off()
         if not is_ours:
             return
         kind = kind.decode() if isinstance(kind, bytes) else kind
@@ -296,13 +281,11 @@ class watch(keras_api.BaseCallback, Result):
             ValueError: there is no model, or it is not built.
         """
         if self._watched is None:
-            raise ValueError(
-                "Expected the model whose steps are counted: watch(model). Received: model=None"
-            )
+            raise ValueError("Expected watch(model), to count its steps. Received: model=None")
         if self._histograms is None:
             with tf.init_scope():
-                counting = {**self._counting, "optimizer": self._optimizer}
-                self._histograms = ExponentHistograms(self._watched, **counting)
+                how = {**self._counting, "optimizer": self._optimizer}
+                self._histograms = counting.ExponentHistograms(self._watched, **how)
         return self._histograms.step()
 
     def report(self) -> Report:
@@ -320,7 +303,7 @@ class watch(keras_api.BaseCallback, Result):
         self._read(self._histograms)
         return functools.reduce(Report.__add__, self.history) if self.history else None
 
-    def _read(self, histograms: ExponentHistograms | None, **changes: int) -> None:
+    def _read(self, histograms: counting.ExponentHistograms | None, **changes: int) -> None:
         """Keeps what was counted since the last time."""
         if histograms is not None and (report := histograms.read()).counted:
             self.history.append(dataclasses.replace(report, **changes))
@@ -332,12 +315,7 @@ class watch(keras_api.BaseCallback, Result):
         return ["\n\n".join(parts) or "Nothing was counted, and all results were finite."]
 
     def plot(
-        self,
-        dtype: str | None = None,
-        *,
-        tolerance: float = 0.001,
-        history: Any = None,
-        ax: Any = None,
+        self, dtype: _Dtype = None, *, tolerance: float = 0.001, history: Any = None, ax: Any = None
     ) -> Any:
         """Draws the window of loss scales in which nothing is lost, read after read.
 
@@ -415,7 +393,7 @@ class watch(keras_api.BaseCallback, Result):
         if not model.built:
             return  # Keras 2 builds a model with its first batch, which is not counted then.
         if self._in_fit is None:
-            self._in_fit = ExponentHistograms(model, **self._counting)
+            self._in_fit = counting.ExponentHistograms(model, **self._counting)
             with self._counting_step():
                 model.make_train_function(force=True)
             self._counting_steps, model.train_function = model.train_function, plain
@@ -461,3 +439,7 @@ class watch(keras_api.BaseCallback, Result):
         self._in_fit.go_on_from(self._made)
         with self._counting_step():
             return self._counting_steps(iterator)
+
+
+def _forget_traces(model: Any) -> None:
+    model.train_function = model.test_function = model.predict_function = None
