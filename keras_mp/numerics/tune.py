@@ -19,11 +19,9 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.conversion import convert, paths_in_config
 from keras_mp.models.layer_paths import layers_by_path
-from keras_mp.numerics import batches as batches_of
-from keras_mp.numerics import own_thread, patterns
-from keras_mp.numerics.batches import Batch, Batches, Structure
-from keras_mp.numerics.census import census
-from keras_mp.numerics.histogram import format_of
+from keras_mp.numerics import histogram, own_thread, patterns
+from keras_mp.numerics.batches import Batch, Given, listed, reason
+from keras_mp.numerics.profile import census
 from keras_mp.numerics.records import MOST_NOISE, array, jitter, off, relative, share_off
 from keras_mp.numerics.results import Result
 from keras_mp.numerics.run import GivenLoss, Run, Runner, compiled
@@ -167,14 +165,14 @@ class Tuned(Result):
 
 def tune(
     model: tf.keras.Model,
-    batches: Structure | Batches,
+    batches: Given,
     *,
     dtype: str = "float16",
     tolerance: float = 0.05,
     loss: GivenLoss | None = None,
     include: str | Iterable[str] = ("*",),
     leave_out: str | Iterable[str] = (),
-    held_out: Structure | Batches | None = None,
+    held_out: Given | None = None,
     seed: int = 0,
 ) -> Tuned:
     """Finds the policy of each layer: as much in 16 bits as a tolerance allows.
@@ -244,13 +242,13 @@ def tune(
     'float32'
     """
     keras_api.check_model(model)
-    format_of(dtype)
+    histogram.format_of(dtype)
     validation.number("tolerance", tolerance, above=0)
     given, aside = _divided(model, batches, held_out)
     with own_thread.random_numbers(seed), Progress("tune", parts=None) as progress:
         plain, policy = convert(model, "float32"), f"mixed_{dtype}"
         units = _units(plain)
-        search = _Search(model, tuple(units), policy, loss, tolerance, progress)
+        search = _Search(model, units, policy, tolerance, progress)
         if given[0].y is None or (loss is None and not getattr(model, "loss", None)):
             raise ValueError(
                 "Expected batches (x, y) with labels, and a loss: pass `loss`, or compile the "
@@ -270,7 +268,8 @@ def tune(
             for path in units:
                 if f"{operation.layer}/".startswith(f"{path}/"):
                     work[path] += operation.work // 2  # a multiplication and an addition are two
-        references = [search.reference_of(batch, candidates) for batch in (*given, *aside)]
+        runners = (Runner(search.reference, each, [], model, loss) for each in (*given, *aside))
+        references = [search.reference_of(runner, candidates) for runner in runners]
 
         def cost(path: str) -> tuple[bool, bool, float]:
             """The key to sort by: infinite errors last, then error per multiplication."""
@@ -286,31 +285,26 @@ def tune(
         mixed = convert(model, policies)
     reasons = dict.fromkeys(units, "left out, or not included") | reasons
     reasons |= dict.fromkeys(kept, "within the tolerance")
-    layers = (
-        TunedLayer(path, type(layer).__name__, policies[path], work[path], reasons[path])
-        for path, layer in units.items()
-    )
+    of: Any = policies, work, reasons
+    layers = [TunedLayer(p, type(e).__name__, *(by[p] for by in of)) for p, e in units.items()]
     scale = min(scales) if dtype == "float16" and kept else None
     both = errors[: len(given)], errors[len(given) :]
     return Tuned(model.name, dtype, tolerance, tuple(layers), *both, policies, mixed, scale)
 
 
-def _divided(
-    model: tf.keras.Model, batches: Structure | Batches, held_out: Structure | Batches | None
-) -> tuple[list[Batch], list[Batch]]:
+def _divided(model: Any, batches: Given, held_out: Given | None) -> tuple[list[Batch], list[Batch]]:
     """Returns the batches to search with, and those to hold out."""
-    given = batches_of.listed(model, batches)
+    given = listed(model, batches)
     if held_out is not None:
-        return given, batches_of.listed(model, held_out)
+        return given, listed(model, held_out)
     size = len(given)
     if size == 1:
         sizes = {each.shape[0] if each.shape.rank else 0 for each in given[0].parts()}
         size = min(sizes)
         if len(sizes) > 1 or size < 2:
             raise ValueError(
-                "Expected at least two batches, of which one is held out, or one with two samples "
-                "or more, which is split; or pass `held_out`. Received: one batch, with "
-                f"{size} samples"
+                "Expected two batches or more, or one with two samples or more, of which a part is "
+                f"held out; or pass `held_out`. Received: one batch, with {size} samples"
             )
     end = size - math.ceil(size / _HELD_OUT)
     if len(given) > 1:
@@ -330,8 +324,7 @@ def _units(model: tf.keras.Model) -> dict[str, Any]:
         has_layers = is_model and any(each.startswith(f"{path}/") for each in in_config)
         if not has_layers and not any(path.startswith(f"{unit}/") for unit in units):
             units[path] = layer
-    floating = [dtype.name for dtype in FLOATING]
-    return {path: layer for path, layer in units.items() if layer.compute_dtype in floating}
+    return {path: layer for path, layer in units.items() if layer.compute_dtype in FLOATING}
 
 
 # What is compared: arrays by the attribute of `Errors`, and by the number of an output or the path
@@ -343,8 +336,7 @@ class _Reference(NamedTuple):
     """The results of the model in float32 on a batch.
 
     Attributes:
-        batch: Batch.
-        numbers: random numbers that were drawn, in the dtypes of a model in 16 bits.
+        runner: Runner of the model in float32, with the random numbers of a model in 16 bits.
         results: what `_results` returns of its run.
         noise: set of the keys of gradients that are rounding noise.
         scale: float. The loss scale at which no gradient overflows with all layers in 16 bits.
@@ -352,53 +344,47 @@ class _Reference(NamedTuple):
             bits.
     """
 
-    batch: Batch
-    numbers: list[tf.Tensor]
+    runner: Runner
     results: _Results
     noise: set[tuple[str, str]]
     scale: float
     errors: dict[frozenset[str], tuple[Errors, float]]
 
 
-@dataclasses.dataclass
 class _Search:
     """Models with some layers in 16 bits, and how far they are from float32.
 
     Attributes:
-        model: of the user.
-        units: the paths of its layers.
-        policy: str, of layers in 16 bits.
-        loss: of the user, or None.
-        tolerance: float.
-        progress: Progress, which is told what is run.
         refused: dict of the paths of layers that were too far off, with how far they were.
         added: dict of how much further off the outputs of each layer are than its inputs, by its
             path.
+
+    Args:
+        model: of the user.
+        units: the paths of its layers.
+        policy: str, of layers in 16 bits.
+        tolerance: float.
+        progress: Progress, which is told what is run.
     """
 
-    model: tf.keras.Model
-    units: tuple[str, ...]
-    policy: str
-    loss: GivenLoss | None
-    tolerance: float
-    progress: Progress
-    refused: dict[str, str] = dataclasses.field(default_factory=dict)
-    added: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, model: Any, units: Iterable[str], policy: str, tolerance: float, progress: Progress
+    ) -> None:
         def made(chosen: Collection[str]) -> tf.keras.Model:
-            return compiled(self.model, self.policies(chosen), "sgd")
+            return compiled(model, self.policies(chosen), "sgd")
 
+        self._units, self.policy, self._progress = tuple(units), policy, progress
+        self._name, self._tolerance = model.name, tolerance
         # One mixed model at a time, for all batches.
-        self._reference, self._mixed = made(()), functools.lru_cache(maxsize=1)(made)
+        self.reference, self._mixed = made(()), functools.lru_cache(maxsize=1)(made)
+        self.refused: dict[str, str] = {}
+        self.added = defaultdict[str, float](float)
 
-    def reference_of(self, batch: Batch, candidates: Collection[str]) -> _Reference:
+    def reference_of(self, runner: Runner, candidates: Collection[str]) -> _Reference:
         """Runs a batch in float32, and with all layers that may be so in 16 bits."""
-        self.progress.begin("a batch in both dtypes")
-        numbers: list[tf.Tensor] = []
+        self._progress.begin("a batch in both dtypes")
         # This run draws the random numbers, and all dtypes hold those of the narrowest one.
-        narrow = self._run(candidates, batch, numbers)
-        runner = Runner(self._reference, batch, numbers, self.model, self.loss)
+        narrow = self._run(candidates, runner)
         wide = runner.run()
         if not math.isfinite(wide.loss):
             raise ValueError(
@@ -410,13 +396,10 @@ class _Search:
             added = made - off(call.inputs, exact.inputs) if made < math.inf else made
             self.added[call.path] = max(self.added[call.path], added)
         results, moved = _results(wide), _results(runner.run(noise=jitter()))
-        noise = {
-            key
-            for key, value in results.items()
-            if key[0] == "gradients"
-            and (relative(moved[key], value) > MOST_NOISE or not value.any())
-        }
-        found = _Reference(batch, numbers, results, noise, narrow.loss_scale, {})
+        most = {key: MOST_NOISE * value.any() for key, value in results.items()}
+        gradients = (key for key in results if key[0] == "gradients")
+        noise = {key for key in gradients if not relative(moved[key], results[key]) < most[key]}
+        found = _Reference(runner, results, noise, narrow.loss_scale, {})
         found.errors[frozenset(candidates)] = _apart(narrow, found), narrow.loss_scale
         return found
 
@@ -435,7 +418,7 @@ class _Search:
             return chosen
         both = [*chosen, *group]
         errors = (self.errors(both, each)[0] for each in where)
-        failure = next((str(each) for each in errors if not each.largest <= self.tolerance), None)
+        failure = next((str(each) for each in errors if not each.largest <= self._tolerance), None)
         if failure is None:
             return both
         if len(group) == 1 or self._mixed.cache_info().misses >= _MOST_MODELS:
@@ -449,31 +432,24 @@ class _Search:
         """Returns how far a model is from float32 on a batch, and its loss scale."""
         known, key = reference.errors, frozenset(chosen)
         if key not in known:
-            self.progress.begin(f"{len(chosen)} layers in {self.policy}")
-            run = self._run(chosen, reference.batch, reference.numbers, reference.scale)
+            self._progress.begin(f"{len(chosen)} layers in {self.policy}")
+            run = self._run(chosen, reference.runner, reference.scale)
             known[key] = _apart(run, reference), run.loss_scale
         return known[key]
 
     def policies(self, chosen: Collection[str]) -> dict[str, str]:
         """Returns the policies of a model with these layers in 16 bits."""
-        policies = dict.fromkeys(self.units, "float32") | dict.fromkeys(chosen, self.policy)
+        policies = dict.fromkeys(self._units, "float32") | dict.fromkeys(chosen, self.policy)
         return {"": self.policy if chosen else "float32"} | policies
 
-    def _run(
-        self,
-        chosen: Collection[str],
-        batch: Batch,
-        numbers: list[tf.Tensor],
-        scale: float | None = None,
-    ) -> Run:
+    def _run(self, chosen: Collection[str], beside: Runner, scale: float | None = None) -> Run:
         try:
-            mixed = self._mixed(frozenset(chosen))
-            return Runner(mixed, batch, numbers, self.model, self.loss).run_as_trained(scale)
+            mixed = dataclasses.replace(beside, model=self._mixed(frozenset(chosen)))
+            return mixed.run_as_trained(scale)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
             raise ValueError(
-                f"The model {self.model.name!r} does not run in {self.policy}. Name the "
-                "layers that do not in `leave_out`, or give batches that suit it. The error is: "
-                f"{batches_of.reason(error)}"
+                f"The model {self._name!r} does not run in {self.policy}. Name the layers that do "
+                f"not in `leave_out`, or give batches that suit it. The error is: {reason(error)}"
             ) from error
 
 
@@ -503,9 +479,6 @@ def _apart(run: Run, reference: _Reference) -> Errors:
 
 
 def _row(layer: TunedLayer) -> text_tables.RankedRow:
-    name, products = f"{layer.path} ({layer.kind})", f"{layer.multiplications:,}"
-    return text_tables.RankedRow(
-        (name, layer.policy, products, layer.reason),
-        (float(not layer.is_in_16_bits), float(layer.multiplications)),
-        (layer.kind, layer.policy),
-    )
+    cells = f"{layer.path} ({layer.kind})", layer.policy, f"{layer.multiplications:,}", layer.reason
+    rank = float(not layer.is_in_16_bits), float(layer.multiplications)
+    return text_tables.RankedRow(cells, rank, (layer.kind, layer.policy))

@@ -14,12 +14,11 @@ from keras_mp.__main__ import main
 from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.numerics import batches, commands, hazards, origins, own_thread
 from keras_mp.numerics import compare as comparing
-from keras_mp.numerics.census import census
 from keras_mp.numerics.check import Check
 from keras_mp.numerics.check import audit as audited
 from keras_mp.numerics.counting import ExponentHistograms
 from keras_mp.numerics.histogram import EVERYWHERE, FORMATS, Histogram, Window, count_exponents
-from keras_mp.numerics.profile import StepTimes, class_of, step_times
+from keras_mp.numerics.profile import StepTimes, census, class_of, step_times
 from keras_mp.numerics.records import Quantity, underflow
 from keras_mp.numerics.report import Row, advise
 from keras_mp.numerics.run import compiled
