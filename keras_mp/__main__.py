@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_it_is = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m keras_mp", None, __doc__, formatter_class=as_it_is)
     path, what = "keras_mp_digits.png", "the picture, a PNG (default: %(default)s)"
-    parser.add_argument("--output", type=commands.file(), default=path, help=what)
+    parser.add_argument("--output", type=commands.file, default=path, help=what)
     path, data = parser.parse_args(argv).output, _load_digits()
     runs = [_Run(name, data) for name in _LINES]
     rows = [run.row() for run in runs]

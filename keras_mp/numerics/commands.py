@@ -12,11 +12,10 @@ model with layers of your own.
 import argparse
 import contextlib
 import importlib
-import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,9 @@ from keras_mp.support import messages, text_tables, validation
 # The exit status, for CI: nothing found, something found, or a file that cannot be used.
 SOUND, FOUND, FAILED = 0, 1, 2
 
+# What a command returns: what to print, and the exit status.
+_Done = tuple[Result, int]
+
 _IMPORT = "\nIf it has layers of your own: --import MODULE, with the module that defines them."
 
 
@@ -49,17 +51,18 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: an option or a file is wrong; its status is 2.
     """
-    options = _parse(argv)
-    given = vars(options)
+    given = vars(_parse(argv))
+    command, path, json = given.pop("command"), given.pop("file"), given.pop("json", None)
+    rows = None if given.pop("all_rows", False) else text_tables.MOST
     with tf.keras.utils.custom_object_scope(_objects_of(given.pop("import", ()))):
-        model, batch = _load_model(options.file), load_batch(options.batch)
-        with _failing(f"{options.file} cannot be {options.command.removesuffix('e')}ed"):
+        model, batch = _load_model(path), load_batch(given.pop("batch"))
+        with _failing(f"{path} cannot be {command.removesuffix('e')}ed"):
             if "policy" in given:
                 model = compiled(model, given.pop("policy"))
-            result, status = options.run(model, batch, options)
-    print(result.to_text(None if "all_rows" in given else text_tables.MOST))
-    if "json" in given:
-        result.to_json(options.json)
+            result, status = COMMANDS[command](model, batch, **given)
+    print(result.to_text(rows))
+    if json is not None:
+        result.to_json(json)
     return status
 
 
@@ -86,10 +89,7 @@ def load_batch(path: str) -> Batch:
     with _failing(f"{path} cannot be loaded"), np.load(path, allow_pickle=False) as file:
         for key, array in file.items():
             name, _, part = key.partition(".")
-            if part:
-                batch.setdefault(name, {})[part] = array
-            else:
-                batch[name] = array
+            batch[name] = {**batch.get(name, {}), part: array} if part else array
         if "x" not in batch or batch.keys() - {*Batch._fields}:
             raise ValueError(
                 "Expected arrays named x, y and sample_weight, or x.NAME and y.NAME. Received: "
@@ -105,11 +105,8 @@ def _load_model(path: str) -> tf.keras.Model:
         reason = f"{type(error).__name__}: {error}"
     with _failing(f"{path} cannot be loaded", _IMPORT * os.path.exists(path)):
         model = tf.keras.models.load_model(path, compile=False)
-    print(
-        f"{path} is loaded without its loss, metrics and optimizer, since they cannot be loaded: "
-        f"pass --loss, or --import MODULE. ({reason.splitlines()[0]})",
-        file=sys.stderr,
-    )
+    what = f"{path} is loaded without its loss, metrics and optimizer, since they cannot be loaded"
+    print(f"{what}: pass --loss, or --import MODULE. ({reason.splitlines()[0]})", file=sys.stderr)
     return model
 
 
@@ -124,34 +121,32 @@ def _objects_of(modules: Sequence[str]) -> dict[str, Any]:
     return objects
 
 
-def _check(model: Any, batch: Batch, options: Any) -> tuple[Result, int]:
+def _check(model: Any, batch: Batch, reference: Any = "float32", **given: Any) -> _Done:
     """Checks a saved model.
 
     The exit status is 0 if nothing is found, 1 if something is, 2 if a file cannot be used or a
     part of this cannot be done.
     """
-    given = _given(check, options)
-    reference = given.get("reference", "")
     if reference.endswith((".keras", ".h5")) or os.path.exists(reference):
-        given["reference"] = _load_model(reference)
-    found = check(model, tuple(batch), **given)
+        reference = _load_model(reference)
+    found = check(model, tuple(batch), reference=reference, **given)
     return found, FOUND if found.findings else FAILED if found.notes else SOUND
 
 
-def _profile(model: Any, batch: Batch, options: Any) -> tuple[Result, int]:
+def _profile(model: Any, batch: Batch, **given: Any) -> _Done:
     """Profiles a saved model."""
-    return profile(model, tuple(batch), **_given(profile, options)), SOUND
+    return profile(model, tuple(batch), **given), SOUND
 
 
-def _watch(model: Any, batch: Batch, options: Any) -> tuple[Result, int]:
+def _watch(model: Any, batch: Batch, **given: Any) -> _Done:
     """Trains a saved model, and watches it.
 
     The exit status is 1 if an operation is not finite. The file is not changed.
     """
     if getattr(model, "optimizer", None) is None:
         raise ValueError("it is not compiled, so it cannot be trained")
-    watching = watch(model, raises=False, **{"every": 1, "weights": True, **_given(watch, options)})
-    sizes: Any = {name: _size(name, options) for name in ("batch_size", "epochs")}
+    sizes: Any = {e: validation.integer(e, given.pop(e)) for e in ("batch_size", "epochs")}
+    watching = watch(model, raises=False, **{"every": 1, "weights": True, **given})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", messages.MixedPrecisionWarning)  # `found` has them.
         with watching:
@@ -159,32 +154,21 @@ def _watch(model: Any, batch: Batch, options: Any) -> tuple[Result, int]:
     return watching, FOUND if watching.found else SOUND
 
 
-def _tune(model: Any, batch: Batch, options: Any) -> tuple[Result, int]:
+def _tune(model: Any, batch: Batch, batch_size: int, output: str = "", **given: Any) -> _Done:
     """Tunes a saved model on batches, of which the last quarter is held out.
 
     The exit status is 0 if layers may compute in 16 bits, 1 if none may, 2 if a file cannot be
     used. The JSON has the policies, which keras_mp.convert and --policy of the other commands take.
     """
-    size = _size("batch_size", options)
+    size = validation.integer("batch_size", batch_size)
     starts = range(0, min(map(len, batch.parts())), size)
-    batches = [tuple(batch.rows(start, start + size)) for start in starts]
-    tuned = tune(model, batches, **_given(tune, options))
-    if "output" in options:
-        tuned.model.save(options.output)
+    tuned = tune(model, [tuple(batch.rows(start, start + size)) for start in starts], **given)
+    if output:
+        tuned.model.save(output)
     return tuned, SOUND if tuned.policies[""] != "float32" else FOUND
 
 
 COMMANDS = {"check": _check, "profile": _profile, "watch": _watch, "tune": _tune}
-
-
-def _given(tool: Callable[..., Result], options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of a tool that were given as flags."""
-    names = inspect.signature(tool).parameters
-    return {name: value for name, value in vars(options).items() if name in names}
-
-
-def _size(name: str, options: argparse.Namespace) -> int:
-    return validation.integer(name, getattr(options, name))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -197,21 +181,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         for takers, flag, what, how in _FLAGS:
             if name in takers.split():
                 made.add_argument(flag, help=what, **how)
-        made.set_defaults(run=run)
     return parser.parse_args(argv)
 
 
-def file(ending: str = "") -> Callable[[str], str]:
-    """Returns a type of argument: a file in an existing folder, with this ending."""
-
-    def check(text: str) -> str:
-        is_there = os.path.isdir(os.path.dirname(text) or ".")
-        if text.endswith(ending) and is_there and not os.path.isdir(text):
-            return text
-        what = f"must be a {ending} file in an existing folder, received {text}"
-        raise argparse.ArgumentTypeError(what.replace("  ", " "))
-
-    return check
+def file(text: str, ending: str = "") -> str:
+    """Returns an argument that is a file in an existing folder, with this ending."""
+    is_there = os.path.isdir(os.path.dirname(text) or ".")
+    if text.endswith(ending) and is_there and not os.path.isdir(text):
+        return text
+    what = f"{ending} file".strip()
+    raise argparse.ArgumentTypeError(f"must be a {what} in an existing folder, received {text}")
 
 
 def _number_or_name(text: str) -> int | str:
@@ -220,10 +199,7 @@ def _number_or_name(text: str) -> int | str:
 
 _ALL, _LIST = "check profile tune watch", {"action": "append"}
 _YES_OR_NO: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-_BATCH = (
-    "a batch in a file of numpy.savez, with the arrays x and, if needed, y and sample_weight; for "
-    "a model with several inputs or outputs x.NAME and y.NAME"
-)
+_BATCH = "a batch of numpy.savez: x and, if needed, y and sample_weight; or x.NAME for several"
 # The commands that take a flag, its name, its help, and what else argparse takes.
 _FLAGS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     (_ALL, "file", "a model that tf.keras has saved", {"metavar": "MODEL.keras"}),
@@ -247,10 +223,10 @@ _FLAGS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("tune", "--include", "layers that may be in 16 bits (all); repeatable", _LIST),
     ("tune", "--leave-out", "layers that stay in float32; repeatable", _LIST),
     ("tune", "--seed", "of the random numbers of all runs (0)", {"type": int}),
-    ("tune", "--output", "a file for the mixed model", {"type": file(".keras")}),
+    ("tune", "--output", "a file for the mixed model", {"type": lambda text: file(text, ".keras")}),
     ("tune watch", "--batch-size", "of each batch (32)", {"type": int, "default": 32}),
     (_ALL, "--policy", "for a model in float32: its name, or a .json file of tune", {}),
     (_ALL, "--all-rows", "print all rows, not only the worst ten", {"action": "store_true"}),
-    (_ALL, "--json", "a file for all that is known", {"type": file(".json")}),
+    (_ALL, "--json", "a file for all that is known", {"type": lambda text: file(text, ".json")}),
     (_ALL, "--import", "a module with layers, losses, metrics of the model; repeatable", _LIST),
 )
