@@ -61,7 +61,7 @@ def _features() -> Iterator[str]:
 
     It also says what the others lack.
     """
-    every = features.FEATURES + keras_api.FEATURES
+    every = features.FEATURES + keras_api.names.FEATURES
     off = [feature for feature in every if feature.missing()]
     yield f"Features that need private names: {len(every) - len(off)} of {len(every)} are on"
     for feature in every:
@@ -80,11 +80,11 @@ def _device() -> str:
 
 
 def _table(speeds: stopwatch.Speeds) -> Iterator[str]:
-    header = ("GF/s (times float32)", *stopwatch.DTYPES)
-    rows = [header] + [
-        (operation, *(_cell(by_dtype, dtype) for dtype in stopwatch.DTYPES))
-        for operation, by_dtype in speeds.items()
-    ]
+    rows: list[tuple[str, ...]] = [("GF/s (times float32)", *stopwatch.DTYPES)]
+    for operation, by_dtype in speeds.items():
+        of_float32 = by_dtype["float32"]
+        cells = (f"{each / 1e9:,.0f} ({each / of_float32:.2f})" for each in by_dtype.values())
+        rows.append((operation, *cells))
     return columns.aligned(rows)
 
 
@@ -94,10 +94,6 @@ def _slow_operations() -> Iterator[str]:
         names = ", ".join(slow.slow_operations(dtype))
         if names:
             yield f"In {dtype} these are computed in float32 inside: {names}"
-
-
-def _cell(by_dtype: dict[str, float], dtype: str) -> str:
-    return f"{by_dtype[dtype] / 1e9:,.0f} ({by_dtype[dtype] / by_dtype['float32']:.2f})"
 
 
 if __name__ == "__main__":

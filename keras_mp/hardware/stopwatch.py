@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp import kernels
-from keras_mp.hardware import turns as clock
-from keras_mp.hardware.turns import fastest
+from keras_mp.hardware import turns
 from keras_mp.hooks import reach
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -57,13 +56,9 @@ def measure(device: str) -> Speeds:
         dict of dicts: by operation and dtype, how many floating-point operations a second.
     """
     kernels.install()
-    speeds = {}
     with tf.device(device):
-        problems = {"matrix product": _matrix_products(), "convolution": _convolutions()}
-        for operation, growing in problems.items():
-            count, turns = _race(growing)
-            speeds[operation] = {dtype: count / best for dtype, best in fastest(turns).items()}
-    return speeds
+        growing = {"matrix product": _matrix_products(), "convolution": _convolutions()}
+        return {operation: _speeds(problems) for operation, problems in growing.items()}
 
 
 def _matrix_products() -> Iterator[Problem]:
@@ -97,34 +92,33 @@ def random(shape: list[int]) -> tf.Tensor:
     return tf.random.stateless_normal(shape, seed=(0, 0))
 
 
-def _race(problems: Iterator[Problem]) -> tuple[int, dict[str, list[float]]]:
+def _speeds(problems: Iterator[Problem]) -> dict[str, float]:
     """Times the dtypes in turns, with one of some growing problems.
 
     Returns:
-        The number of operations that it takes, and the turns of each dtype.
+        dict from dtypes to floating-point operations a second. Other load only makes turns slower,
+        so the fastest one counts.
     """
-    is_first, problem = True, next(problems)
-    while True:
-        arguments = {dtype: [tf.cast(a, dtype) for a in problem.arguments] for dtype in DTYPES}
-        _take_turns(problem, arguments, 1)  # Kernels are made when they are called first.
-        turns = _take_turns(problem, arguments, _FEWEST_TURNS)
-        seconds = fastest(turns)
-        is_large_enough = not is_first and seconds["float32"] > _LARGE_ENOUGH
-        larger = None if is_large_enough else next(problems, None)
-        if larger is None:
+    problem = next(problems)
+    taken = _take_turns(problem, _FEWEST_TURNS)  # The device wakes up.
+    for problem in problems:
+        _take_turns(problem, 1)  # Kernels are made when they are called first.
+        taken = _take_turns(problem, _FEWEST_TURNS)
+        if min(taken["float32"]) > _LARGE_ENOUGH:
             break
-        is_first, problem = False, larger
-    count = max(_FEWEST_TURNS, int(_SECONDS / sum(seconds.values())))
-    more = _take_turns(problem, arguments, count)
-    return problem.count, {dtype: turns[dtype] + more[dtype] for dtype in DTYPES}
+    seconds = sum(map(min, taken.values()))
+    more = _take_turns(problem, max(_FEWEST_TURNS, int(_SECONDS / seconds)))
+    return {dtype: problem.count / min(taken[dtype] + more[dtype]) for dtype in DTYPES}
 
 
-def _take_turns(
-    problem: Problem, arguments: dict[str, list[tf.Tensor]], count: int
-) -> dict[str, list[float]]:
-    def step(dtype: str) -> None:
+def _take_turns(problem: Problem, count: int) -> dict[str, list[float]]:
+    def step(dtype: str, arguments: list[tf.Tensor]) -> None:
         # A device may return before it has computed. A number that is read has been computed.
-        for result in _trained(problem, arguments[dtype], dtype):
+        for result in _trained(problem, arguments, dtype):
             result[0, 0].numpy()
 
-    return clock.take({dtype: functools.partial(step, dtype) for dtype in DTYPES}, count)
+    steps = {}
+    for dtype in DTYPES:
+        arguments = [tf.cast(each, dtype) for each in problem.arguments]
+        steps[dtype] = functools.partial(step, dtype, arguments)
+    return turns.take(steps, count)

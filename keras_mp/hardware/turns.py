@@ -26,14 +26,6 @@ def take(steps: Mapping[str, Callable[[], object]], count: int) -> dict[str, lis
     return turns
 
 
-def fastest(turns: Mapping[str, list[float]]) -> dict[str, float]:
-    """Returns the seconds of the fastest turn of each name.
-
-    Other load only makes turns slower.
-    """
-    return {name: min(seconds) for name, seconds in turns.items()}
-
-
 def medians(turns: Mapping[str, list[float]]) -> dict[str, float]:
     """Returns the seconds of the median turn of each name."""
     return {name: statistics.median(seconds) for name, seconds in turns.items()}

@@ -45,23 +45,27 @@ def test_slow_kernels_are_timed_in_float32(problems, is_slow, monkeypatch):
 
 def test_a_problem_grows_until_it_is_large_enough(monkeypatch):
     def chosen(seconds):
-        """The problem that is chosen, where a turn takes seconds(size, dtype), and the turns."""
+        """The size that is chosen, where a turn takes seconds(size, dtype), and its turns."""
+        taken = []
 
-        def take_turns(problem, arguments, count):
-            assert [arguments[d][0].dtype.name for d in arguments] == list(stopwatch.DTYPES)
+        def take_turns(problem, count):
+            taken.extend([problem.count] * count)
             return {d: [seconds(problem.count, d)] * count for d in stopwatch.DTYPES}
 
         monkeypatch.setattr(stopwatch, "_take_turns", take_turns)
         problems = [stopwatch.Problem(tf.add, (tf.zeros([]),), size) for size in (1, 8, 64)]
-        size, turns = stopwatch._race(iter(problems))
-        return size, len(turns["float16"])
+        speeds = stopwatch._speeds(iter(problems))
+        assert speeds == {d: taken[-1] / seconds(taken[-1], d) for d in stopwatch.DTYPES}
+        return taken[-1], taken.count(taken[-1]) - 1
 
     assert chosen(lambda size, dtype: 1e-3 * size) == (8, 9)
     assert chosen(lambda size, dtype: 1e-4 * size) == (64, 10)
     assert chosen(lambda size, dtype: 1.0) == (8, 6)
 
 
-def test_other_load_slows_the_median_turn_and_not_the_fastest():
+def test_other_load_slows_the_median_turn_and_not_the_fastest(monkeypatch):
     taken = {"float32": [1.0, 3.0, 5.0], "bfloat16": [9.0, 9.0, 8.0]}
-    assert turns.fastest(taken) == {"float32": 1.0, "bfloat16": 8.0}
     assert turns.medians(taken) == {"float32": 3.0, "bfloat16": 9.0}
+    monkeypatch.setattr(turns, "take", lambda steps, count: {d: [2.0, 1.0] for d in steps})
+    x = tf.zeros([1, 1])
+    assert set(stopwatch._speeds(iter([stopwatch.Problem(tf.add, (x, x), 8)])).values()) == {8.0}
