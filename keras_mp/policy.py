@@ -4,8 +4,9 @@ RFC 293, "Dtype policies overview", "The global policy" and "A policy's loss sca
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+import inspect
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -20,8 +21,21 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 MIXED = {f"mixed_{name}": name for name in LOW_PRECISION_NAMES}
 
 
+class _Unchanging(type(keras_api.BasePolicy)):
+    """The class of policies, which are complete when all constructors have returned."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(types.MethodType(self.__init__, self))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        policy = super().__call__(*args, **kwargs)
+        vars(policy).update(_is_complete=True)
+        return policy
+
+
 @keras_api.register_policy
-class Policy(keras_api.BasePolicy):
+class Policy(keras_api.BasePolicy, metaclass=_Unchanging):
     """A dtype policy of `tf.keras` that also says how a model's loss is scaled.
 
     It is a real `tf.keras.mixed_precision.Policy`, so Keras's layers and models take it as `dtype=`
@@ -83,6 +97,8 @@ class Policy(keras_api.BasePolicy):
     Source: RFC 293, "Dtype policies overview"; `output_dtype` is a word of JMP (`jmp.Policy`).
     """
 
+    _is_complete = False
+
     def __init__(
         self,
         name: str | tf.DType | None,
@@ -109,8 +125,6 @@ class Policy(keras_api.BasePolicy):
         else:
             self._loss_scale = loss_scale_lib.get(loss_scale)
             self._loss_scale_config = loss_scale_lib.serialize(self._loss_scale)
-        if "_is_complete" not in vars(self):  # A subclass completes itself.
-            self._is_complete = True
         if self.low_precision_dtype is not None:
             observers.tell(observers.Observer.policy_was_made, self)
 
@@ -194,13 +208,8 @@ class Policy(keras_api.BasePolicy):
         del custom_objects
         return cls(**config)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__init__" in vars(cls):
-            cls.__init__ = _that_completes(cls.__init__)
-
     def __setattr__(self, name: str, value: object) -> None:
-        if vars(self).get("_is_complete"):
+        if self._is_complete:
             raise AttributeError(
                 "A policy does not change; make another one. "
                 f"Received: {name}={value!r} for {self!r}"
@@ -264,21 +273,6 @@ class Policy(keras_api.BasePolicy):
         if self.model_outputs is None:
             parts.append("model_outputs=None")
         return f"<Policy {', '.join(parts)}>"
-
-
-def _that_completes(init: Callable[..., None]) -> Callable[..., None]:
-    """Lets a subclass's constructor set attributes until the outermost one returns."""
-
-    @functools.wraps(init)
-    def __init__(self: Policy, *args: Any, **kwargs: Any) -> None:
-        is_outermost = "_is_complete" not in vars(self)
-        if is_outermost:
-            self._is_complete = False
-        init(self, *args, **kwargs)
-        if is_outermost:
-            self._is_complete = True
-
-    return __init__
 
 
 def global_policy() -> Any:

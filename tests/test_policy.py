@@ -1,3 +1,4 @@
+import inspect
 import re
 from concurrent import futures
 
@@ -89,6 +90,11 @@ def test_equal_by_name_and_loss_scale():
     assert make("float32") != stock.Policy("float32")
     assert make("float32") != "float32"
     assert make.from_config(stock.Policy("mixed_float16").get_config()) == make("mixed_float16")
+
+
+def test_the_signature_is_that_of_the_constructor():
+    arguments = ["name", "loss_scale", "output_dtype", "model_outputs"]
+    assert list(inspect.signature(keras_mp.Policy).parameters) == arguments
 
 
 def test_repr():
