@@ -342,14 +342,10 @@ def _refuse_second(optimizer: _Optimizer) -> None:
             f"loss, or scales it in another way. Received: optimizer={optimizer!r}"
         )
     if dtype is not None:
-        wrap = (
-            "wrap a second optimizer with keras_mp.LossScaleOptimizer or "
-            "keras_mp.compat.v1.LossScaleOptimizer"
-            if dtype == "float16"
-            else "use a second optimizer as it is"
-        )
         raise ValueError(
-            f"The graph rewrite is on already, for {dtype}: {wrap}, or call "
+            f"The graph rewrite is on already, for {dtype}. Use a second optimizer as it is with "
+            "bfloat16, and in a keras_mp.LossScaleOptimizer or keras_mp.compat.v1."
+            "LossScaleOptimizer with float16; or call "
             "keras_mp.disable_mixed_precision_graph_rewrite() first. Received: "
             f"optimizer={optimizer!r}"
         )

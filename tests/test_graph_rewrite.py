@@ -143,10 +143,13 @@ def test_a_model_with_a_mixed_policy():
 @needs_bfloat16_rewrite
 def test_a_second_rewrite():
     enable(K.optimizers.SGD(), dtype="bfloat16")
-    refused(K.optimizers.SGD(), "is on already, for bfloat16: use a second optimizer as it is")
+    refused(K.optimizers.SGD(), "is on already, for bfloat16. Use a second optimizer as it is")
     disable()
     ignored(enable, K.optimizers.SGD(), dtype="float16")
-    refused(K.optimizers.SGD(), "wrap a second optimizer with keras_mp.LossScaleOptimizer")
+    refused(
+        K.optimizers.SGD(),
+        "in a keras_mp.LossScaleOptimizer or keras_mp.compat.v1.LossScaleOptimizer with float16",
+    )
 
 
 # What turns the rewrite on without keras_mp, and off.

@@ -36,9 +36,9 @@ _PROBE = "BesselI0e"
 _lock = threading.Lock()
 # The environment as it was before the lists were changed here.
 _environment: dict[str, str | None] = {}
-# The operations that were put on lists here; and those that are kept out of all others.
-_changes: dict[str, frozenset[str]] = {}
-_KEPT_OUT = "kept out"
+# The list on which each operation was put by `change`, and those that `keep_out` has taken off.
+_changed: dict[str, str] = {}
+_kept: dict[str, str] = {}
 
 
 def can_be_read(dtype: str) -> bool:
@@ -114,11 +114,10 @@ def change(changes: Mapping[str, Collection[str]]) -> None:
         TypeError: one is a str in place of names.
         ValueError: TensorFlow has no such operation, or one is named twice.
     """
-    named: list[str] = []
     for name, ops in changes.items():
         if isinstance(ops, str):
             raise TypeError(f"`{name}` must be a list of names. Received: {name}={ops!r}")
-        named += ops
+    named = [op for ops in changes.values() for op in ops]
     unknown = [op for op in named if not (hasattr(tf.raw_ops, op) or op.startswith("_"))]
     twice = sorted({op for op in named if named.count(op) > 1})
     if unknown or twice:
@@ -126,7 +125,7 @@ def change(changes: Mapping[str, Collection[str]]) -> None:
             "Expected names of TensorFlow's operations, as in tf.raw_ops, each once. Received: "
             f"{unknown or twice}"
         )
-    _write(changes)
+    _write(_changed, {op: name for name, ops in changes.items() for op in ops})
 
 
 def keep_out(ops: Collection[str]) -> None:
@@ -137,30 +136,28 @@ def keep_out(ops: Collection[str]) -> None:
     Args:
         ops: names of operations.
     """
-    _write({_KEPT_OUT: ops})
+    _write(_kept, dict.fromkeys(ops, "none"))
 
 
 def kept_out() -> frozenset[str]:
     """Returns operations that `keep_out` has taken off, and `change` has put nowhere."""
-    others = [ops for name, ops in _changes.items() if name != _KEPT_OUT]
-    return _changes.get(_KEPT_OUT, frozenset()).difference(*others)
+    return frozenset(_kept.keys() - _changed.keys())
 
 
-def _write(changes: Mapping[str, Collection[str]]) -> None:
+def _write(own: dict[str, str], ops: Mapping[str, str]) -> None:
     with _lock:
-        _changes.update({name: frozenset(ops) for name, ops in changes.items()})
+        own.clear()
+        own.update(ops)
+        wanted = _kept | _changed
         if not _environment:
             _environment.update({name: os.environ.get(name) for name in _variables()})
-        variables = {name: _split(value) for name, value in _environment.items()}
-        wanted = {**_changes, _KEPT_OUT: kept_out()}
-        for target, ops in wanted.items():
-            for values in variables.values():
-                values -= ops
-            for name, spellings in _NAMES.items():
+        variables = {name: _split(value) - wanted.keys() for name, value in _environment.items()}
+        for op, target in wanted.items():
+            for name, (spelling, *_) in _NAMES.items():
                 verb = "ADD" if name == target else "REMOVE"
-                variables[f"{_PREFIX}{spellings[0]}_{verb}"] |= ops
+                variables[f"{_PREFIX}{spelling}_{verb}"].add(op)
         _put({name: ",".join(sorted(values)) or None for name, values in variables.items()})
-        if not any(wanted.values()):
+        if not wanted:
             _environment.clear()
 
 
