@@ -1,7 +1,7 @@
 """A table of the dtypes in a model, with notes on possible mistakes."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +13,7 @@ from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models import layer_paths, low_precision_weights
 from keras_mp.support import text_tables
 
-_DIGITS = {"float16": 3, "bfloat16": 2}
+_DIGITS = {"float16": "3 digits, and those below 3e-8 are 0", "bfloat16": "2 digits"}
 _UNKNOWN = "-"
 
 # An output layer with a smaller share of the parameters takes too little time to be worth a note.
@@ -130,12 +130,21 @@ def _lines(model: tf.keras.Model) -> Iterator[str]:
     for path, layer in layers.items():
         of_layer = _notes(layer, id(layer) in outputs, model)
         marks = [notes.setdefault(note, len(notes) + 1) for note in of_layer]
-        cells = _cells(layer, path.count("/"))
-        rows.append((*cells, " ".join(f"[{mark}]" for mark in marks)))
+        # An input computes nothing.
+        is_input = isinstance(layer, tf.keras.layers.InputLayer)
+        dtypes = (None, None) if is_input else (layer.compute_dtype, layer.variable_dtype)
+        rows.append(
+            (
+                f"{'  ' * path.count('/')}{layer.name} ({type(layer).__name__})",
+                *(dtype or _UNKNOWN for dtype in dtypes),
+                _output_dtypes(layer),
+                _parameters(layer),
+                " ".join(f"[{mark}]" for mark in marks),
+            )
+        )
     yield from text_tables.aligned(rows, left=(0, 1, 2, 3, 5))
     yield ""
-    total, trainable = _parameters(model), _parameters(model, "trainable_weights")
-    yield f"Parameters: {_number(total)}, trainable: {_number(trainable)}"
+    yield f"Parameters: {_parameters(model)}, trainable: {_parameters(model, 'trainable_weights')}"
     for line in low_precision_weights.bytes_of_weights(model):
         yield from text_tables.wrapped(line)
     for note, mark in notes.items():
@@ -144,21 +153,11 @@ def _lines(model: tf.keras.Model) -> Iterator[str]:
     not_followed = policy_not_followed(model, getattr(model, "optimizer", None))
     if not_followed:
         yield from text_tables.wrapped(not_followed)
-    dtypes = {layer.compute_dtype for layer in layers.values()} & _DIGITS.keys()
-    if any(map(hardware.why_slow, dtypes)):
+    narrow = {layer.compute_dtype for layer in layers.values()} & _DIGITS.keys()
+    if any(map(hardware.why_slow, narrow)):
         yield "Where the time goes: print(keras_mp.numerics.profile(model, (x, y)))"
-    for dtype in sorted(dtypes):
+    for dtype in sorted(narrow):
         yield from text_tables.wrapped(devices.verdict(dtype))
-
-
-def _cells(layer: tf.keras.layers.Layer, depth: int) -> Iterable[str]:
-    yield f"{'  ' * depth}{layer.name} ({type(layer).__name__})"
-    if isinstance(layer, tf.keras.layers.InputLayer):  # It computes nothing.
-        yield from (_UNKNOWN, _UNKNOWN)
-    else:
-        yield from (layer.compute_dtype or _UNKNOWN, layer.variable_dtype or _UNKNOWN)
-    yield _output_dtypes(layer)
-    yield _number(_parameters(layer))
 
 
 def _output_dtypes(layer: tf.keras.layers.Layer) -> str:
@@ -169,16 +168,14 @@ def _output_dtypes(layer: tf.keras.layers.Layer) -> str:
     return ", ".join(dict.fromkeys(tf.as_dtype(output.dtype).name for output in outputs))
 
 
-def _parameters(layer: tf.keras.layers.Layer, which: str = "weights") -> int | None:
-    if not layer.built:
-        return None
-    weights = getattr(layer, which)
+def _parameters(layer: tf.keras.layers.Layer, which: str = "weights") -> str:
+    return f"{_count(layer, which):,}" if layer.built else _UNKNOWN
+
+
+def _count(layer: tf.keras.layers.Layer, which: str = "weights") -> int:
     # Keras 2 has a vocabulary among the weights.
+    weights = getattr(layer, which) if layer.built else ()
     return sum(math.prod(weight.shape) for weight in weights if hasattr(weight, "shape"))
-
-
-def _number(count: int | None) -> str:
-    return _UNKNOWN if count is None else f"{count:,}"
 
 
 def _notes(layer: tf.keras.layers.Layer, is_output: bool, model: tf.keras.Model) -> Iterator[str]:
@@ -192,18 +189,24 @@ def _notes(layer: tf.keras.layers.Layer, is_output: bool, model: tf.keras.Model)
     is_rounded = is_output and is_softmax and dtype in _DIGITS
     if is_rounded and not model_outputs.returns_float32(model, layer.dtype_policy):
         yield (
-            f"A softmax output in {dtype}: probabilities have about {_DIGITS[dtype]} digits"
-            + (", and those below 3e-8 are 0" if dtype == "float16" else "")
-            + '. Pass dtype="float32" to the layer, or give the softmax one of its own: '
+            f"A softmax output in {dtype}: probabilities have about {_DIGITS[dtype]}. Pass "
+            'dtype="float32" to the layer, or give the softmax one of its own: '
             'Activation("softmax", dtype="float32").'
         )
     if dtype in _DIGITS and _size_costs_time(layer, is_output, model):
         yield f"{_size(layer)} units or filters: tensor cores are fastest with multiples of 8."
     if (dtype, layer.variable_dtype) != (model.compute_dtype, model.variable_dtype):
-        yield (
+        note = (
             f"Its policy is {layer.dtype_policy.name}, not the model's: it was given a dtype of "
             "its own, or made under another global policy."
-        ) + _about_other_policy(layer, is_output, model)
+        )
+        if dtype in _DIGITS and model.compute_dtype not in _DIGITS:
+            note += (
+                " Or the model is from a file, in which Keras does not store the policy of a model."
+            )
+        elif is_output and dtype not in _DIGITS and model.compute_dtype in _DIGITS:
+            note += " That is right for an output."
+        yield note
     if dtype != layer.variable_dtype and not keras_api.casts_inputs(layer):
         yield "It does not cast its inputs: it was created with autocast=False."
 
@@ -218,19 +221,8 @@ def _size_costs_time(layer: tf.keras.layers.Layer, is_output: bool, model: tf.ke
     is_odd = isinstance(size, int) and size % 8 and not keras_api.layers_inside(layer)
     if not is_odd or not hardware.has_tensor_cores(layer.compute_dtype):
         return False
-    own, all_of_them = _parameters(layer), _parameters(model)
-    return not is_output or bool(own and own >= _LARGE_SHARE * (all_of_them or own))
-
-
-def _about_other_policy(
-    layer: tf.keras.layers.Layer, is_output: bool, model: tf.keras.Model
-) -> str:
-    is_narrow = layer.compute_dtype in _DIGITS
-    if is_narrow and model.compute_dtype not in _DIGITS:
-        return " Or the model is from a file, in which Keras does not store the policy of a model."
-    if is_output and not is_narrow and model.compute_dtype in _DIGITS:
-        return " That is right for an output."
-    return ""
+    own = _count(layer)
+    return not is_output or 0 < own >= _LARGE_SHARE * _count(model)
 
 
 def _is_floating(dtype: str | None) -> bool:

@@ -4,7 +4,7 @@ They need matplotlib, which `keras-mp[tutorials]` installs.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -60,9 +60,8 @@ def loss_scale(
     if "step" in values:
         unit, positions, skipped_before = "step", values["step"], totals[0]
         attempted = f" of {positions[-1] - positions[0]}"
-        every_step = positions[-1] - positions[0] == len(positions) - 1
     else:
-        unit, positions, attempted, every_step = "epoch", _epochs(history, scales), "", False
+        unit, positions, attempted = "epoch", _epochs(history, scales), ""
         # The number of skipped steps before the first epoch is unknown.
         skipped_before = 0 if positions[0] == 1 else totals[0]
     skipped = [now - before for before, now in zip([skipped_before, *totals], totals)]
@@ -73,18 +72,13 @@ def loss_scale(
     ax.plot(positions, scales, color="tab:blue", marker=marker, label="loss scale")
     marked = [(x, y, n) for x, y, n in zip(positions, scales, skipped) if n > 0]
     if marked:
-        ax.plot(
-            *zip(*[(x, y) for x, y, _ in marked]),
-            "x",
-            color="tab:red",
-            markersize=8,
-            label="step skipped" if every_step else "steps skipped since the point before",
-        )
+        label = "steps skipped since the point before"
+        points = zip(*[(x, y) for x, y, _ in marked])
+        ax.plot(*points, "x", color="tab:red", markersize=8, label=label)
     for x, y, count in marked if len(marked) <= _MOST_MARKED else []:
         if count > 1:
-            ax.annotate(
-                str(count), (x, y), (0, 6), textcoords="offset points", ha="center", color="tab:red"
-            )
+            how: Any = {"textcoords": "offset points", "ha": "center", "color": "tab:red"}
+            ax.annotate(str(count), (x, y), (0, 6), **how)
     ax.set_yscale("log", base=2)
     ax.set_ylim(min(scales) / 2, max(scales) * 2)
     ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))

@@ -50,7 +50,7 @@ def test_each_step_that_was_skipped_is_marked():
     ax = plots.loss_scale(EVERY_STEP)
     assert lines(ax) == {
         "loss scale": [(0, 64), (1, 32), (2, 32), (3, 16), (4, 32)],
-        "step skipped": [(1, 32), (3, 16)],
+        "steps skipped since the point before": [(1, 32), (3, 16)],
     }
     assert not numbers(ax)
     assert ax.get_title() == "Loss scale (skipped steps: 2 of 4)"
