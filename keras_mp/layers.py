@@ -19,9 +19,9 @@ from keras_mp.layer_calls import initial_weights
 from keras_mp.op_autocast import promotion
 from keras_mp.support import marks, messages, validation
 from keras_mp.support.dtypes import FLOATING
-from keras_mp.variables import shared_scope, type_errors
+from keras_mp.variables import scope, type_errors
 
-shared_scope.scope = shared_scope.SharedScope(keras_api.autocast_dtype, keras_api.autocast_scope)
+scope.shared.dtype, scope.shared.enter = keras_api.autocast_dtype, keras_api.autocast_scope
 
 _TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices, tf.Variable)
 # Containers that are always copied. Others are copied if something in them is cast.

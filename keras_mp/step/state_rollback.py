@@ -20,7 +20,7 @@ from keras_mp.step.scaled_losses import thread
 from keras_mp.step.skip_report import name_of
 from keras_mp.support import attributes, function_graphs, host, messages, variable_ops
 from keras_mp.support.autograph import do_not_convert
-from keras_mp.variables import shared_scope
+from keras_mp.variables import scope
 
 
 class Weight(NamedTuple):
@@ -241,7 +241,7 @@ def _weights_of(variables: Iterable[tuple[Any, bool]]) -> dict[int, Weight]:
         variables: iterable of variables, and whether each is trained.
     """
     weights = {}
-    with shared_scope.scope.enter(None):  # Here variables show the dtype of their values.
+    with scope.shared.enter(None):  # Here variables show the dtype of their values.
         for variable, is_trained in variables:
             handle = getattr(variable, "handle", None)
             if handle is not None:  # A variable of Keras 3 that is not built yet has none.

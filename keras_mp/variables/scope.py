@@ -15,7 +15,24 @@ import tensorflow as tf
 
 from keras_mp.hooks import observers, reach
 from keras_mp.support.dtypes import LOW_PRECISION
-from keras_mp.variables import shared_scope
+
+
+class _Shared:
+    """How the dtype is read and set that variables are cast to, where Keras keeps it.
+
+    So the scopes of each of the two cast the other's variables as well. `keras_mp.layers` sets
+    both.
+
+    Attributes:
+        dtype: returns the DType in force in this thread, or None.
+        enter: takes a DType or None and returns the context manager that puts it in force.
+    """
+
+    dtype: Callable[[], tf.DType | None]
+    enter: Callable[[tf.DType | None], AbstractContextManager[None]]
+
+
+shared = _Shared()
 
 
 def autocast_scope(dtype: str | tf.DType | None) -> AbstractContextManager[None]:
@@ -60,13 +77,13 @@ def autocast_scope(dtype: str | tf.DType | None) -> AbstractContextManager[None]
             )
         if dtype in LOW_PRECISION:
             return _in_reach(dtype)
-    return shared_scope.scope.enter(dtype)
+    return shared.enter(dtype)
 
 
 @contextlib.contextmanager
 def _in_reach(dtype: tf.DType) -> Iterator[None]:
     observers.reach_begins()
-    with reach.entered(dtype, reach.thread.is_exact), shared_scope.scope.enter(dtype):
+    with reach.entered(dtype, reach.thread.is_exact), shared.enter(dtype):
         yield
 
 
@@ -79,7 +96,7 @@ def autocast_dtype() -> tf.DType | None:
     ...     keras_mp.autocast_dtype()
     tf.float16
     """
-    return shared_scope.scope.dtype()
+    return shared.dtype()
 
 
 def in_current_scope(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -110,11 +110,6 @@ class WrapperType(tf.types.experimental.TraceType):
         del placeholder_context
         return self._wrapper_of(self._variable())
 
-    def to_tensors(self, value: object) -> list[tf.Tensor]:
-        """Returns no tensors, since the function reads the variable itself."""
-        del value
-        return []
-
     def cast(self, value: VariableWrapper, cast_context: object) -> VariableWrapper:
         """Returns the argument as it is."""
         del cast_context
