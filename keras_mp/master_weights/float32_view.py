@@ -1,24 +1,97 @@
 """A float32 variable that is kept in 16 bits.
 
 Optimizers of Keras 3 and the new ones of Keras 2 read a variable and assign to it, which a view
-does without ever having a variable in float32. Legacy optimizers take the handle of a variable;
-they get that of a borrowed one.
+does without ever having a variable in float32. The legacy optimizers of Keras 2 update a variable
+with one operation of TensorFlow's, which takes the variable's handle. So a view borrows a variable
+in float32 for as long as its update takes.
 """
 
 import collections
 import contextlib
 import functools
+import itertools
 import operator
+import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.master_weights import rounding
+from keras_mp.master_weights import methods
 from keras_mp.master_weights.methods import Method
-from keras_mp.master_weights.scratch import Scratch
+from keras_mp.support import host
 from keras_mp.variables.wrapper import AsWrapped, VariableWrapper, WrapperType
+
+
+class Scratch:
+    """Float32 variables for one weight and its slots at a time.
+
+    They are given back when a handle for another weight is asked for, or the step is over. Outside
+    of XLA their memory is freed then. XLA keeps one for each shape, since compiled code neither
+    frees variables nor changes their shapes.
+    """
+
+    def __init__(self) -> None:
+        self._name = f"keras_mp_scratch_{uuid.uuid4().hex}"
+        self._handles: dict[tuple[Any, ...], tf.Tensor] = {}
+        # The views that have borrowed a variable, by device.
+        self._borrowers: dict[str, list[Any]] = collections.defaultdict(list)
+
+    def lend(self, view: Any) -> tf.Tensor:
+        """Lends a variable with the value of a view, which has its handle as `borrowed`.
+
+        Args:
+            view: the view of a weight or of a slot, whose `take_back` gets the value later.
+        """
+        borrowers, value = self._borrowers[view.device], view.value()
+        view.borrowed = self._handle(view.device, value.shape, len(borrowers))
+        borrowers.append(view)
+        tf.raw_ops.AssignVariableOp(resource=view.borrowed, value=value)
+        return view.borrowed
+
+    def give_back(self) -> None:
+        """Gives the values of all borrowed variables back to the borrowers."""
+        keeps = host.is_compiled_by_xla()
+        for device, borrowers in self._borrowers.items():
+            while borrowers:
+                view = borrowers.pop()
+                handle, view.borrowed = view.borrowed, None
+                value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)
+                with tf.device(device):
+                    view.take_back(value)
+                if not keeps:
+                    tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
+
+    def forget(self) -> None:
+        """Forgets the borrowed variables, as after an error."""
+        for view in itertools.chain(*self._borrowers.values()):
+            view.borrowed = None
+        self._borrowers.clear()
+
+    def _handle(self, device: str, shape: tf.TensorShape, number: int) -> tf.Tensor:
+        key = (device, tuple(shape), number)
+        if key not in self._handles:
+            needs_value = host.is_compiled_by_xla()  # also of variables that are written first
+            with tf.init_scope(), tf.device(device):
+                handle = tf.raw_ops.VarHandleOp(
+                    dtype=tf.float32,
+                    shape=shape,
+                    container="",
+                    shared_name=f"{self._name}_{len(self._handles)}",
+                )
+                if needs_value:
+                    tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros(shape))
+            weakref.finalize(self, _destroy, handle)
+            self._handles[key] = handle
+        return self._handles[key]
+
+
+def _destroy(handle: tf.Tensor) -> None:
+    with tf.init_scope():
+        if tf.executing_eagerly():  # and not while a graph of TensorFlow 1 is made
+            tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
 
 
 class Updates:
@@ -70,7 +143,7 @@ class Updates:
         step = tf.stack([tf.convert_to_tensor(self.seed), self._steps()])
         # Philox mixes both of its seeds well, so neighbours will do.
         seed = step * tf.constant([1 << 32, 1 << 24], tf.int64) + stream
-        return rounding.noise(view.shape, seed)
+        return methods.noise(view.shape, seed)
 
     def after_others(self, view: "Float32View") -> contextlib.AbstractContextManager[object]:
         """Returns a context manager in which a view is read after others were written.
@@ -104,6 +177,9 @@ class Float32View(VariableWrapper):
         described: the variable of Keras 3 that has other attributes, a path for one. Defaults to
             `stored`.
         is_weight: bool. Whether it is a weight of a model, and not a slot.
+
+    Attributes:
+        borrowed: the handle of the float32 variable that it has borrowed, or None.
     """
 
     def __init__(
@@ -121,6 +197,7 @@ class Float32View(VariableWrapper):
         self._method, self._updates, self.number = method, updates, number
         self._described = stored if described is None else described
         self._is_weight = is_weight
+        self.borrowed: tf.Tensor | None = None
 
     @property
     def dtype(self) -> tf.DType:
@@ -137,9 +214,8 @@ class Float32View(VariableWrapper):
 
     def value(self) -> tf.Tensor:
         """Returns the value."""
-        handle = self._updates.scratch.find(self, self.device)
-        if handle is not None:
-            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)
+        if self.borrowed is not None:
+            value = tf.raw_ops.ReadVariableOp(resource=self.borrowed, dtype=tf.float32)
             return tf.ensure_shape(value, self.shape)
         with self._updates.after_others(self):
             return self._method.join(
@@ -147,14 +223,6 @@ class Float32View(VariableWrapper):
             )
 
     read_value = read_value_no_copy = value
-
-    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
-        """Returns some rows."""
-        return tf.gather(self.value(), indices, name=name)
-
-    def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
-        """Returns some elements or slices."""
-        return tf.gather_nd(self.value(), indices, name=name)
 
     def numpy(self) -> np.ndarray:
         """Returns the value as an array; in eager only."""
@@ -167,13 +235,11 @@ class Float32View(VariableWrapper):
     @property
     def handle(self) -> tf.Tensor:
         """The handle of a float32 variable that is borrowed for the update of one weight."""
-        scratch, device = self._updates.scratch, self.device
-        found = scratch.find(self, device)
-        if found is None:
-            if self._is_weight:
-                scratch.give_back()  # those that the weight before has borrowed
-            found = scratch.handle_for(self, self.value(), device)
-        return found
+        if self.borrowed is not None:
+            return self.borrowed
+        if self._is_weight:
+            self._updates.scratch.give_back()  # those that the weight before has borrowed
+        return self._updates.scratch.lend(self)
 
     def take_back(self, value: tf.Tensor) -> None:
         """Stores the value of the borrowed variable."""
@@ -192,13 +258,6 @@ class Float32View(VariableWrapper):
         value.shape.assert_is_compatible_with(self.shape)
         return self._updated(tf.ensure_shape(value, self.shape), read_value)
 
-    def _after(self, delta: tf.Tensor) -> tf.Tensor:
-        """The value, read no sooner than it is needed: it takes memory."""
-        # `tf.is_tensor` is true for variables too. SGD of Keras 2 adds its momentum, on replicas a
-        # distributed variable, on which operations of a branch cannot depend.
-        with tf.control_dependencies([delta] if isinstance(delta, tf.Tensor) else []):
-            return self.value()
-
     def _updated(
         self, value: tf.Tensor, read_value: bool
     ) -> "Float32View | tf.Tensor | tf.Operation":
@@ -210,9 +269,8 @@ class Float32View(VariableWrapper):
             return tf.identity(value) if read_value else tf.group(*operations)
 
     def _store(self, value: tf.Tensor) -> list[tf.Operation]:
-        handle = self._updates.scratch.find(self, self.device)
-        if handle is not None:
-            operation = tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+        if self.borrowed is not None:
+            operation = tf.raw_ops.AssignVariableOp(resource=self.borrowed, value=value)
             return [] if operation is None else [operation]
 
         def noise() -> tf.Tensor:
@@ -253,44 +311,39 @@ class Float32View(VariableWrapper):
         return f"<Float32View of {self._variable!r}>"
 
 
-def _adds(name: str, add: Callable[..., tf.Tensor]) -> Callable[..., object]:
-    """Returns a method that adds to the value, or subtracts from it."""
+def _updates(name: str, update: Callable[..., tf.Tensor]) -> Callable[..., object]:
+    """Returns a method that stores what a function makes of value and argument."""
 
     @functools.wraps(getattr(tf.Variable, name))
-    def update(
+    def method(
         self: Float32View,
-        delta: tf.Tensor,
+        delta: Any,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
     ) -> object:
         del use_locking, name
-        return self._updated(add(self._after(delta), delta), read_value)
+        args = (delta,)
+        if is_of_rows:
+            args = tf.expand_dims(delta.indices, -1), delta.values
+        # The value is read no sooner than it is needed: it takes memory. `tf.is_tensor` is true for
+        # variables too. SGD of Keras 2 adds its momentum, on replicas a distributed variable, on
+        # which operations of a branch cannot depend.
+        with tf.control_dependencies([args[-1]] if isinstance(args[-1], tf.Tensor) else []):
+            value = self.value()
+        return self._updated(update(value, *args), read_value)
 
-    return update
-
-
-def _scatters(name: str, scatter: Callable[..., tf.Tensor]) -> Callable[..., object]:
-    """Returns a method that updates some rows."""
-
-    @functools.wraps(getattr(tf.Variable, name))
-    def update(
-        self: Float32View, sparse_delta: tf.IndexedSlices, *args: object, **kwargs: object
-    ) -> object:
-        del args, kwargs
-        rows, indices = sparse_delta.values, tf.expand_dims(sparse_delta.indices, -1)
-        return self._updated(scatter(self._after(rows), indices, rows), True)
-
-    return update
+    is_of_rows = name.startswith("scatter")
+    return method
 
 
-Float32View.assign_add = _adds("assign_add", operator.add)
-Float32View.assign_sub = _adds("assign_sub", operator.sub)
-for _name, _scatter in {
+for _name, _update in {
+    "assign_add": operator.add,
+    "assign_sub": operator.sub,
     "scatter_add": tf.tensor_scatter_nd_add,
     "scatter_sub": tf.tensor_scatter_nd_sub,
     "scatter_update": tf.tensor_scatter_nd_update,
     "scatter_max": tf.tensor_scatter_nd_max,
     "scatter_min": tf.tensor_scatter_nd_min,
 }.items():
-    setattr(Float32View, _name, _scatters(_name, _scatter))
+    setattr(Float32View, _name, _updates(_name, _update))

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from benchmarks import gpu_compiled, gpu_compiled_steps
-from keras_mp.master_weights import methods, rounding
+from keras_mp.master_weights import methods
 from keras_mp.numerics import histogram
 from keras_mp.step import finiteness, gradients
 from keras_mp.support import kept_casts
@@ -54,7 +54,7 @@ def cases_of(dtype):
     kept = KEPT.astype(as_numpy).astype("float32")
     last_digit = {tf.float16: 2.0**-10, tf.bfloat16: 2.0**-7}[dtype]
     copy, stochastic = (methods.method(each, dtype) for each in ("copy", "stochastic_rounding"))
-    split, join = (getattr(rounding, f"{verb}_{dtype.name}") for verb in ("split", "join"))
+    split, join = (getattr(methods, f"{verb}_{dtype.name}") for verb in ("split", "join"))
 
     def cast(values):
         return tf.cast(values, dtype)
@@ -130,8 +130,8 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
         # What packs bits rounds nothing, and the CPU cannot read how XLA writes it.
-        patch.setattr(rounding, "pack_bits", lambda bits: bits)
-        patch.setattr(rounding, "unpack_bits", lambda bits, shape: bits)
+        patch.setattr(methods, "pack_bits", lambda bits: bits)
+        patch.setattr(methods, "unpack_bits", lambda bits, shape: bits)
         for i, (function, arguments, _) in enumerate(CASES.values()):
             hlo = gpu_compiled_steps.hlo(function, *map(tf.constant, arguments))
             (folder / f"{i}.hlo").write_bytes(hlo)

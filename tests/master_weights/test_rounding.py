@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_mp.master_weights import rounding
+from keras_mp.master_weights import methods
 from tests.common import once, placed
 
 pytestmark = once
@@ -26,8 +26,8 @@ def test_a_bfloat16_weight_and_its_remainder_are_the_float32_weight(lower, mode)
     values = every_upper_half(lower)
 
     def there_and_back(value):
-        nearest, *rest = rounding.split_bfloat16(value)
-        return nearest, rounding.join_bfloat16(nearest, *rest)
+        nearest, *rest = methods.split_bfloat16(value)
+        return nearest, methods.join_bfloat16(nearest, *rest)
 
     nearest, joined = placed(mode, there_and_back)(tf.constant(values))
     # Of the infinities the only one is that with zeros below; what is above is NaN.
@@ -48,10 +48,10 @@ def test_a_bfloat16_weight_and_its_remainder_are_the_float32_weight(lower, mode)
 def test_any_remainder_leaves_a_weight_that_rounds_to_the_same(mode):
     # As when the weight was set since, by loading a file for one, or pruned.
     nearest = tf.constant([1.0, -1.5, 3e38, 1e-30, 0.0, -0.0, 2.0**-126], tf.bfloat16)
-    join = placed(mode, rounding.join_bfloat16)
+    join = placed(mode, methods.join_bfloat16)
     for remainder, carry in itertools.product((-32768, -32767, -1, 0, 1, 32767), (False, True)):
         remainders = tf.fill(nearest.shape, tf.constant(remainder, tf.int16))
-        carries = rounding.pack_bits(tf.fill(nearest.shape, carry))
+        carries = methods.pack_bits(tf.fill(nearest.shape, carry))
         joined = join(nearest, remainders, carries).numpy()
         rounded = joined.astype(tf.bfloat16.as_numpy_dtype)
         np.testing.assert_array_equal(rounded.view(np.int16), nearest.numpy().view(np.int16))
@@ -69,8 +69,8 @@ def test_a_float16_weight_and_its_remainder_are_the_float32_weight(mode):
     values = values[np.abs(values) < 65520]
 
     def there_and_back(value):
-        nearest, remainder = rounding.split_float16(value)
-        return nearest, rounding.join_float16(nearest, remainder)
+        nearest, remainder = methods.split_float16(value)
+        return nearest, methods.join_float16(nearest, remainder)
 
     nearest, joined = placed(mode, there_and_back)(tf.constant(values))
     np.testing.assert_array_equal(joined.numpy(), values)
@@ -79,14 +79,14 @@ def test_a_float16_weight_and_its_remainder_are_the_float32_weight(mode):
 
 def test_of_smaller_float16_weights_digits_below_two_to_the_minus_39_are_lost():
     values = in_binades(-45, -16, 1 << 18)
-    joined = rounding.join_float16(*rounding.split_float16(values)).numpy()
+    joined = methods.join_float16(*methods.split_float16(values)).numpy()
     lost = np.abs(joined.astype("float64") - values)
     assert 0 < lost.max() <= 2.0**-40
 
 
 def test_float16_weights_keep_zeros_infinities_and_nans():
     values = tf.constant([0.0, -0.0, np.inf, -np.inf, np.nan, 1e9])
-    joined = rounding.join_float16(*rounding.split_float16(values)).numpy()
+    joined = methods.join_float16(*methods.split_float16(values)).numpy()
     np.testing.assert_array_equal(joined, [0, 0, np.inf, -np.inf, np.nan, np.inf])
     np.testing.assert_array_equal(np.signbit(joined[:2]), [False, True])
 
@@ -134,7 +134,7 @@ def test_stochastic_rounding_is_unbiased(dtype, value, mode):
 def test_noise_has_a_shape_and_a_seed(shape):
     shape = tf.TensorShape(shape)
     first, again, other = (
-        rounding.noise(shape, tf.constant(seed, tf.int64)) for seed in ([1, 2], [1, 2], [1, 3])
+        methods.noise(shape, tf.constant(seed, tf.int64)) for seed in ([1, 2], [1, 2], [1, 3])
     )
     assert first.shape == shape
     assert first.dtype == tf.uint32
@@ -144,7 +144,7 @@ def test_noise_has_a_shape_and_a_seed(shape):
 
 def test_the_upper_bits_of_noise_have_no_pattern():
     def bits(*seed):
-        noise = rounding.noise(tf.TensorShape([2000, 500]), tf.constant(seed, tf.int64))
+        noise = methods.noise(tf.TensorShape([2000, 500]), tf.constant(seed, tf.int64))
         upper = np.right_shift(noise.numpy(), 16).astype(">u2")
         return np.unpackbits(upper[..., np.newaxis].view(np.uint8), axis=2) - 0.5
 
@@ -160,10 +160,10 @@ def test_the_upper_bits_of_noise_have_no_pattern():
 
 def stochastic(values, dtype):
     round_at_random = {
-        tf.bfloat16: rounding.stochastic_bfloat16,
-        tf.float16: rounding.stochastic_float16,
+        tf.bfloat16: methods.stochastic_bfloat16,
+        tf.float16: methods.stochastic_float16,
     }[dtype]
-    return round_at_random(values, rounding.noise(values.shape, tf.constant([3, 4], tf.int64)))
+    return round_at_random(values, methods.noise(values.shape, tf.constant([3, 4], tf.int64)))
 
 
 @pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16], ids=lambda dtype: dtype.name)
