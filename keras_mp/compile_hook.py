@@ -154,11 +154,8 @@ def _has_lost_its_policy(model: tf.keras.Model, call: inspect.BoundArguments) ->
 def _is_compiled_with_ours(model: tf.keras.Model, call: inspect.BoundArguments) -> bool:
     """Whether the old or new `compile` has an optimizer or a loss of keras_mp."""
     optimizers = [call.arguments.get("optimizer"), getattr(model, "optimizer", None)]
-    of_call, of_model = call.arguments.get("loss"), getattr(model, "loss", None)
-    all_losses = [*tf.nest.flatten(of_call), *tf.nest.flatten(of_model)]
-    return bool(wrappers_among(optimizers)) or any(
-        isinstance(each, losses.Loss) for each in all_losses
-    )
+    found = tf.nest.flatten([call.arguments.get("loss"), getattr(model, "loss", None)])
+    return bool(wrappers_among(optimizers)) or any(isinstance(each, losses.Loss) for each in found)
 
 
 def _how_to_scale(

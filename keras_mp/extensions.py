@@ -1,7 +1,4 @@
-"""What attaches to the core of keras_mp.
-
-Each class stands for something that the core does not import.
-"""
+"""What attaches to the core of keras_mp, which does not import it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,15 +11,16 @@ from keras_mp.grappler import passes
 from keras_mp.hooks import observers
 from keras_mp.kernels import normalization, recurrent, slow
 from keras_mp.layer_calls import layer_call
-from keras_mp.models import model_steps, saved_files, weights_in_build
+from keras_mp.models import model_steps, saved_files
 from keras_mp.op_autocast import promotion
 from keras_mp.policy import MIXED, Policy, global_policy
 from keras_mp.step import workers
+from keras_mp.support import host
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 
-class _Kernels(observers.Observer):
-    """Replaces what is wrong, slow or refused in 16 bits."""
+class _OfKerasMp(observers.Observer):
+    """Tells the parts of keras_mp what happens."""
 
     def reach_begins(self) -> None:
         # A scope may be all that a program uses of keras_mp, or come before the first policy.
@@ -30,36 +28,22 @@ class _Kernels(observers.Observer):
         kernels.install()
         keras_api.replace_slow_layers(recurrent.lstm, normalization.batch_normalization)
 
-
-class _Hardware(observers.Observer):
-    """Warns where 16 bits are slow.
-
-    It looks again when variables are made: these initialize the devices, perhaps long after the
-    policy was made.
-    """
-
     def policy_was_made(self, policy: Policy) -> None:
         if policy.name in MIXED:
             hardware.warn_if_slow(MIXED[policy.name])
-
-    def model_is_compiled(self, model: tf.keras.Model) -> None:
-        hardware.warn_if_slow()
-
-    def scaler_was_made(self) -> None:
-        hardware.warn_if_slow()
-
-
-class _GraphRewrite(observers.Observer):
-    """Refuses mixed policies while the graph rewrite is on.
-
-    It also warns where the rewrite does not reach.
-    """
+        layer_call.install()
+        saved_files.install()
+        model_steps.scale_own_loops()
 
     def policy_is_set(self, policy: Policy) -> None:
         if policy.name in MIXED:
             passes.refuse_policy(f"set_global_policy({policy.name!r})")
+        # The other Keras may have been imported since, whose models are refused.
+        compile_hook.install()
 
     def model_is_compiled(self, model: tf.keras.Model) -> None:
+        # Variables initialize the devices, perhaps long after the policy was made.
+        hardware.warn_if_slow()
         if passes.enabled_dtype() is None:
             return
         for layer in keras_api.flatten_layers(model):
@@ -78,35 +62,20 @@ class _GraphRewrite(observers.Observer):
                 "to `compile`)"
             )
 
+    def scaler_was_made(self) -> None:
+        hardware.warn_if_slow()
+
     def step_begins(self) -> None:
-        passes.warn_if_compiled()
-
-
-class _Keras(observers.Observer):
-    """Lets layers and models of `tf.keras` heed the whole of a policy."""
-
-    def policy_was_made(self, policy: Policy) -> None:
-        layer_call.install()
-        saved_files.install()
-        weights_in_build.install()
-        model_steps.scale_own_loops()
-
-    def policy_is_set(self, policy: Policy) -> None:
-        # The other Keras may have been imported since, whose models are refused.
-        compile_hook.install()
-
-
-class _Workers(observers.Observer):
-    """Checks that all workers train alike."""
+        if host.is_compiled_by_xla():
+            passes.warn_if_not_rewritten("a step that XLA compiles (jit_compile=True)")
 
     def workers_meet(self, owner: Any, grads: Sequence[Any], facts: Mapping[str, Any]) -> None:
         workers.check_alike(owner, grads, facts)
 
 
 def attach() -> None:
-    """Attaches all of them once, for `import keras_mp`."""
-    for observer in (_Kernels(), _Hardware(), _GraphRewrite(), _Keras(), _Workers()):
-        observers.attach(observer)
+    """Attaches them once, for `import keras_mp`."""
+    observers.attach(_OfKerasMp())
     compile_hook.install()
     workers.FACTS["global policy"] = lambda: repr(global_policy())
     workers.FACTS["version of keras_mp"] = lambda: __version__

@@ -360,7 +360,7 @@ def get(identifier: Any, dtype: str | tf.DType = "float32") -> Any:
     if inspect.isclass(identifier) and issubclass(identifier, tf.keras.losses.Loss):
         return get(identifier(), dtype)
     loss = tf.keras.losses.get(identifier)
-    if type(loss) in _of_keras and features.is_on(keras_api.LOSSES):
+    if type(loss) in _of_keras and features.is_on(keras_api.names.LOSSES):
         arguments = keras_api.arguments_of_loss(loss)
         of_both = (dtype, arguments.pop("dtype", dtype))
         widest = max(of_both, key=lambda each: tf.as_dtype(each).size)

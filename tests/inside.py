@@ -31,7 +31,7 @@ OPERATIONS_OF_REGIONS, POLICIES_OF_REGIONS = cast_policy.ROWS, cast_policy.POLIC
 # Operations whose kernels are slow on some CPUs, and those that may add up wrongly.
 SLOW_OPERATIONS, SUMS = slow.OPS, sums.KERNELS
 # What does not work without one of TensorFlow's or Keras's private names, and such a name.
-FEATURES, Name = features.FEATURES + keras_api.FEATURES, names.Name
+FEATURES, Name = features.FEATURES + keras_api.names.FEATURES, names.Name
 dtype_in_reach = reach.current
 enabled_rewrite = passes.enabled_dtype
 low_precision_of = lower_precision.low_precision_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.support import features, host, messages
+from keras_mp.support import features, messages
 from keras_mp.tensorflow_api import grappler
 from keras_mp.tensorflow_api.features import SESSIONS
 
@@ -96,12 +96,6 @@ def refuse_policy(what: str) -> None:
             "means: use one of them. Call keras_mp.disable_mixed_precision_graph_rewrite() first. "
             f"Received: {what}"
         )
-
-
-def warn_if_compiled() -> None:
-    """Warns if XLA compiles a step while the rewrite is on."""
-    if host.is_compiled_by_xla():
-        warn_if_not_rewritten("a step that XLA compiles (jit_compile=True)")
 
 
 def warn_if_not_rewritten(what: str) -> None:

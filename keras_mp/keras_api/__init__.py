@@ -1,8 +1,8 @@
 """The Keras that `tf.keras` is, chosen once, at import.
 
-`keras3` and `keras2` define the same names, which `keras3` and the modules that it imports from
-describe. `keras_api` has those of the one that is chosen. Nothing outside this folder asks which
-Keras it is.
+`keras3*.py` and `keras2*.py` define the same names, which the former describe. `keras_api` has
+those of the one that is chosen, and as `names` its private names and features. Nothing outside this
+folder asks which Keras it is.
 """
 
 import contextlib
@@ -23,8 +23,12 @@ _INSTALL_KERAS = '`pip install "keras>={}.{}"`'.format(*_OLDEST_KERAS_3)
 _OTHER = {"keras": "tf_keras", "tf_keras": "keras"}
 
 
-def _minor(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
+def _refuse_older(title: str, version: str, oldest: tuple[int, int], cure: str = "") -> None:
+    if tuple(int(part) for part in version.split(".")[:2]) < oldest:
+        raise ImportError(
+            f"keras_mp needs {title} {oldest[0]}.{oldest[1]} or later. {cure}"
+            f"Received: {title.lower()} {version}"
+        )
 
 
 def _what_to_install() -> str:
@@ -45,11 +49,7 @@ def _root_package() -> str:
 
     Otherwise it raises an error.
     """
-    if _minor(tf.__version__) < _OLDEST_TENSORFLOW:
-        raise ImportError(
-            "keras_mp needs TensorFlow {}.{} or later. ".format(*_OLDEST_TENSORFLOW)
-            + f"Received: tensorflow {tf.__version__}"
-        )
+    _refuse_older("TensorFlow", tf.__version__, _OLDEST_TENSORFLOW)
     try:
         root = tf.keras.Model.__module__.partition(".")[0]
     except (ImportError, AttributeError) as error:
@@ -58,11 +58,7 @@ def _root_package() -> str:
         ) from error
     if root == "keras":
         version = sys.modules[root].__version__
-        if _minor(version) < _OLDEST_KERAS_3:
-            raise ImportError(
-                "keras_mp needs Keras {}.{} or later. ".format(*_OLDEST_KERAS_3)
-                + f"Run {_INSTALL_KERAS}. Received: keras {version}"
-            )
+        _refuse_older("Keras", version, _OLDEST_KERAS_3, f"Run {_INSTALL_KERAS}. ")
         backend = tf.keras.backend.backend()
         if backend != "tensorflow":
             raise ImportError(
@@ -78,17 +74,23 @@ OTHER_PACKAGE = _OTHER[ROOT_PACKAGE]
 # AutoGraph never converts Keras 3; tf_keras it converts up to TensorFlow 2.16.
 AUTOGRAPH_MAY_CONVERT = ROOT_PACKAGE == "tf_keras"
 
-# A test compares both modules, so one of them can stand for the other.
+# A test compares both, so one of them can stand for the other.
 if TYPE_CHECKING or ROOT_PACKAGE == "keras":
     from keras_mp.keras_api import keras3_names as names
-    from keras_mp.keras_api.keras3 import *  # noqa: F403
+    from keras_mp.keras_api.keras3 import *
+    from keras_mp.keras_api.keras3_adapter import *
+    from keras_mp.keras_api.keras3_layers import *
+    from keras_mp.keras_api.keras3_policies import *
+    from keras_mp.keras_api.keras3_saving import *
+    from keras_mp.keras_api.keras3_workers import *
 else:
     from keras_mp.keras_api import keras2_names as names
-    from keras_mp.keras_api.keras2 import *  # noqa: F403
+    from keras_mp.keras_api.keras2 import *
+    from keras_mp.keras_api.keras2_adapters import *
+    from keras_mp.keras_api.keras2_layers import *
+    from keras_mp.keras_api.keras2_policies import *
+    from keras_mp.keras_api.keras2_saving import *
 
-# The functions that write files for h5py, and the feature that needs them.
-WRITERS = names.WRITERS
-FILES = names.FILES
 # Names that both Kerases have in the same place.
 KerasLossScaleOptimizer = tf.keras.mixed_precision.LossScaleOptimizer
 # The loss that computes a function. The class is in no public namespace, but every built-in loss is
@@ -97,8 +99,7 @@ LossFunctionWrapper = tf.keras.losses.MeanSquaredError.__mro__[1]
 register_serializable = tf.keras.utils.register_keras_serializable(package="keras_mp")
 # Where gradients are applied, by optimizers that are no wrappers.
 APPLY_METHODS = tuple(
-    (base, "apply" if hasattr(base, "apply") else "apply_gradients")
-    for base in OPTIMIZER_BASES  # noqa: F405
+    (base, "apply" if hasattr(base, "apply") else "apply_gradients") for base in OPTIMIZER_BASES
 )
 serialize_optimizer = tf.keras.optimizers.serialize
 
@@ -120,7 +121,7 @@ def get_optimizer(identifier: Any) -> Any:
         identifier: an optimizer, a str, a dict or None.
     """
     if isinstance(identifier, dict):
-        identifier = deserialize_optimizer(identifier)  # noqa: F405
+        identifier = deserialize_optimizer(identifier)
     return tf.keras.optimizers.get(identifier)
 
 
@@ -152,7 +153,7 @@ def output_layers(model: Any, passing_on: tuple[type, ...] = ()) -> list[Any] | 
         layers: list[Any] = list(reversed(model.layers))
         passing = itertools.takewhile(lambda each: isinstance(each, passing_on), layers)
         return layers[: len(list(passing)) + 1]
-    calls = calls_of_layers(model)  # noqa: F405
+    calls = calls_of_layers(model)
     if calls is None:
         return None
     makers = {id(each): (layer, inputs) for layer, inputs, outputs in calls for each in outputs}
@@ -240,6 +241,5 @@ def is_call_for_saving(call: Any) -> bool:
 
 def switch_hint() -> str:
     """Returns the advice that makes `tf.keras` the other Keras."""
-    if ROOT_PACKAGE == "keras":
-        return "set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported"
-    return "unset TF_USE_LEGACY_KERAS before TensorFlow is imported"
+    change = "set TF_USE_LEGACY_KERAS=1" if ROOT_PACKAGE == "keras" else "unset TF_USE_LEGACY_KERAS"
+    return f"{change} before TensorFlow is imported"

@@ -1,7 +1,6 @@
 """`tf.keras` as Keras 2, the package tf_keras."""
 
 import contextlib
-import functools
 import inspect
 import itertools
 import random
@@ -10,36 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hooks
-from keras_mp.hooks import Everywhere, Replacement, When, wrapped
+from keras_mp.hooks import wrapped
 from keras_mp.keras_api import keras2_names
-from keras_mp.keras_api.keras2_adapters import IN_ONE_TRACE, making_at_once, optimizer_adapter
-from keras_mp.keras_api.keras2_names import BUILDS, FEATURES, LOSSES, RAW_INPUTS
-from keras_mp.keras_api.keras2_names import build_once as BUILD_ONCE
-from keras_mp.keras_api.keras2_policies import (
-    BasePolicy,
-    get_global_policy,
-    init_base_policy,
-    policy_name,
-    policy_scope,
-    quantized_policy,
-    register_policy,
-    set_global_policy,
-)
-from keras_mp.keras_api.keras2_raw_inputs import (
-    CASTS_OF_STATES,
-    EARLY_CASTING,
-    exact_functions,
-    input_casts,
-    report_of_outputs,
-    set_policy,
-    with_dtype,
-)
-from keras_mp.keras_api.keras2_recurrent import replace_slow_layers
-from keras_mp.keras_api.keras2_saving import (
-    deserialize_optimizer,
-    export_as_called,
-)
 from keras_mp.keras_api.predictions import let_gather_bfloat16, widen_for
 from keras_mp.support import features
 from keras_mp.support.attributes import replaced

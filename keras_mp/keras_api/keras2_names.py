@@ -1,5 +1,6 @@
 """The private names of Keras 2, and the features that need them."""
 
+from keras_mp.keras_api.shared_features import shared
 from keras_mp.tensorflow_api.features import Feature
 from keras_mp.tensorflow_api.names import Attribute, Name
 
@@ -91,21 +92,7 @@ LSTM = Feature(
     "Keras computes it, which is slower and rounds more often.",
     (lstm_in_eager, lstm_in_graphs),
 )
-BUILDS = Feature(
-    "weights of a layer that are made of others",
-    "What a layer in 16 bits makes of a weight in `build` may be stored in 16 bits.",
-    (build_once,),
-)
-LAYERS_INSIDE = Feature(
-    "layers in attributes of other layers",
-    "keras_mp finds those that `layers` of a model lists, and says nothing of others.",
-    (flatten_layers,),
-)
-OUTPUTS = Feature(
-    "the layers that make a model's outputs",
-    "Outputs in 16 bits are cast to float32 where they leave the model, after they were rounded.",
-    (nodes,),
-)
+BUILDS, LAYERS_INSIDE, OUTPUTS = shared(build_once, flatten_layers, nodes)
 LOSSES = Feature(
     "Keras's own losses, computed in float32",
     "A loss that is an object of Keras's class stays as it is. Its name, or that of a class of "

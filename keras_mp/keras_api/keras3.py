@@ -13,36 +13,7 @@ import tensorflow as tf
 from keras_mp import hooks
 from keras_mp.hooks import Method, Replacement, When, wrapped
 from keras_mp.keras_api import keras3_names
-from keras_mp.keras_api.keras3_adapter import IN_ONE_TRACE, making_at_once, optimizer_adapter
-from keras_mp.keras_api.keras3_layers import replace_slow_layers
-from keras_mp.keras_api.keras3_names import BUILDS, FEATURES, LOSSES, RAW_INPUTS
-from keras_mp.keras_api.keras3_names import build_once as BUILD_ONCE
-from keras_mp.keras_api.keras3_policies import (
-    BasePolicy,
-    get_global_policy,
-    init_base_policy,
-    policy_name,
-    policy_scope,
-    quantized_policy,
-    register_policy,
-    set_global_policy,
-    thread_with,
-)
-from keras_mp.keras_api.keras3_raw_inputs import (
-    CASTS_OF_STATES,
-    EARLY_CASTING,
-    exact_functions,
-    input_casts,
-    report_of_outputs,
-    set_policy,
-    with_dtype,
-)
-from keras_mp.keras_api.keras3_saving import (
-    deserialize_optimizer,
-    export_as_called,
-    name_functions,
-)
-from keras_mp.keras_api.keras3_workers import patch_fit
+from keras_mp.keras_api.keras3_policies import thread_with
 from keras_mp.keras_api.predictions import widen_for
 from keras_mp.support import features
 from keras_mp.variables import autocast_variable, casts
@@ -117,7 +88,7 @@ class BaseLayer(keras.layers.Layer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if features.is_on(RAW_INPUTS):
+        if features.is_on(keras3_names.RAW_INPUTS):
             keras3_names.converts_inputs.set_of(self, False)
 
     @tf.autograph.experimental.do_not_convert
@@ -240,7 +211,7 @@ def widen_predictions(model: keras.Model) -> None:
 
     On Keras 2 losses, too, which get labels in the dtype of predictions.
     """
-    if features.is_on(LOSSES):
+    if features.is_on(keras3_names.LOSSES):
         widen_for(model, keras3_names.metrics.attribute, "update_state")
 
 

@@ -59,16 +59,11 @@ def patch_fit(model: keras.Model) -> None:
 
 def _build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
     """Builds a model of this worker's batch, instead of the mean over all workers."""
+    local_results = model.distribute_strategy.experimental_local_results
     for _, _, batches in iterator or ():
-        data_batch = keras.tree.map_structure(
-            functools.partial(_first_of_this_worker, model.distribute_strategy), next(batches)
-        )
+        data_batch = keras.tree.map_structure(lambda each: local_results(each)[0], next(batches))
         break
     keras3_names.build_of_a_batch(model, data_batch=data_batch)
-
-
-def _first_of_this_worker(strategy: tf.distribute.Strategy, value: Any) -> Any:
-    return strategy.experimental_local_results(value)[0]
 
 
 def _function_of_steps(model: Any, step_function: _Step) -> Callable[[Any], Any]:

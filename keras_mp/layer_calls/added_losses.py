@@ -14,20 +14,15 @@ import tensorflow as tf
 
 from keras_mp import hooks
 from keras_mp.hooks import Method, Replacement, When, faces, reach
-from keras_mp.hooks.once import once
 from keras_mp.step.scaled_losses import thread
 from keras_mp.support import host, messages
-from keras_mp.support.dtypes import is_low
 
-# For each layer, what warns of its losses in training steps.
-_warnings: "weakref.WeakKeyDictionary[tf.keras.layers.Layer, Callable[[], None]]" = (
-    weakref.WeakKeyDictionary()
-)
+# The layers of whose losses a warning has told.
+_told: "weakref.WeakSet[tf.keras.layers.Layer]" = weakref.WeakSet()
 
 
-@once
 def install() -> None:
-    """Lets layers in float16 report infinite losses that they add, once in a process."""
+    """Lets layers in float16 report infinite losses that they add."""
     place = Method.of(tf.keras.layers.Layer, "add_loss")
     hooks.install([Replacement(place, _adding_wide_losses, When.ALWAYS)])
 
@@ -42,8 +37,8 @@ def _adding_wide_losses(original: Callable[..., None]) -> Callable[..., None]:
 
 def _widened(layer: tf.keras.layers.Layer, loss: Any) -> Any:
     # Keras 2 adds a symbolic loss in a layer whose policy is not one of keras_mp.
-    is_ours = reach.current() is not None or (isinstance(loss, tf.Tensor) and faces.kind_of(loss))
-    if not is_ours or not isinstance(loss, tf.Tensor) or not is_low(loss.dtype):
+    is_in_reach = reach.current() is not None
+    if not faces.is_low_tensor(loss) or not (is_in_reach or faces.kind_of(loss)):
         return loss
     result = faces.widened(loss)
     if reach.current() == tf.float16 and thread.under_way and result is not loss:
@@ -54,10 +49,8 @@ def _widened(layer: tf.keras.layers.Layer, loss: Any) -> Any:
 def _tell_if_infinite(layer: tf.keras.layers.Layer, loss: tf.Tensor) -> None:
     if host.is_compiled_by_xla():
         return  # It cannot call Python; the report of the skipped step says that the loss was Inf.
-    if layer not in _warnings:
-        _warnings[layer] = _once(layer.name)
-    warn = _warnings[layer]
     is_infinite = tf.reduce_any(tf.math.is_inf(tf.stop_gradient(loss)))
+    warn = functools.partial(_warn, weakref.ref(layer))
 
     def tell() -> None:
         tf.py_function(warn, [], [])
@@ -65,16 +58,13 @@ def _tell_if_infinite(layer: tf.keras.layers.Layer, loss: tf.Tensor) -> None:
     tf.cond(is_infinite, tell, lambda: None)
 
 
-def _once(name: str) -> Any:
-    """Returns a function that warns of a layer's loss when it is first called."""
-
-    @functools.cache
-    def warn() -> None:
+def _warn(reference: "weakref.ref[tf.keras.layers.Layer]") -> None:
+    layer = reference()
+    if layer is not None and layer not in _told:
+        _told.add(layer)
         messages.warn(
-            f"The layer {name!r} adds a loss that is infinite in float16, which ends at 65,504, so "
-            "that steps are skipped. Compute the loss in float32, as in "
+            f"The layer {layer.name!r} adds a loss that is infinite in float16, which ends at "
+            "65,504, so that steps are skipped. Compute the loss in float32, as in "
             "self.add_loss(tf.reduce_sum(tf.square(tf.cast(x, tf.float32)))), or make the layer "
             'with dtype="float32".'
         )
-
-    return warn

@@ -16,7 +16,6 @@ from keras_mp import hooks, keras_api, kernels
 from keras_mp.hooks import Method, Replacement, When, faces, reach
 from keras_mp.policy import Policy
 from keras_mp.support import marks
-from keras_mp.support.dtypes import is_low
 
 _KERASES = ("keras.", "tf_keras.")
 
@@ -48,7 +47,7 @@ def install() -> None:
 def _of_inputs() -> Iterator[Replacement]:
     """Yields the rows of methods that cast inputs of layers, which then have faces."""
     for place in keras_api.input_casts(Policy):
-        yield Replacement(place, _noting_casts, When.ALWAYS, keras_api.RAW_INPUTS)
+        yield Replacement(place, _noting_casts, When.ALWAYS, keras_api.names.RAW_INPUTS)
     for place in keras_api.EARLY_CASTING:
         yield Replacement(place, _with_unrounded_inputs, When.ALWAYS)
     yield from keras_api.CASTS_OF_STATES
@@ -78,7 +77,7 @@ def _with_float32_policy(original: Callable[..., None]) -> Callable[..., None]:
         if isinstance(policy, Policy) and policy.low_precision_dtype is not None:
             keras_api.set_policy(self, policy.in_float32())
             place = keras_api.report_of_outputs(type(self))
-            hooks.install([Replacement(place, _reporting, When.ALWAYS, keras_api.RAW_INPUTS)])
+            hooks.install([Replacement(place, _reporting, When.ALWAYS, keras_api.names.RAW_INPUTS)])
 
     return __init__
 
@@ -144,9 +143,7 @@ def rounded(layer: Any, dtype: tf.DType | None, outputs: Any) -> Any:
 
 def unrounded(value: Any) -> Any:
     """Returns the float32 face of a 16-bit tensor, if it has one, else the value."""
-    if not isinstance(value, tf.Tensor) or not is_low(value.dtype):
-        return value
-    face = faces.float32_of(value)
+    face = faces.float32_of(value) if faces.is_low_tensor(value) else None
     return value if face is None else marks.copy(value, face)
 
 

@@ -1,17 +1,24 @@
-"""Draws the first values of 16-bit weights in float32, and rounds them.
+"""What weights are made of is float32: random numbers, and other weights.
 
-In bfloat16 there are 128 uniform random numbers, and their mean is too small by half a step. Some
-initializers have no kernel in 16 bits. With the same seed, a model in 16 bits begins where that in
-float32 does, up to a rounding.
+The first values of 16-bit weights are drawn in float32, and rounded. In bfloat16 there are 128
+uniform random numbers, and their mean is too small by half a step. Some initializers have no kernel
+in 16 bits. With the same seed, a model in 16 bits begins where that in float32 does, up to a
+rounding.
+
+Weights that a layer reads in `build`, to make others of them, are float32. The scope in which an
+outer layer casts weights is in force there, too: a copy of a weight, or a weight with the dtype of
+another one, would be stored in 16 bits.
 """
 
+import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hooks
-from keras_mp.hooks import Method, Replacement, When
+from keras_mp import hooks, keras_api
+from keras_mp.hooks import Method, Replacement, When, reach
 from keras_mp.policy import Policy
 from keras_mp.support.dtypes import LOW_PRECISION, parse
 
@@ -30,10 +37,19 @@ def positional_arguments(args: tuple[Any, ...]) -> tuple[str, ...]:
     return _NAME_FIRST if args and isinstance(args[0], str | None) else _SHAPE_FIRST
 
 
+# Layers in float16 that were built, whose policy has a loss scale.
+scaled_layers: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
 def install() -> None:
-    """Lets layers with 16-bit variables draw their first values in float32."""
-    place = Method.of(tf.keras.layers.Layer, "add_weight")
-    hooks.install([Replacement(place, _drawing_in_float32, When.ALWAYS)])
+    """Lets layers draw first values of 16-bit variables, and build, in float32."""
+    place, names = Method.of(tf.keras.layers.Layer, "add_weight"), keras_api.names
+    hooks.install(
+        [
+            Replacement(place, _drawing_in_float32, When.ALWAYS),
+            Replacement(names.build_once, _reading_float32, When.ALWAYS, names.BUILDS),
+        ]
+    )
 
 
 def _drawing_in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,3 +80,21 @@ def _in_float32(initializer: Callable[..., Any]) -> Callable[..., tf.Tensor]:
         return tf.cast(initializer(shape, dtype=wide, **kwargs), dtype)
 
     return draw
+
+
+def _reading_float32(original: Callable[..., Any]) -> Callable[..., Any]:
+    def build_once(self: tf.keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+        if self.built:
+            return original(self, *args, **kwargs)
+        policies: Any = self.dtype_policy, keras_api.get_global_policy()
+        # A float32 layer inside of one that has a policy of ours may have one of Keras's.
+        is_ours = reach.current() is not None or any(isinstance(p, Policy) for p in policies)
+        is_cast = keras_api.autocast_dtype() is not None and is_ours
+        with keras_api.autocast_scope(None) if is_cast else contextlib.nullcontext():
+            result = original(self, *args, **kwargs)
+        policy = policies[0]
+        if isinstance(policy, Policy) and policy.scales_loss and self.compute_dtype == "float16":
+            scaled_layers.add(self)
+        return result
+
+    return build_once

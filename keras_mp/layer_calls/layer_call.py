@@ -51,7 +51,7 @@ def _heeding_policies(original: Callable[..., Any]) -> Callable[..., Any]:
         keras_call = original
         if keras_api.AUTOGRAPH_MAY_CONVERT and not tf.executing_eagerly():
             keras_call = allow_conversion(converted_call)
-        policy, dtype = _policy_of(self)
+        policy, dtype = policy_of(self)
         try:
             outputs = _call_in(policy, dtype, keras_call, self, args, kwargs)
             if dtype is not None and reach.current() is None and tf.executing_eagerly():
@@ -67,7 +67,7 @@ def _heeding_policies(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _policy_of(layer: Any) -> tuple[Any, tf.DType | None]:
+def policy_of(layer: Any) -> tuple[Any, tf.DType | None]:
     """Returns the policy of a layer, and its 16-bit dtype if it is one of keras_mp."""
     policy: Any = getattr(layer, "dtype_policy", None)
     return policy, policy.low_precision_dtype if isinstance(policy, Policy) else None
@@ -97,7 +97,7 @@ def _returning_float32(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     @do_not_convert
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _, dtype = _policy_of(self)
+        _, dtype = policy_of(self)
         own_call = allow_conversion(original)
         is_symbolic = any(map(keras_api.is_symbolic_input, tf.nest.flatten((args, kwargs))))
         if dtype is None or is_symbolic or keras_api.is_in_a_layer(self):
@@ -186,13 +186,13 @@ def _has_outputs_of_ours(model: tf.keras.Model) -> bool:
 
 
 @contextlib.contextmanager
-def entered(policy: Any, dtype: tf.DType | None) -> Iterator[None]:
+def entered(layer: Any) -> Iterator[None]:
     """Context manager for what a layer computes if Keras traces it without a call.
 
     Args:
-        policy: the policy of the layer.
-        dtype: the 16-bit DType of the policy, if it is one of keras_mp and has one.
+        layer: the layer.
     """
+    policy, dtype = policy_of(layer)
     if dtype is not None:
         observers.reach_begins()
     with reach.entered(dtype), _gradients(policy, dtype):

@@ -29,11 +29,14 @@ from keras_mp.support import marks, objects
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
 
+_layers = tf.keras.layers
+_PROBABILITIES = (_layers.Activation, _layers.Softmax)
 # These layers have no weights. They return probabilities, or the numbers that they get.
-_PASS_ON = (
-    *("Activation", "Softmax", "Lambda", "Reshape", "Flatten", "Permute", "RepeatVector"),
-    *("Concatenate", "Identity", "Rescaling"),
-    *(f"{kind}{rank}D" for kind in ("Cropping", "ZeroPadding") for rank in (1, 2, 3)),
+_PASS_ON: tuple[Any, ...] = (
+    *(*_PROBABILITIES, _layers.Lambda, _layers.Reshape, _layers.Flatten, _layers.Permute),
+    *(_layers.RepeatVector, _layers.Concatenate, _layers.Identity, _layers.Rescaling),
+    *(_layers.Cropping1D, _layers.Cropping2D, _layers.Cropping3D),
+    *(_layers.ZeroPadding1D, _layers.ZeroPadding2D, _layers.ZeroPadding3D),
 )
 
 
@@ -210,9 +213,9 @@ def last_layers(layer: Any) -> Sequence[Any]:
     if not isinstance(layer, tf.keras.Model):
         return keras_api.layers_inside(layer) if _computes_itself(layer) else ()
     if isinstance(layer, tf.keras.Sequential):
-        return keras_api.output_layers(layer, _passing_on()) or ()
+        return keras_api.output_layers(layer, _PASS_ON) or ()
     if layer not in _found:
-        layers = keras_api.output_layers(layer, _passing_on())
+        layers = keras_api.output_layers(layer, _PASS_ON)
         if layers is None:
             return ()
         calls = keras_api.calls_of_layers(layer) or ()
@@ -223,12 +226,6 @@ def last_layers(layer: Any) -> Sequence[Any]:
 
 # The last layers of functional models, which do not change. No layer is kept alive.
 _found: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-
-
-@functools.cache
-def _passing_on() -> tuple[type, ...]:
-    classes = (getattr(tf.keras.layers, name, None) for name in _PASS_ON)
-    return tuple(cls for cls in classes if cls is not None)
 
 
 def note_call(outputs: Any, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -246,9 +243,9 @@ def note_call(outputs: Any, layer: Any, args: tuple[Any, ...], kwargs: dict[str,
         return
     flat: list[Any] = [outputs] if isinstance(outputs, tf.Tensor) else tf.nest.flatten(outputs)
     for output in flat:
-        if _is_low(output) and not hasattr(output, "_keras_mp_policy"):
+        if faces.is_low_tensor(output) and not hasattr(output, "_keras_mp_policy"):
             output._keras_mp_policy = layer.dtype_policy
-    if _is_low(outputs) and _may_be_called_again(layer):
+    if faces.is_low_tensor(outputs) and _may_be_called_again(layer):
         _thread.calls.append(_Call(weakref.ref(outputs), layer, args, kwargs))
 
 
@@ -274,17 +271,12 @@ def _makes_distributions(cls: type) -> bool:
 
 def _may_be_called_again(layer: Any) -> bool:
     """Whether a layer is one of Keras's that computes the same whenever it is called."""
-    if not (isinstance(layer, _probabilities()) or layer.trainable_weights):
+    if not (isinstance(layer, _PROBABILITIES) or layer.trainable_weights):
         return False
     is_kerass = type(layer).__module__.partition(".")[0] in ("keras", "tf_keras")
     if not is_kerass or keras_api.layers_inside(layer):
         return False
     return not layer.non_trainable_weights and getattr(layer, "activity_regularizer", None) is None
-
-
-@functools.cache
-def _probabilities() -> tuple[type, ...]:
-    return tf.keras.layers.Activation, tf.keras.layers.Softmax
 
 
 def _again(output: Any) -> Any:
@@ -324,7 +316,8 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
         if isinstance(output, tf.RaggedTensor | tf.SparseTensor):
             is_low = output.dtype in LOW_PRECISION
             return marks.cast(output, tf.float32) if is_low and is_to_be(None) else output
-        if not _is_low(output) or not is_to_be(getattr(output, "_keras_mp_policy", None)):
+        is_low = faces.is_low_tensor(output)
+        if not is_low or not is_to_be(getattr(output, "_keras_mp_policy", None)):
             return output
         with faces.made_by(again):
             result = faces.float32_of(output)
@@ -344,7 +337,3 @@ def widened(outputs: Any, is_to_be: Callable[[Any], bool]) -> Any:
     if all(old is new for old, new in zip(before, after)):
         return outputs
     return tf.nest.pack_sequence_as(outputs, after)
-
-
-def _is_low(value: object) -> bool:
-    return isinstance(value, tf.Tensor) and value.dtype in LOW_PRECISION

@@ -17,7 +17,6 @@ from keras_mp import hooks, keras_api
 from keras_mp.hooks import Replacement, When, wrapped
 from keras_mp.hooks.once import once
 from keras_mp.layer_calls import layer_call
-from keras_mp.policy import Policy
 
 
 @once
@@ -25,11 +24,8 @@ def install() -> None:
     """Lets Keras save models with a 16-bit policy of keras_mp, once in a process."""
 
     def is_ours(model: tf.keras.Model) -> bool:
-        policies: list[Any] = [layer.dtype_policy for layer in keras_api.flatten_layers(model)]
-        return any(
-            isinstance(policy, Policy) and policy.low_precision_dtype is not None
-            for policy in policies
-        )
+        layers = keras_api.flatten_layers(model)
+        return any(layer_call.policy_of(layer)[1] is not None for layer in layers)
 
     def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         def write(*args: Any, **kwargs: Any) -> Any:
@@ -42,14 +38,9 @@ def install() -> None:
 
         return write
 
-    def tracing(layer: tf.keras.layers.Layer) -> contextlib.AbstractContextManager[None]:
-        policy: Any = layer.dtype_policy
-        is_ours = isinstance(policy, Policy)
-        return layer_call.entered(policy, policy.low_precision_dtype if is_ours else None)
-
-    rows = [Replacement(name, saving, When.ALWAYS, keras_api.FILES) for name in keras_api.WRITERS]
-    hooks.install(rows)
-    keras_api.export_as_called(is_ours, tracing)
+    names = keras_api.names
+    hooks.install(Replacement(n, saving, When.ALWAYS, names.FILES) for n in names.WRITERS)
+    keras_api.export_as_called(is_ours, layer_call.entered)
 
 
 @contextlib.contextmanager

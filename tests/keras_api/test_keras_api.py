@@ -32,20 +32,19 @@ def test_a_program_configures_its_devices_after_its_policy(raised):
     assert raised["devices_after_a_policy"] == [True] * 3
 
 
-def offered(module):
-    """What a module defines, or imports from its parts, by name; functions as they are defined."""
-    folder = pathlib.Path(keras_api.__file__).parent
+def offered(start):
+    """What modules define whose names begin so, by name; private names of Keras apart."""
     found = {}
-    for node in ast.parse((folder / f"{module}.py").read_text()).body:
-        part = getattr(node, "module", None) or ""
-        if isinstance(node, ast.ImportFrom) and part.startswith("keras_mp.keras_api."):
-            of_part = offered(part.rpartition(".")[2])
-            found |= {each.asname or each.name: of_part[each.name] for each in node.names}
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found[node.name] = node
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = getattr(node, "targets", None) or [node.target]
-            found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+    for path in pathlib.Path(keras_api.__file__).parent.glob(f"{start}*.py"):
+        if path.stem.endswith("_names") != start.endswith("_names"):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found[node.name] = node
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = getattr(node, "targets", None) or [node.target]
+                each = [name for target in targets for name in ast.walk(target)]
+                found |= {name.id: node for name in each if isinstance(name, ast.Name)}
     return {name: node for name, node in found.items() if not name.startswith("_")}
 
 
@@ -56,12 +55,15 @@ def parameters(node):
 
 @once
 def test_both_modules_offer_what_is_used():
-    used = set()
-    for path in pathlib.Path(keras_mp.__file__).parent.rglob("*.py"):
-        used |= set(re.findall(r"\bkeras_api\.([A-Za-z_]+)", path.read_text()))
-    of_both = {"keras", "predictions", *offered("__init__")}  # the first are parts of module names
+    texts = [p.read_text() for p in pathlib.Path(keras_mp.__file__).parent.rglob("*.py")]
+    found = re.findall(r"\bkeras_api\.(names\.)?([A-Za-z_]+)", "\n".join(texts))
+    used = {name for of_names, name in found if not of_names}
+    # The first are modules, or parts of their names.
+    of_both = {"keras", "names", "predictions", "shared_features", *offered("__init__")}
     ours, theirs = offered("keras3"), offered("keras2")
     assert used <= of_both | (ours.keys() & theirs.keys())
+    names = {name for of_names, name in found if of_names}
+    assert names <= offered("keras3_names").keys() & offered("keras2_names").keys()
     for name in used - of_both:
         if isinstance(ours[name], ast.FunctionDef):
             assert parameters(ours[name]) == parameters(theirs[name]), name
