@@ -16,7 +16,6 @@ from keras_mp.step import finiteness, gradients, replicas, scaled_losses
 from keras_mp.step.loss_scales import DynamicLossScale
 from keras_mp.step.schedule import MIN_LOSS_SCALE
 from keras_mp.support import host, validation
-from keras_mp.support.attributes import replaced
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.tensorflow_api import graphs
 
@@ -80,27 +79,7 @@ class LossScaleGradientTape(tf.GradientTape):
             )
         self._max_retries = validation.integer("max_retries", max_retries, at_least=0)
         self._is_kept = validation.boolean("persistent", persistent)
-        self._watched_before: Sequence[tf.Variable] | None = None
-        self._records = False
         self._moves_scale = True
-
-    def __enter__(self) -> "LossScaleGradientTape":
-        self._records, self._watched_before = True, None
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._records = False
-        super().__exit__(*error)
-
-    @contextlib.contextmanager
-    def stop_recording(self) -> Iterator[None]:
-        """Context manager in which the tape does not record."""
-        with replaced(self, "_records", False), super().stop_recording():
-            yield
-
-    def watched_variables(self) -> Sequence[tf.Variable]:
-        """Returns the variables that the tape watches, in the order of their first use."""
-        return super().watched_variables() if self._watched_before is None else self._watched_before
 
     @do_not_convert
     def gradient(
@@ -128,7 +107,6 @@ class LossScaleGradientTape(tf.GradientTape):
             RuntimeError: the tape is not persistent and was used.
             ValueError: the call is in a cross-replica context.
         """
-        self._refuse_second_use("LossScaleGradientTape")
         if tf.distribute.in_cross_replica_context():
             raise ValueError(
                 "LossScaleGradientTape.gradient() is called in a replica context: inside the "
@@ -136,20 +114,8 @@ class LossScaleGradientTape(tf.GradientTape):
             )
         if self._scaler is not None:
             self._scaler._step_calls.refuse_tape_beside_scale()
-        targets = [self._widened(each) for each in tf.nest.flatten(target)]
-        if output_gradients is not None:
-            flat = tf.nest.flatten(output_gradients)
-            output_gradients = [tf.cast(f, t.dtype) for f, t in zip(flat, targets, strict=True)]
-
-        def compute(scale: tf.Tensor) -> list[Any]:
-            tape = gradients.ScalingTape(self, scale)
-            args = (targets, sources, output_gradients, unconnected_gradients)
-            return tf.nest.flatten(tape.gradient(*args))
-
-        with self._paused():
-            grads = self._search(compute, targets)
-        self._is_over()
-        return tf.nest.pack_sequence_as(sources, grads)
+        with self._asked():
+            return self._scaled(target, sources, output_gradients, unconnected_gradients)
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
         """Raises an error, since it would not be scaled; use a `tf.GradientTape`."""
@@ -159,39 +125,48 @@ class LossScaleGradientTape(tf.GradientTape):
         """Raises an error, since it would not be scaled; use a `tf.GradientTape`."""
         self.jacobian()
 
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Context manager in which gradients are computed.
+
+        What is computed there will not be differentiated, and the tape is over then, unless it may
+        be asked again.
+        """
+        if self._tape is None:
+            raise RuntimeError(
+                "A gradient tape can be used for one call of gradient(), unless it is made with "
+                "persistent=True."
+            )
+        if not self._is_kept:
+            self.__exit__(None, None, None)
+        yield
+        if not self._is_kept:
+            self._watched_variables, self._tape = self._tape.watched_variables(), None
+
+    def _scaled(
+        self, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Does what `gradient` says."""
+        targets = [self._widened(each) for each in tf.nest.flatten(target)]
+        if output_gradients is not None:
+            flat = tf.nest.flatten(output_gradients)
+            output_gradients = [tf.cast(f, t.dtype) for f, t in zip(flat, targets, strict=True)]
+
+        def compute(scale: tf.Tensor) -> list[Any]:
+            tape = gradients.ScalingTape(self, scale)
+            return tf.nest.flatten(
+                tape.gradient(targets, sources, output_gradients, *args, **kwargs)
+            )
+
+        return tf.nest.pack_sequence_as(sources, self._search(compute, targets))
+
     def _widened(self, target: Any) -> tf.Tensor:
         """Casts a 16-bit target to float32 on the tape, since a scale may overflow it."""
         target = tf.convert_to_tensor(target)
         if not target.dtype.is_floating or target.dtype.size >= tf.float32.size:
             return target
-        if self._records:
+        with contextlib.nullcontext() if self._recording else self:
             return tf.cast(target, tf.float32)
-        with self:
-            return tf.cast(target, tf.float32)
-
-    def _paused(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager in which gradients are computed.
-
-        What is computed there will not be differentiated, unless the tape is asked again.
-        """
-        is_to_stop = self._records and not self._is_kept
-        return self.stop_recording() if is_to_stop else contextlib.nullcontext()
-
-    def _refuse_second_use(self, name: str) -> None:
-        if self._watched_before is not None:
-            raise RuntimeError(
-                f"A {name} can be used for one call of gradient(), unless it is made with "
-                "persistent=True."
-            )
-
-    def _is_over(self) -> None:
-        """Forgets what was recorded, unless the tape may be asked again."""
-        if self._is_kept:
-            return
-        watched = super().watched_variables()
-        with contextlib.nullcontext() if self._records else self:
-            self.reset()
-        self._watched_before = watched
 
     def _search(self, compute: Callable[[tf.Tensor], list[Any]], targets: list[tf.Tensor]) -> list:
         """Computes gradients at the highest scale that works, not above the current one."""

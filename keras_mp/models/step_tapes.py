@@ -21,9 +21,9 @@ import tensorflow as tf
 from keras_mp import hooks, keras_api
 from keras_mp.hooks import Method, Replacement, When, reach, replica_threads, wrapped
 from keras_mp.hooks.once import once
+from keras_mp.layer_calls.initial_weights import scaled_layers
 from keras_mp.loss_scale_gradient_tape import LossScaleGradientTape
 from keras_mp.optimizer_wrapper import OptimizerWrapper
-from keras_mp.policy import Policy
 from keras_mp.step import scaled_losses
 from keras_mp.step.loss_scales import DynamicLossScale, LossScale
 from keras_mp.support import function_graphs, host, messages
@@ -68,7 +68,7 @@ class _Step(scaled_losses.ScaledLosses):
         """
         super().note_loss(scaled)
         for tape in self.tapes:
-            if tape._records:
+            if tape._recording:
                 tape._scaled_losses.append(scaled)
 
     def note_scale(self) -> None:
@@ -101,20 +101,6 @@ def key_of(source: Any) -> int:
     # A view of a weight in 16 bits borrows a variable where it is asked for its own handle.
     source = getattr(source, "stored", source)
     return id(getattr(source, "handle", source))
-
-
-def _depends_on(target: Any, scaled: Iterable[Any]) -> bool:
-    """Whether a tensor is one of some others, or was computed from one in a graph."""
-    known, waiting, seen = {id(each) for each in scaled}, [target], set[int]()
-    while waiting:
-        tensor = waiting.pop()
-        if id(tensor) in known:
-            return True
-        op = getattr(tensor, "op", None)
-        if op is not None and id(op) not in seen:
-            seen.add(id(op))
-            waiting.extend(op.inputs)
-    return False
 
 
 @contextlib.contextmanager
@@ -156,13 +142,10 @@ def _let_replicas_inherit() -> None:
 
     A `train_step` runs inside of a replica.
     """
-
-    def entered_again(step: _Step | None) -> contextlib.AbstractContextManager[None]:
-        if step is None:
-            return contextlib.nullcontext()
-        return entered(step.model, step.loss_scale, step.method)
-
-    replica_threads.inherit(_step_of_thread, entered_again)
+    replica_threads.inherit(
+        _step_of_thread,
+        lambda of: entered(of.model, of.loss_scale, of.method) if of else contextlib.nullcontext(),
+    )
 
 
 def left() -> contextlib.AbstractContextManager[None]:
@@ -212,8 +195,12 @@ class _StepTape(LossScaleGradientTape):
     def __init__(self, step: _Step, persistent: bool, watch_accessed_variables: bool) -> None:
         super().__init__(step.loss_scale, _MAX_RETRIES, persistent, watch_accessed_variables)
         self._step = step
-        self._scaled_losses: list[tf.Tensor] = []
         step.tapes.add(self)
+
+    def __enter__(self) -> "_StepTape":
+        if self._tape is None:
+            self._scaled_losses: list[tf.Tensor] = []
+        return super().__enter__()
 
     @do_not_convert
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,18 +211,14 @@ class _StepTape(LossScaleGradientTape):
         differentiate = functools.partial(_Tape.gradient, self, target, sources, *args, **kwargs)
         if scaled_losses.thread.is_differentiating:  # jacobian() calls this, and ends the tape.
             return differentiate()
-        self._refuse_second_use("tf.GradientTape")
         flat = tf.nest.flatten(sources)
-        why_not = None if self._is_scaled(target) else self._why_not(flat)
-        self._step.note_gradients(flat, why_not)
-        compute = functools.partial(super().gradient, target, sources, *args, **kwargs)
-        with replaced(scaled_losses.thread, "is_differentiating", True):
+        with self._asked(), replaced(scaled_losses.thread, "is_differentiating", True):
+            why_not = None if self._is_scaled(target) else self._why_not(flat)
+            self._step.note_gradients(flat, why_not)
             if why_not != "":
-                with self._paused():
-                    result = differentiate()
-                self._is_over()
-                return result
-            recording = self._that_record()
+                return differentiate()
+            compute = functools.partial(self._scaled, target, sources, *args, **kwargs)
+            recording = [tape for tape in self._step.tapes if tape._recording]
             if not recording:
                 return compute()
             # The other tapes differentiate what TensorFlow computes, not the search for a scale.
@@ -280,44 +263,24 @@ class _StepTape(LossScaleGradientTape):
     ) -> Any:
         reason = f"{original.__name__}() scales nothing"
         self._step.note_gradients(tf.nest.flatten(sources), reason)
-        with replaced(scaled_losses.thread, "is_differentiating", True):
-            result = original(self, target, sources, *args, **kwargs)
-        self._is_over()
-        return result
+        with self._asked(), replaced(scaled_losses.thread, "is_differentiating", True):
+            return original(self, target, sources, *args, **kwargs)
 
     def _is_scaled(self, target: Any) -> bool:
         """Whether the program has scaled a target, or what it was computed from."""
-        scaled = self._scaled_losses
-        if any(_depends_on(each, scaled) for each in tf.nest.flatten(target)):
-            return True
+        scaled, targets = self._scaled_losses, set(map(id, tf.nest.flatten(target)))
         here = function_graphs.graphs_of_branches(host.current_graph())
-        if any(getattr(each, "graph", None) not in here for each in scaled):
-            return True  # It was scaled in a function, whose graph has ended.
-        if not scaled or not tf.executing_eagerly():
+        # One is the target, or was scaled in a function, whose graph has ended.
+        if any(id(each) in targets or getattr(each, "graph", None) not in here for each in scaled):
+            return True
+        if not scaled:
             return False
-        with self._paused(), replaced(scaled_losses.thread, "is_differentiating", True):
-            found = _Tape.gradient(self, target, scaled)
-        return any(each is not None for each in found)
+        return any(each is not None for each in _Tape.gradient(self, target, scaled))
 
     def _counts(self, finite: tf.Tensor) -> bool | tf.Tensor:
         # Several tapes of a step make one good step.
         is_first, self._step.has_counted = not self._step.has_counted, True
         return is_first or self._step.method != "train_step" or tf.logical_not(finite)
-
-    def _is_over(self) -> None:
-        super()._is_over()
-        if not self._is_kept:
-            self._scaled_losses.clear()
-
-    def _that_record(self) -> "list[_StepTape]":
-        """Returns the tapes that record, and may be asked to differentiate the result."""
-        return [
-            tape
-            for tape in self._step.tapes
-            if tape._records
-            and tape._watched_before is None
-            and (tape is not self or tape._is_kept)
-        ]
 
     def _why_not(self, sources: list[Any]) -> str:
         """Returns why scaling the target would not be exact; empty if it is exact."""
@@ -377,21 +340,8 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-# Layers in float16 whose policy has a loss scale, and optimizers that a warning has named, or that
-# have applied gradients outside of the steps of models.
-_scaled_layers: "weakref.WeakSet[Any]" = weakref.WeakSet()
+# Optimizers that a warning has named, or that have applied gradients outside of steps of models.
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
-
-
-def note_built(layer: Any) -> None:
-    """Notes a layer that was built, if its losses should be scaled.
-
-    Args:
-        layer: the layer.
-    """
-    policy = layer.dtype_policy
-    if isinstance(policy, Policy) and policy.scales_loss and layer.compute_dtype == "float16":
-        _scaled_layers.add(layer)
 
 
 def _warn_if_unscaled(optimizer: Any, variables: list[Any]) -> None:
@@ -408,7 +358,7 @@ def _warn_if_unscaled(optimizer: Any, variables: list[Any]) -> None:
         if scaled_losses.thread.noted.has_scaled or reach.current() is not None:
             return
         _seen.add(optimizer)
-        where, name, why, layers = "The optimizer", "optimizer", "", list(_scaled_layers)
+        where, name, why, layers = "The optimizer", "optimizer", "", list(scaled_layers)
     else:
         variables = [each for each in variables if step.unscaled.get(key_of(each))]
         if not variables:
