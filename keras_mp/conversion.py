@@ -132,8 +132,7 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
             "other weights. Layers that the constructor does not create must be in the config. "
             f"Expected shapes {shapes}. Received: {remade_shapes}"
         )
-    _check_dtypes(model, converted, wanted)
-    _keep_names(model, converted)
+    _check_layers(model, converted, wanted)
     converted.set_weights(weights)
     for layer in keras_api.flatten_layers(converted):
         if isinstance(layer, tf.keras.layers.Normalization):
@@ -151,15 +150,6 @@ def _read_float32(sequential_config: dict[str, Any]) -> None:
         config = layer_config["config"]
         if layer_config["class_name"] == "InputLayer" and config["dtype"] in LOW_PRECISION_NAMES:
             config["dtype"] = "float32"
-
-
-def _keep_names(model: tf.keras.Model, converted: tf.keras.Model) -> None:
-    """Gives layers back the names that their configs do not have."""
-    for layer, copy in zip(
-        layers_by_path(model).values(), layers_by_path(converted).values(), strict=True
-    ):
-        if copy.name != layer.name:
-            keras_api.rename(copy, layer.name)
 
 
 def _read(policy: Any) -> Any:
@@ -253,15 +243,18 @@ def _check_paths(model: tf.keras.Model, paths: Iterable[str]) -> None:
         )
 
 
-def _check_dtypes(
+def _check_layers(
     model: tf.keras.Model, converted: tf.keras.Model, wanted: Mapping[str, Any]
 ) -> None:
-    """Refuses a model whose 16-bit layers are not in the dtype that was asked for."""
-    paths = {id(layer): path for path, layer in layers_by_path(model).items()}
-    pairs = zip(keras_api.flatten_layers(model), keras_api.flatten_layers(converted), strict=True)
-    for old, new in pairs:
-        policy = _nearest(paths.get(id(old), ""), wanted)
-        is_in_16_bits = old.compute_dtype in LOW_PRECISION_NAMES
+    """Gives layers the names that their configs do not have, and checks their dtypes.
+
+    It refuses a model whose 16-bit layers are not in the dtype that was asked for.
+    """
+    copies = layers_by_path(converted).values()
+    for (path, old), new in zip(layers_by_path(model).items(), copies, strict=True):
+        if new.name != old.name:
+            keras_api.rename(new, old.name)
+        policy, is_in_16_bits = _nearest(path, wanted), old.compute_dtype in LOW_PRECISION_NAMES
         if policy is None or isinstance(old, _NOT_COMPUTING) or not is_in_16_bits:
             continue
         if new.compute_dtype != policy.compute_dtype:
