@@ -214,9 +214,7 @@ def _spec(value: Any) -> Any:
     return None if value is None else tf.type_spec_from_value(value)
 
 
-def _traced(
-    model: tf.keras.Model, batch: batches_of.Batch, layers: origins.Layers
-) -> Callable[[batches_of.Batch], Iterator[Finding]]:
+def _traced(model: Any, batch: Any, layers: origins.Layers) -> Callable[..., Iterator[Finding]]:
     """Traces a step that all hazards measure; returns a function that runs and judges it."""
     seen: list[tuple[Any, results.Observed]] = []
 
@@ -386,9 +384,6 @@ def check(
     comparison = Comparison.of_batches(comparisons) if comparisons else None
     if comparison is not None and not comparison.is_judged and not checked.has_cause:
         notes.append("the distances. The loss of the reference is not finite either.")
-    return dataclasses.replace(
-        checked,
-        comparison=comparison,
-        report=functools.reduce(operator.add, reports) if reports else None,
-        notes=tuple(dict.fromkeys(notes)),
-    )
+    report = functools.reduce(operator.add, reports) if reports else None
+    noted = (*dict.fromkeys(notes),)
+    return dataclasses.replace(checked, comparison=comparison, report=report, notes=noted)

@@ -217,13 +217,12 @@ class KeptOperations(operation_table.ByTensor):
         kind = tf.compat.as_str(kind)
         if not any(value.dtype.is_floating for value in outputs):
             return
-        makers = self.of(inputs)
         if not origins.is_safe(kind, outputs):
             equation = attrs[1 + attrs.index("equation")] if kind == "Einsum" else ""
             made = [*outputs], tf.compat.as_str(equation), origins.running()
             self.operations.append(Operation(kind, inputs, *made))
             self.note(outputs, self.operations[-1])
-        elif makers:
+        elif makers := self.of(inputs):
             if kind == "Cast" and outputs[0].dtype.size < inputs[0].dtype.size:
                 made = makers[0].outputs
                 made[:] = [outputs[0] if each is inputs[0] else each for each in made]

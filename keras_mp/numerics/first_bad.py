@@ -121,15 +121,17 @@ def _advice(
     """Returns what the numbers of an operation, and of those behind it, say about the cause."""
     weights = [each for each in behind if each.operation in READS]
     size = max((math.inf if each.bad else each.size for each in weights), default=0.0)
-    is_input = any(each.operation in _PASSED_IN for each in inputs)
-    about = {
-        "passed in": found.operation in _PASSED_IN,
-        "unscaled": found.is_gradient and not is_scaled,
-        "weights": size >= causes.LARGE["Weights"],
-        "an input": found.operation == "Cast" and is_input,
-        "a constant": found.operation in _CONSTANTS,
-        "unknown": is_named,
-    }
     are = f"reach {size:.3g}" if math.isfinite(size) else "are not finite"
-    said = (causes.SAID[cause] for cause, is_it in about.items() if is_it)
-    return next(said, "").format(dtype=found.dtype, are=are)
+    is_input = found.operation == "Cast" and any(of.operation in _PASSED_IN for of in inputs)
+    said = {
+        "It was already not finite when it was passed in.": found.operation in _PASSED_IN,
+        "If a dynamic loss scale skips such steps, pass the model or the optimizer to `watch`, "
+        "which then goes on.": found.is_gradient and not is_scaled,
+        f"Weights {are}: if training has made them so, it has diverged. Lower the learning rate, "
+        "and restart from earlier weights.": size >= causes.LARGE["Weights"],
+        f"This input is too large for {found.dtype}: normalize it first, in float32.": is_input,
+        f"This constant is too large for {found.dtype}. For a mask, use the lowest number of the "
+        "dtype, or tf.where on the result.": found.operation in _CONSTANTS,
+        "print(keras_mp.numerics.check(model, (x, y))), with this batch, names the cure.": is_named,
+    }
+    return next((text for text, is_so in said.items() if is_so), "")

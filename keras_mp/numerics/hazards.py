@@ -79,8 +79,7 @@ def batches(step: TracedStep) -> Iterator[Observed]:
         yield observed(
             f"the batch's {name}",
             "a batch that is not finite",
-            "{bad:,} of its numbers are NaN or infinite. So are results computed from them, in "
-            "float32, too.",
+            "{bad:,} of its numbers are NaN or infinite, and so are results, in float32, too.",
             "Clean the data, or check with another batch.",
             matters=bad > 0,
             bad=bad,
@@ -118,9 +117,7 @@ def inputs(step: TracedStep) -> Iterator[Observed]:
         )
 
 
-def _lost_in(
-    given: tf.Tensor, rounded: tf.Tensor, axes: list[int] | None = None
-) -> dict[str, tf.Tensor]:
+def _lost_in(given: Any, rounded: Any, axes: list[int] | None = None) -> dict[str, tf.Tensor]:
     """Measures what is lost of numbers of a batch: of their variance, and those made infinite.
 
     Args:
@@ -190,8 +187,7 @@ def _again(step: TracedStep, operation: tf.Operation, unknown: tf.Tensor) -> tf.
     is_tried = operation.type in _AGAIN and output.shape.num_elements() != 1
     if operation.type in _PRODUCTS:
         is_tried = step.leads_to(output, _DIVIDING, _HANDING_ON, steps=4) is not None
-    is_tried = is_tried and _has_16_bits(operation)
-    exact = traced_step.in_float32(operation) if is_tried else None
+    exact = traced_step.in_float32(operation) if is_tried and _has_16_bits(operation) else None
     return unknown if exact is None else traced_step.health(exact)
 
 
@@ -223,9 +219,8 @@ def first_not_finite(
         return None
     places = {each: i for i, each in enumerate(made)}
     takes = [[places[x.op] for x in each.inputs if x.op in places] for each in made]
-    spoilt = zip(is_bad, made)
-    is_given = np.array([b and static_value(x.outputs[0]) is not None for b, x in spoilt])
-    computed = np.flatnonzero(is_bad & ~is_given)
+    given = np.array([b and static_value(x.outputs[0]) is not None for b, x in zip(is_bad, made)])
+    computed = np.flatnonzero(is_bad & ~given)
     ended = next(iter(begun(takes, nan, nan) or computed.tolist()), None)
     if ended is None:
         return None
@@ -234,8 +229,8 @@ def first_not_finite(
     so = "so is the loss" if loss else "so are gradients, though the loss is not"
     counted = f"{number:,.0f} results of {made[ended].type} are {kind}; {so}."
     at, dtype = made[origin], made[origin].outputs[0].dtype
-    if is_given[origin] and is_narrow(dtype):
-        user = next((i for i in computed if is_given[takes[i]].any()), ended)
+    if given[origin] and is_narrow(dtype):
+        user = next((i for i in computed if given[takes[i]].any()), ended)
         value: Any = static_value(at.outputs[0])
         why = (
             f"A constant, such as the -1e9 of a mask, is {value.flat[0]} in {dtype.name}, and "
@@ -243,7 +238,7 @@ def first_not_finite(
         )
         cure = CURES["a constant"].format(largest=dtype.max, lowest=dtype.min)
         return Finding("a constant that is infinite in 16 bits", made[user], None, why, cure)
-    if is_given[origin] or at.type == "Placeholder":
+    if given[origin] or at.type == "Placeholder":
         return None
     size, name = max(zip(of["sizes"].tolist(), inputs), default=(0.0, ""))
     is_cast = at.type == "Cast" and dtype in LOW_PRECISION and size > float(dtype.max)
@@ -527,8 +522,7 @@ def weights(step: TracedStep) -> Iterator[Observed]:
             "a step that cannot be skipped",
             "Gradients overflow at the loss scale {scale:g}, and the step is not skipped: it makes "
             "{bad:,} numbers of the weights infinite or NaN.",
-            "Use a dynamic loss scale, which skips such a step and halves the scale, or a smaller "
-            "fixed one.",
+            "Use a dynamic loss scale, which skips such a step, or a smaller fixed one.",
             matters=(bad > 0) & loss_is_finite & (gradients > 0),
             bad=bad,
             scale=step.scale,

@@ -355,11 +355,8 @@ def advise(
     validation.number("tolerance", tolerance, at_least=0, at_most=1)
     dtype, where, noise = report.dtype, report.where, report.noise
     rows = [row for row in report.rows_in_16_bits if row.key not in noise]
-    too_large = [
-        (row.path, f"{_loss(row, dtype)}, {where}")
-        for row in rows
-        if row.kind == "output" and row.fate(dtype).infinite
-    ]
+    outputs = [row for row in rows if row.kind == "output" and row.fate(dtype).infinite]
+    too_large = [(row.path, f"{_loss(row, dtype)}, {where}") for row in outputs]
     forward, backward = (
         [(each.path, each.why) for each in compared if each.hazard == hazard]
         for hazard in DIFFERENCES.values()

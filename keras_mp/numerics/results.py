@@ -147,22 +147,7 @@ def plain(value: Any) -> Any:
 # about 1, and few that train have weights of more than 10.
 LARGE = {"The inputs of the batch": 1000.0, "Weights": 100.0}
 
-_NORMALIZE = (
-    "Normalize the inputs first, in float32, with tf.keras.layers.Normalization or Rescaling."
-)
-
-# By cause, a sentence that a tool completes with what it has measured.
-SAID = {
-    "an input": "This input is too large for {dtype}: normalize it first, in float32.",
-    "passed in": "It was already not finite when it was passed in.",
-    "weights": "Weights {are}: if training has made them so, it has diverged. Lower the learning "
-    "rate, and restart from earlier weights.",
-    "a constant": "This constant is too large for {dtype}. For a mask, use the lowest number of "
-    "the dtype, or tf.where on the result.",
-    "unscaled": "If a dynamic loss scale skips such steps, pass the model or the optimizer to "
-    "`watch`, which then goes on.",
-    "unknown": "print(keras_mp.numerics.check(model, (x, y))), with this batch, names the cure.",
-}
+_NORMALIZE = "Normalize the inputs first, in float32: tf.keras.layers.Normalization or Rescaling."
 
 # By cause, what to change.
 CURES = {
@@ -199,9 +184,7 @@ class Observed(NamedTuple):
     said: Callable[..., Finding | None]
 
 
-def observed(
-    at: Any, hazard: str, why: str, cure: str, matters: Any = True, **numbers: Any
-) -> Observed:
+def observed(at: Any, hazard: str, why: str, cure: str, matters: Any = True, **of: Any) -> Observed:
     """Returns something that is a hazard if it does harm.
 
     Args:
@@ -210,20 +193,17 @@ def observed(
         why: str. Why it matters, with the names of numbers in braces, as `str.format` takes them.
         cure: str. What to change.
         matters: whether it does harm: a tensor of the graph, or True.
-        **numbers: tensors of the graph.
+        **of: tensors of the graph.
     """
 
     def said(matters: bool, **numbers: Any) -> Finding | None:
         return Finding(hazard, at, None, why.format(**numbers), cure) if matters else None
 
-    return Observed({"matters": matters, **numbers}, said)
+    return Observed({"matters": matters, **of}, said)
 
 
 def begun(
-    inputs: Sequence[Sequence[int]],
-    is_bad: np.ndarray,
-    matters: np.ndarray,
-    begins: np.ndarray | None = None,
+    inputs: Sequence[Sequence[int]], is_bad: np.ndarray, matters: np.ndarray, begins: Any = None
 ) -> list[int]:
     """Returns the operations where numbers begin to be not finite, and reach what matters.
 
