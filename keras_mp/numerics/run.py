@@ -271,10 +271,9 @@ def signed_mean(prediction: Structure) -> tf.Tensor:
 
 def first_scale(model: tf.keras.Model) -> float:
     """Returns the loss scale with which a model would go on, or begin, to train."""
-    for optimizer in wrappers_among(getattr(model, "optimizer", None)):
-        return float(optimizer.loss_scale())
-    if getattr(model.dtype_policy, "scales_loss", False):
-        return float(model.dtype_policy.loss_scale())
+    policies = [model.dtype_policy] * bool(getattr(model.dtype_policy, "scales_loss", False))
+    for owner in (*wrappers_among(getattr(model, "optimizer", None)), *policies):
+        return float(owner.loss_scale())
     dtypes = {layer.compute_dtype for layer in keras_api.flatten_layers(model)}
     return INITIAL_LOSS_SCALE if "float16" in dtypes else 1.0
 
@@ -395,8 +394,7 @@ class Runner:
             of_outputs, of_inputs, of_sources = cast(Any, tape.gradient(targets, of, upstream))
         for call, call.gradients, values, found in zip(watch.calls, of_outputs, inputs, of_inputs):
             call.trained_through = {id(v) for v, g in zip(values, found) if g is not None}
-        pairs = of_sources.items()
-        gradients = {name: tf.convert_to_tensor(each) for name, each in pairs if each is not None}
+        gradients = {n: tf.convert_to_tensor(g) for n, g in of_sources.items() if g is not None}
         return Run(self.model, watch.calls, gradients, loss, loss_scale)
 
     def run_as_trained(self, loss_scale: float | None = None) -> Run:
@@ -406,13 +404,17 @@ class Runner:
             loss_scale: the first one; None for that with which the model would begin to train.
         """
         first = first_scale(self.model) if loss_scale is None else loss_scale
-        found, halvings = self.run(first), math.ceil(math.log2(max(first, 1.0)))
-        if not found.is_sound:
-            # What overflows at one scale does so at all that are larger.
-            scales = [max(1.0, first / 2**i) for i in range(1, halvings + 1)]
-            best = bisect.bisect(scales, False, key=lambda scale: self.run(scale).is_sound)
-            for scale in scales[best : best + 1] or scales[-1:]:
-                found = self.run(scale)
+        found = self.run(first)
+
+        def is_sound(scale: float) -> bool:
+            nonlocal found  # the last one that is sound, or else the last one
+            run = self.run(scale)
+            found = run if run.is_sound or not found.is_sound else found
+            return run.is_sound
+
+        # What overflows at one scale does so at all that are larger.
+        halvings = 0 if found.is_sound else math.ceil(math.log2(max(first, 1.0)))
+        bisect.bisect([max(1.0, first / 2**i) for i in range(1, halvings + 1)], False, key=is_sound)
         return found
 
     def _with_loss(self, batch: Batch, watch: Watch, _: tf.GradientTape) -> Any:
@@ -434,7 +436,11 @@ class Runner:
             return signed_mean(prediction)
         if self.loss is not None:
             weight = () if batch.sample_weight is None else (batch.sample_weight,)
-            each = losses.get(self.loss)(batch.y, prediction, *weight)
+            given: Any = losses.get(self.loss)
+            takes_weights = isinstance(given, tf.keras.losses.Loss)
+            each = given(batch.y, prediction, *weight * takes_weights)
+            if weight and not takes_weights:  # a function, whose values Keras weights
+                each = keras_api.LossFunctionWrapper(lambda _, values: values)(each, each, *weight)
             value, added = tf.cast(tf.reduce_mean(each), tf.float32), self.model.losses
         else:
             of = self.model if getattr(self.model, "loss", None) else self.original

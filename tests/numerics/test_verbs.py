@@ -308,6 +308,17 @@ def test_a_reference_that_is_not_compiled_adds_the_losses_of_its_own_layers():
     assert check(model, (X, Y), reference=keras_mp.convert(model, "float32")).findings == ()
 
 
+def test_a_loss_that_is_a_function_has_weights_as_in_compile():
+    def squares(y, predictions):
+        return tf.reduce_mean((predictions - y) ** 2, -1)
+
+    model, batch = small_model(dense(8), loss=None), (X, Y, 1.0 + np.arange(16) % 4)
+    found = [check(model, batch, loss=loss) for loss in (squares, "mse")]
+    assert found[0].notes == ()
+    assert found[0].comparison.losses == pytest.approx(found[1].comparison.losses)
+    assert tune(model, batch, loss=squares).policies[""] == "mixed_float16"
+
+
 # What is wrong with a batch, and what the tools make of several.
 
 K = tf.keras
