@@ -292,9 +292,8 @@ class _Step(observers.Observer, layer_observers.LayerObserver):
         if self._owner.misses_gradients:
             self._owner.misses_gradients = False
             messages.warn(
-                "No gradient of a variable was seen in a step with histograms, so only outputs are "
-                "counted. Pass `optimizer`, whose `apply_gradients` is to be called in the step, "
-                f"or `gradients=False`. Received: optimizer={self._owner.optimizer!r}"
+                "No gradient was seen in a step, so only outputs are counted: pass the `optimizer` "
+                f"it calls, or `gradients=False`. Received: optimizer={self._owner.optimizer!r}"
             )
         self._if_due(lambda: self._owner.add(self._seen, self._scales, 1))
 

@@ -128,14 +128,11 @@ def eager_functions() -> contextlib.AbstractContextManager[None]:
     Those that TensorFlow makes for itself, as `tf.vectorized_map` does, stay functions.
     """
 
-    def is_own(function: Any) -> bool:
+    def own(function: Any) -> bool:
         module = getattr(function.python_function, "__module__", None) or ""
         return tf.executing_eagerly() and not module.startswith("tensorflow.")
 
-    def either(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        return lambda function: is_own(function) or original(function)
-
-    return wrapped.here(_FUNCTION, "_run_functions_eagerly", either)
+    return wrapped.here(_FUNCTION, "_run_functions_eagerly", lambda of: lambda f: own(f) or of(f))
 
 
 def variable(value: tf.Tensor) -> tf.Tensor:

@@ -21,7 +21,6 @@ _MOVES = {"Cast", *origins.MOVES}
 
 # In what `health` returns: how many values are -inf, inf and NaN, and how many are zero; its size.
 BAD, ZEROS, COUNTS = slice(5, 8), 9, 11
-_NOTHING = np.zeros(COUNTS)
 
 _OTHER_REPLICA = re.compile(r"(^|/)replica_[1-9]\d*/")
 
@@ -269,7 +268,7 @@ def in_float32(operation: tf.Operation, widen: Callable[..., tf.Tensor] = as_flo
 def not_finite_of(values: Iterable[tf.Tensor | tf.Variable]) -> tf.Tensor:
     """Counts the values of tensors and variables that are infinite or NaN."""
     counts = [health(tf.convert_to_tensor(each)) for each in values]
-    return tf.cast(tf.reduce_sum(tf.stack([*counts, _NOTHING])[:, BAD]), tf.int64)
+    return tf.cast(tf.reduce_sum(tf.stack([*counts, np.zeros(COUNTS)])[:, BAD]), tf.int64)
 
 
 def health(tensor: tf.Tensor) -> tf.Tensor:
