@@ -291,7 +291,7 @@ def _epsilon(divides: Any, seen: Mapping[tf.Operation, np.ndarray]) -> Finding |
         divides: an operation whose results are not finite.
         seen: dict, the `health` of the results of operations.
     """
-    if divides.type not in _DIVIDING:
+    if divides.type not in _DIVIDING - {"Log1p"}:
         return None
     added: Any = before(divides.inputs[-1], ("Sqrt", "Identity", "Cast")).op
     is_one = added.type in ("Add", "AddV2", "Maximum") and added in seen and seen[added][ZEROS]

@@ -236,7 +236,9 @@ class Quantity:
         explained = max(reference.explained, unit * reference.size)
         if explained and reference.size < distance < math.inf:
             explained = max(explained, unit * reference.beside)
-        return Distance(_ratio(distance, reference.size), _ratio(distance, explained))
+        # Noise may change the shape, or leave no gradient: then it explains whatever there is.
+        units = _ratio(distance, explained) if explained < math.inf else 0.0
+        return Distance(_ratio(distance, reference.size), units)
 
     @property
     def is_noise(self) -> bool:

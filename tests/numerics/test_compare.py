@@ -308,6 +308,8 @@ def test_a_gradient_that_is_zero_but_for_rounding():
     value, wrong = np.array([1e-9, 1e-9]), np.array([1e-9, 1.5e-9])
     assert distance(wrong, value, 1e-12, 1.0).units > 80
     assert distance(zero * np.inf, zero, 0.0, 1.0).units == math.inf
+    # What noise explains as a whole is no number that hides those of other tensors.
+    assert distance(zero * np.inf, zero, math.inf).units == 0
 
 
 @common.once

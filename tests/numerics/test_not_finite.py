@@ -99,6 +99,15 @@ def test_a_product_that_was_lost_before_a_division_in_float32_is_to_blame():
     assert (said.hazard, said.where) == ("a result that is not finite in any dtype", "RealDiv")
 
 
+@pytest.mark.parametrize("function", [tf.math.rsqrt, tf.math.log1p])
+def test_a_zero_that_is_added_is_an_epsilon_if_something_divides_by_it(function):
+    operations = chain(lambda x: function(tf.raw_ops.AddV2(x=x, y=tf.constant(0.0, x.dtype))))
+    said = judged(operations, infinite=[3], zeros=[2], wide={3: 4})
+    is_epsilon = said.hazard == "an epsilon that is 0 in 16 bits"
+    assert is_epsilon == (function is tf.math.rsqrt)
+    assert said.where == "AddV2"
+
+
 def test_a_constant_is_said_where_it_is_used_first():
     def masked(x):
         with tf.name_scope("mask"):
