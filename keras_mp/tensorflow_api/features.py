@@ -85,7 +85,7 @@ WITHOUT_MEETING = Feature(
 WITHOUT_BRANCHES = Feature(
     "compiled steps without branches",
     "Numbers stay the same. A GPU waits in a step that XLA compiles (`jit_compile=True`).",
-    (graphs.handle_data,),
+    (graphs.handle_data, graphs.update_input),
 )
 XLA = Feature(
     "ordinary graphs, as opposed to those that XLA compiles",
