@@ -197,7 +197,7 @@ class LossScaleGradientTape(tf.GradientTape):
         if self._scaler is not None:
             self._scaler._step_calls.by_tape(targets)
         present = iter(found)
-        return [None if gradient is None else next(present) for gradient in first]
+        return [None if each is None else _of_shape(each, next(present)) for each in first]
 
     def _counts(self, finite: tf.Tensor) -> bool | tf.Tensor:
         """Whether gradients move the scale as those of a step do."""
@@ -239,6 +239,9 @@ def _rare_loop(
     Returns:
         The last state.
     """
+    if host.is_compiled_by_xla():
+        # XLA fails where a loop has the same constants as an earlier one, unless it is in a call.
+        return host.as_one_operation(lambda: tf.while_loop(goes_on, body, state))()
     graph = host.current_graph()
     is_one_device = len(tf.config.list_logical_devices()) == 1
     if graph is None or not is_one_device or not graphs.set_attribute.is_there():
@@ -250,6 +253,13 @@ def _rare_loop(
             no = tf.compat.v1.AttrValue(b=False)
             graphs.set_attribute(op, "_lower_using_switch_merge", no)
     return result
+
+
+def _of_shape(known: Any, gradient: Any) -> Any:
+    """Returns a gradient from a loop, of the dense shape that XLA knows outside of it."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.IndexedSlices(gradient.values, gradient.indices, known.dense_shape)
 
 
 def _set_shapes(gradient: Any, known: Any) -> None:

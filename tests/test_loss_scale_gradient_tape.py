@@ -142,20 +142,25 @@ def test_targets_and_sources_as_of_a_tape():
         assert_all_equal(of_ours, of_plain)
 
 
-def test_a_loop_in_the_loss_of_a_function():
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_loop_and_rows_in_the_loss_of_a_function(jit_compile):
     scale, v = keras_mp.DynamicLossScale(2.0**18), tf.Variable(1.0)
+    table = tf.Variable([1.0, 2.0])
 
-    @tf.function
-    def gradient(count):
+    @tf.function(jit_compile=jit_compile)
+    def gradients(count):
         with keras_mp.LossScaleGradientTape(scale) as tape:
-            loss = tf.zeros([])
+            loss, two = tf.zeros([]), tf.constant(2.0)
             for _ in tf.range(count):
                 loss += halves(v)
             if count > 1:
                 loss = tf.map_fn(lambda x: x * 0.5, loss[tf.newaxis])[0]
-        return tape.gradient(loss, v)
+            loss += tf.reduce_sum(tf.gather(table, [1, 1]))
+            loss += tf.scan(lambda total, one: two * total + one * v, tf.ones([3]), 0.0)[-1]
+        return [tf.convert_to_tensor(each) for each in tape.gradient(loss, [v, table])]
 
-    assert float(gradient(tf.constant(4))) == 2
+    # XLA must know how often the loop runs.
+    assert_all_equal(gradients(4 if jit_compile else tf.constant(4)), [9.0, [0.0, 2.0]])
     assert float(scale()) == 2.0**16
 
 
