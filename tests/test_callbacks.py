@@ -76,18 +76,12 @@ def test_the_last_overflow_of_each_epoch_is_kept_and_logged(infos):
 
 @pytest.mark.parametrize("update_freq", ["epoch", 1, 3])
 def test_everything_that_reads_logs_shows_them(tmp_path, capsys, update_freq):
-    recorder = Recorder()
+    recorder, name = Recorder(), "{epoch}-{loss_scale:.0f}-{steps_skipped}.weights.h5"
+    often = 1 if update_freq == 1 else "epoch"
     others = [
         K.callbacks.CSVLogger(str(tmp_path / "log.csv")),
-        K.callbacks.TensorBoard(
-            str(tmp_path / "board"),
-            write_graph=False,
-            update_freq=1 if update_freq == 1 else "epoch",
-        ),
-        K.callbacks.ModelCheckpoint(
-            str(tmp_path / "{epoch}-{loss_scale:.0f}-{steps_skipped}.weights.h5"),
-            save_weights_only=True,
-        ),
+        K.callbacks.TensorBoard(str(tmp_path / "board"), write_graph=False, update_freq=often),
+        K.callbacks.ModelCheckpoint(str(tmp_path / name), save_weights_only=True),
         K.callbacks.History(),
         recorder,
     ]
@@ -181,9 +175,8 @@ class CountingScale(keras_mp.DynamicLossScale):
 def test_the_device_is_asked_no_more_often_than_promised(monkeypatch, update_freq, reads):
     monkeypatch.setattr(CountingScale, "reads", 0)
     # Without the warning, which is foreseen from the scale.
-    optimizer = keras_mp.LossScaleOptimizer(
-        K.optimizers.SGD(0.0), CountingScale(), warn_after_skips=None
-    )
+    inner = K.optimizers.SGD(0.0)
+    optimizer = keras_mp.LossScaleOptimizer(inner, CountingScale(), warn_after_skips=None)
     model = linear(optimizer, run_eagerly=False)
     fit(model, [LossScaleMonitor(update_freq)])
     assert CountingScale.reads == reads

@@ -31,23 +31,19 @@ FRAMES = random.uniform(0.05, 0.95, [BATCH, 6, CLASSES])
 SENTENCES = np.array([[1, 2, 3], [4, 1, 0], [2, 0, 0], [3, 4, 0]])
 SMOOTH = {"label_smoothing": 0.1}
 LOGITS = {"from_logits": True}
-BY_CLASS = {"alpha": [0.1, 0.2, 0.3, 0.2, 0.2]}
+BY_CLASS, FOCAL = {"alpha": [0.1, 0.2, 0.3, 0.2, 0.2]}, {"alpha": 0.3, "gamma": 0.5}
+BALANCED = {"apply_class_balancing": True, "alpha": 0.3, "gamma": 1.5}
+# Losses without arguments of their own.
+PLAIN = "MeanAbsoluteError MeanAbsolutePercentageError MeanSquaredError KLDivergence LogCosh"
+PLAIN += " MeanSquaredLogarithmicError Poisson"
 
 # Labels, predictions and options of each; a loss new in Keras has to be added here.
 CASES = {
     "BinaryCrossentropy": (ONE_HOT, VALUES, [{}, LOGITS, SMOOTH, {"axis": 0}]),
-    "BinaryFocalCrossentropy": (
-        ONE_HOT,
-        VALUES,
-        [{}, LOGITS, SMOOTH, {"apply_class_balancing": True, "alpha": 0.3, "gamma": 1.5}],
-    ),
+    "BinaryFocalCrossentropy": (ONE_HOT, VALUES, [{}, LOGITS, SMOOTH, BALANCED]),
     "CTC": (SENTENCES, FRAMES, [{}]),
     "CategoricalCrossentropy": (ONE_HOT, VALUES, [{}, LOGITS, SMOOTH, {"axis": 0}]),
-    "CategoricalFocalCrossentropy": (
-        ONE_HOT,
-        VALUES,
-        [{}, LOGITS, SMOOTH, {"alpha": 0.3, "gamma": 0.5}, BY_CLASS],
-    ),
+    "CategoricalFocalCrossentropy": (ONE_HOT, VALUES, [{}, LOGITS, SMOOTH, FOCAL, BY_CLASS]),
     "CategoricalGeneralizedCrossEntropy": (IDS, VALUES, [{}, {"q": 0.7}]),
     "CategoricalHinge": (ONE_HOT, VALUES, [{}]),
     "Circle": (IDS, VALUES, [{}, {"gamma": 2.0, "margin": 0.2, "remove_diagonal": False}]),
@@ -55,13 +51,7 @@ CASES = {
     "Dice": (ONE_HOT, VALUES, [{}, {"axis": 1}]),
     "Hinge": (ONE_HOT, VALUES, [{}]),
     "Huber": (POSITIVE, VALUES, [{}, {"delta": 0.1}]),
-    "KLDivergence": (POSITIVE, VALUES, [{}]),
-    "LogCosh": (POSITIVE, VALUES, [{}]),
-    "MeanAbsoluteError": (POSITIVE, VALUES, [{}]),
-    "MeanAbsolutePercentageError": (POSITIVE, VALUES, [{}]),
-    "MeanSquaredError": (POSITIVE, VALUES, [{}]),
-    "MeanSquaredLogarithmicError": (POSITIVE, VALUES, [{}]),
-    "Poisson": (POSITIVE, VALUES, [{}]),
+    **dict.fromkeys(PLAIN.split(), (POSITIVE, VALUES, [{}])),
     "SparseCategoricalCrossentropy": (IDS, VALUES, [{}, LOGITS, {"ignore_class": 2}]),
     "SquaredHinge": (ONE_HOT, VALUES, [{}]),
     "Tversky": (ONE_HOT, VALUES, [{}, {"alpha": 0.3, "beta": 0.7, "axis": 1}]),

@@ -1,5 +1,6 @@
 """The table of a model's dtypes."""
 
+import functools
 import re
 import warnings
 
@@ -76,11 +77,9 @@ def test_the_table_of_a_nested_model():
 @pytest.mark.parametrize(
     ("last", "returns"),
     [
-        (lambda: L.Dense(8), ", returns float32"),
-        (lambda: head(), ", returns float32"),
-        (lambda: L.Dense(8, dtype="float32"), ""),
+        *((each, ", returns float32") for each in (lambda: L.Dense(8), lambda: head())),
+        *((functools.partial(L.Dense, 8, dtype=d), "") for d in ("float32", "mixed_bfloat16")),
         (lambda: L.Dense(8, dtype=UNCHANGED), ""),
-        (lambda: L.Dense(8, dtype="mixed_bfloat16"), ""),
     ],
 )
 def test_the_dtype_that_the_model_returns(last, returns):
@@ -181,11 +180,9 @@ def test_sizes_that_tensor_cores_like_less(monkeypatch):
     x = L.Flatten()(x)
     model = K.Model(inputs, L.Dense(3, dtype="float32", name="wide")(x))
     notes = notes_of(model)
-    assert notes["conv"].startswith("6 units or filters")
-    assert notes["lstm_cell"].startswith("5 units or filters")
-    assert not notes["lstm"]
-    assert not notes["even"]
-    assert "filters" not in notes["wide"]
+    for name, count in (("conv", 6), ("lstm_cell", 5)):
+        assert notes[name].startswith(f"{count} units or filters")
+    assert [notes["lstm"], notes["even"], "filters" in notes["wide"]] == ["", "", False]
 
 
 def test_layers_that_do_not_follow_the_policy():
@@ -216,19 +213,13 @@ def test_a_subclassed_model_before_and_after_it_is_built():
     layers = Block(name="block"), L.Dense(8, name="first"), L.Dense(8, "softmax", name="second")
     model = Subclassed(*layers, name="mine")
     rows, notes, others = table(model)
-    unknown = ["float16", "float32", "-", "-"]
-    assert {layer: cells[:4] for layer, cells in rows.items()} == {
-        "block (Block)": unknown,
-        "  inner (Dense)": unknown,
-        "first (Dense)": unknown,
-        "second (Dense)": unknown,
-    }
+    names = ["block (Block)", "  inner (Dense)", "first (Dense)", "second (Dense)"]
+    unknown = {name: ["float16", "float32", "-", "-"] for name in names}
+    assert {layer: cells[:4] for layer, cells in rows.items()} == unknown
     assert rows["second (Dense)"][4] == "[1]"
     assert notes["[1]"].startswith("A softmax output")
-    assert others[:2] == [
-        "Model 'mine' (Subclassed), policy mixed_float16",
-        "Parameters: -, trainable: -",
-    ]
+    title = "Model 'mine' (Subclassed), policy mixed_float16"
+    assert others[:2] == [title, "Parameters: -, trainable: -"]
     model(tf.ones([1, 8]))
     layers[1].trainable = False
     rows, _, others = table(model)

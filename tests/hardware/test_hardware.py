@@ -79,6 +79,7 @@ NO_UNITS = "a CPU with bfloat16 units that TensorFlow uses, and there is none."
 UNITS = "this CPU, which has units"
 ON_A_GPU = "bfloat16 is fast on A GPU"
 FLOAT16_ON_A_GPU = "float16 is fast on A GPU"
+BOTH = {"gpus": [(7, 5)], "cpu_flags": "avx512_bf16"}
 
 
 # What is fast on a machine, the best policy, and the reason for it.
@@ -91,10 +92,7 @@ FLOAT16_ON_A_GPU = "float16 is fast on A GPU"
         ({"cpu_flags": "avx512_fp16"}, [], "float32", "bfloat16 needs a GPU"),
         ({"gpus": [(6, 1)]}, [], "float32", "there is A GPU (compute capability 6.1)"),
         ({"gpus": [(7, 0)]}, ["float16"], "mixed_float16", FLOAT16_ON_A_GPU),
-        (
-            {"gpus": [(7, 5)], "cpu_flags": "avx512_bf16"},
-            *(["float16"], "mixed_float16", FLOAT16_ON_A_GPU),
-        ),
+        (BOTH, ["float16"], "mixed_float16", FLOAT16_ON_A_GPU),
         ({"gpus": [(8, 0)]}, ["float16", "bfloat16"], "mixed_bfloat16", ON_A_GPU),
         ({"gpus": [(9, 0), (7, 0)]}, ["float16"], "mixed_float16", f"{FLOAT16_ON_A_GPU} (comp"),
         ({"gpus": [(9, 0), (6, 0)]}, [], "float32", "there is A GPU (compute capability 6.0)"),
@@ -242,6 +240,9 @@ def test_the_program_measures_gpus(clock, machine, capsys):
     assert "Best policy: mixed_float16, since float16 is fast on A GPU" in text
 
 
+ALL, USED = "avx512_bf16 avx512_fp16 amx_bf16", ["AVX512-BF16", "AVX512-FP16"]
+
+
 @pytest.mark.parametrize(
     ("flags", "environment", "units", "used"),
     [
@@ -249,18 +250,8 @@ def test_the_program_measures_gpus(clock, machine, capsys):
         ("avx512_bf16", {}, ["AVX512-BF16"], ["AVX512-BF16"]),
         ("avx512_bf16", {"TF_ENABLE_ONEDNN_OPTS": "0"}, ["AVX512-BF16"], []),
         ("avx512_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, ["AVX512-BF16"], []),
-        (
-            "avx512_bf16 avx512_fp16 amx_bf16",
-            {"ONEDNN_MAX_CPU_ISA": "avx512_core_fp16"},
-            ["AVX512-BF16", "AVX512-FP16", "AMX-BF16"],
-            ["AVX512-BF16", "AVX512-FP16"],
-        ),
-        (
-            "avx512_bf16 avx512_fp16 amx_bf16",
-            {"ONEDNN_MAX_CPU_ISA": "AVX10_1_512"},
-            ["AVX512-BF16", "AVX512-FP16", "AMX-BF16"],
-            ["AVX512-BF16", "AVX512-FP16"],
-        ),
+        (ALL, {"ONEDNN_MAX_CPU_ISA": "avx512_core_fp16"}, [*USED, "AMX-BF16"], USED),
+        (ALL, {"ONEDNN_MAX_CPU_ISA": "AVX10_1_512"}, [*USED, "AMX-BF16"], USED),
     ],
 )
 def test_units_and_what_tensorflow_uses(machine, monkeypatch, flags, environment, units, used):
@@ -277,10 +268,8 @@ def test_units_and_what_tensorflow_uses(machine, monkeypatch, flags, environment
 @pytest.mark.parametrize(
     ("flags", "takes"),
     [
-        ("avx512_fp16 amx_bf16", False),
-        ("amx_bf16 amx_fp16", True),
-        ("avx_vnni avx_ne_convert", True),
-        ("avx_ne_convert", False),
+        *(("avx512_fp16 amx_bf16", False), ("amx_bf16 amx_fp16", True)),
+        *(("avx_vnni avx_ne_convert", True), ("avx_ne_convert", False)),
     ],
 )
 def test_which_cpus_take_the_rewrite_to_float16(machine, monkeypatch, flags, takes):
