@@ -10,7 +10,8 @@ from absl import logging
 
 from keras_mp import keras_api, policy
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
-from keras_mp.support import messages, validation
+from keras_mp.support import messages
+from keras_mp.support.frequency import epoch_or_integer
 
 if TYPE_CHECKING:
     from keras_mp.step.overflow import Overflow
@@ -73,7 +74,7 @@ class LossScaleMonitor(keras_api.BaseCallback):
 
     def __init__(self, update_freq: str | int = "epoch") -> None:
         super().__init__()
-        self.update_freq = validation.epoch_or_integer("update_freq", update_freq)
+        self.update_freq = epoch_or_integer("update_freq", update_freq)
         names = ("step", "loss_scale", "steps_skipped")
         self.history: dict[str, list[float | int]] = {name: [] for name in names}
         self.overflows: list[Overflow] = []

@@ -127,7 +127,7 @@ def _tell_optimizers(
             keras_api.patch_fit(model)
     wrappers = wrappers_among(optimizers)
     for wrapper in wrappers:
-        wrapper._scaler.report.paths = functools.partial(_paths_of_weights, weakref.ref(model))
+        wrapper._scaler.paths = functools.partial(_paths_of_weights, weakref.ref(model))
     if not wrappers and not is_scaled:
         return
     if wrappers:

@@ -12,15 +12,8 @@ import tensorflow as tf
 from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
 from keras_mp.step.schedule import INITIAL_LOSS_SCALE, LossScaleState, Schedule, next_state
 
-__all__ = [
-    "DynamicLossScale",
-    "FixedLossScale",
-    "LossScale",
-    "LossScaleState",
-    "get",
-    "next_state",
-    "serialize",
-]
+__all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "LossScaleState"]
+__all__ += ["get", "next_state", "serialize"]
 
 LossScaleArgument = LossScale | float | str | dict[str, Any] | None
 

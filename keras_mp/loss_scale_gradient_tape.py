@@ -12,8 +12,9 @@ import tensorflow as tf
 
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.grad_scaler import GradScaler
-from keras_mp.step import finiteness, gradients, replicas, scaled_losses
+from keras_mp.step import finiteness, replicas, scaled_losses
 from keras_mp.step.loss_scales import DynamicLossScale
+from keras_mp.step.scaling_tape import ScalingTape
 from keras_mp.step.schedule import MIN_LOSS_SCALE
 from keras_mp.support import host, validation
 from keras_mp.support.autograph import do_not_convert
@@ -153,7 +154,7 @@ class LossScaleGradientTape(tf.GradientTape):
             output_gradients = [tf.cast(f, t.dtype) for f, t in zip(flat, targets, strict=True)]
 
         def compute(scale: tf.Tensor) -> list[Any]:
-            tape = gradients.ScalingTape(self, scale)
+            tape = ScalingTape(self, scale)
             return tf.nest.flatten(
                 tape.gradient(targets, sources, output_gradients, *args, **kwargs)
             )
@@ -210,8 +211,10 @@ class LossScaleGradientTape(tf.GradientTape):
         """Moves the scale to where the gradients of all replicas were finite."""
         loss_scale: Any = self._loss_scale
         if replicas.are_several():
+            from keras_mp.step import strategies
+
             own = [tf.cast(each, tf.float32) for each in (scale, finite, loss_is_finite)]
-            scale, *verdicts = tf.unstack(tf.reduce_min(replicas.gather(tf.stack(own)), 0))
+            scale, *verdicts = tf.unstack(tf.reduce_min(strategies.gather(tf.stack(own)), 0))
             finite, loss_is_finite = (verdict > 0 for verdict in verdicts)
 
         def count() -> None:

@@ -16,7 +16,7 @@ from keras_mp.hooks import observers
 from keras_mp.loss_scale import DynamicLossScale, LossScaleArgument, required, serialize
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step import gradients
-from keras_mp.step.optimizer_adapter import Loss, VarList
+from keras_mp.step.optimizer_adapter import Loss
 from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.record import GradientState
 from keras_mp.step.scaler import Scaler
@@ -264,12 +264,10 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         pairs = gradients.checked_pairs(pairs)
         if not pairs:
             return self.iterations
-        calls = self._step_calls
-        with calls.as_before_an_exception() if scaled else contextlib.nullcontext():
-            if scaled:
-                calls.begin_by_hand([g for g, _ in pairs])
-            with calls.applying([v for _, v in pairs]) as state:
-                return self._make_step(pairs, state, self._scaler, aggregate=aggregate, name=name)
+        calls, by_hand = self._step_calls, [g for g, _ in pairs] if scaled else None
+        variables = [v for _, v in pairs]
+        with calls.as_before_an_exception(by_hand), calls.applying(variables) as state:
+            return self._make_step(pairs, state, self._scaler, aggregate=aggregate, name=name)
 
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
         """Lets the inner optimizer set final values, such as averages, if it has any.
@@ -277,39 +275,29 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         Args:
             var_list: iterable of the model's trainable variables.
         """
-        self._scaler.report.ask()
+        self._scaler.ask()
         super().finalize_variable_values(var_list)
 
     def _scales_on_tape(self) -> bool:
         """Whether the tape has to scale, as the inner optimizer needs the loss unscaled."""
         return self._step_calls.scales and not self._adapter.only_differentiates
 
-    def _scaled(
-        self,
-        scale: Callable[[Loss], Loss],
-        loss: Loss,
-        var_list: VarList,
-        tape: Any,
-        *grad_loss: Any,
-    ) -> list[tuple[Any, Any]]:
+    def _scaled(self, scale: Callable[[Loss], Loss], loss: Loss, *how: Any) -> list[Any]:
         """Computes gradients of a loss that `scale` multiplies.
 
         An inner optimizer that computes gradients in its own way sees this loss, and its gradients,
         unscaled: the tape scales and unscales.
         """
-        scaled_by = self._scaler.loss_scale() if self._scales_on_tape() else None
-        if scaled_by is not None:
-            tape = gradients.ScalingTape(tape or tf.GradientTape(), scaled_by)
+        _, tape, *_ = how
         with contextlib.nullcontext() if tape is None else tape:
             loss = scale(loss)
-            if scaled_by is not None:
-                loss = gradients.map_loss(lambda each: each / tf.cast(scaled_by, each.dtype), loss)
-        pairs = super()._gradients_of(loss, var_list, tape, *grad_loss)
-        if scaled_by is None:
-            return pairs
-        grads = gradients.convert((g for g, _ in pairs), self._adapter.takes_float32_gradients)
-        scaled = gradients.scale(grads, scaled_by)
-        return [(g, v) for g, (_, v) in zip(scaled, pairs, strict=True)]
+        compute = super()._gradients_of
+        if not self._scales_on_tape():
+            return compute(loss, *how)
+        from keras_mp.step import scaling_tape
+
+        widens = self._adapter.takes_float32_gradients
+        return scaling_tape.compute(compute, self._scaler.loss_scale(), widens, loss, *how)
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Saves the state of the loss scale and of the inner optimizer.
@@ -317,7 +305,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         Args:
             store: dict-like, of names and arrays.
         """
-        self._scaler.report.ask()
+        self._scaler.ask()
         super().save_own_variables(store)
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api, regularizers
-from keras_mp.support import dtypes, features, messages
+from keras_mp.support import dtypes, features, marks, messages
 from keras_mp.support import softmax_and_cross_entropy as fusion
 
 
@@ -85,7 +85,7 @@ class Loss(keras_api.BaseLoss):
         return f"<{type(self).__name__}({config})>"
 
     def _cast(self, value: tf.Tensor) -> tf.Tensor:
-        return fusion.cast(value, self.dtype)
+        return marks.cast_prediction(value, self.dtype)
 
     def _cast_label(self, label: tf.Tensor) -> tf.Tensor:
         return self._cast(label)
@@ -151,7 +151,7 @@ class _CrossEntropy(_BuiltIn):
                     f"of a {self._activation.lower()}. The loss is computed from the logits, "
                     "which are its input. Leave out `from_logits`, or the activation."
                 )
-            logits = fusion.cast(fusion.finite(logits), self.dtype)
+            logits = marks.cast_prediction(fusion.finite(logits), self.dtype)
             return self._of_logits.call(y_true, logits)
         # Keras would take any logits that are noted on a tensor, even those of another activation.
         own = tf.identity(y_pred) if tf.is_tensor(y_pred) else y_pred
@@ -446,7 +446,7 @@ def as_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _cast_tensor(value: object) -> object:
     is_one = tf.is_tensor(value) or isinstance(value, np.ndarray)
-    return fusion.cast(value, "float32") if is_one else value
+    return marks.cast_prediction(value, "float32") if is_one else value
 
 
 def _standardize_dtype(dtype: str | tf.DType | None) -> str:

@@ -29,7 +29,6 @@ _ALIASES = {"lr": "learning_rate"}
 _OF_INNER = frozenset({"built", "iterations", "learning_rate", "optimizers"})
 # The methods that tf.train.Checkpoint calls on an optimizer with slots.
 _CHECKPOINTS = ("_create_or_restore_slot_variable", "_restore_slot_variable")
-_models: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
 
 
 @keras_api.register_serializable
@@ -77,6 +76,8 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     """
 
     _reduce_dtype: tf.DType | None
+    # The model that is trained, if it is known.
+    _model: Callable[[], tf.keras.Model | None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -245,10 +246,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         """
         for optimizer in inner_optimizers.chain(self):
             if isinstance(optimizer, OptimizerWrapper):
-                _models[optimizer] = weakref.ref(model)
-
-    def _model(self) -> tf.keras.Model | None:
-        return _models.get(self, lambda: None)()
+                optimizer._set_own(_model=weakref.ref(model))
 
     def _variables_of_model(self) -> Sequence[Any]:
         model = self._model()
@@ -355,15 +353,11 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
                 )
             yield pairs
             return
-        calls = scaling._step_calls
-        with calls.as_before_an_exception():
-            pairs = list(pairs)
-            widens = scaling._adapter.takes_float32_gradients
-            grads = gradients.convert((g for g, _ in pairs), widens)
-            if scaled:
-                calls.begin_by_hand(grads)
-            with calls.unscaled_early(grads, [v for _, v in pairs]) as grads:
-                yield [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
+        calls, pairs = scaling._step_calls, list(pairs)
+        grads = gradients.convert((g for g, _ in pairs), scaling._adapter.takes_float32_gradients)
+        undoing = calls.as_before_an_exception(grads if scaled else None)
+        with undoing, calls.unscaled_early(pairs, grads) as unscaled:
+            yield unscaled
 
     @do_not_convert
     def apply_gradients(

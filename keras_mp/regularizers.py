@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.support import softmax_and_cross_entropy as fusion
+from keras_mp.support import marks
 
 
 @keras_api.register_serializable
@@ -55,7 +55,7 @@ class Float32Regularizer(tf.keras.regularizers.Regularizer):
         Returns:
             The penalty, float32 for 16-bit tensors.
         """
-        return self.regularizer(fusion.widen(x))
+        return self.regularizer(marks.widen(x))
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal regularizer."""

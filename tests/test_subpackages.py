@@ -112,7 +112,7 @@ ATTACHED = {
     *("master_weights", "plots", "extensions"),
 }
 # Lines of code.
-LARGEST_CORE = {"loss_scale_optimizer": 2495, "grad_scaler": 2130, "policy": 909}
+LARGEST_CORE = {"loss_scale_optimizer": 2131, "grad_scaler": 1811, "policy": 812}
 
 
 def modules():

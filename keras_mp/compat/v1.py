@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.hooks import observers
-from keras_mp.step import gradients, replicas
+from keras_mp.step import gradients, strategies
 from keras_mp.step.loss_scales import LossScale, state_variable
 from keras_mp.step.optimizer_adapter import Loss
 from keras_mp.step.other_adapters import V1Optimizer
@@ -445,7 +445,7 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
                 "scaled. If it clips gradients there, or adds noise to them, use bfloat16 without "
                 "loss scaling."
             )
-        replicas.check_strategy()
+        strategies.check(may_skip=True)
         self._trackable = opt
         _Optimizer.__init__(self, use_locking=False, name=opt.get_name())
         loss_scale = _loss_scale(loss_scale, loss_scale_manager)
@@ -656,7 +656,7 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         aggregate: bool = True,
     ) -> tf.Operation | None:
         # Checked again, since the optimizer may have been made outside of the strategy's scope.
-        replicas.check_strategy()
+        strategies.check(may_skip=True)
         adapter = V1Optimizer(self.inner_optimizer, global_step)
         adapter.build([variable for _, variable in pairs])
         train_ops = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)

@@ -98,12 +98,7 @@ class Lazy:
     )
 
     def __init__(
-        self,
-        op: str,
-        inputs: Sequence[Any],
-        pairs: Sequence[Any],
-        position: int | None,
-        depth: int,
+        self, op: str, inputs: Sequence[Any], pairs: Sequence[Any], position: int | None, depth: int
     ) -> None:
         self._op, self._inputs, self._pairs = op, inputs, pairs
         self._position, self.made, self.depth = position, None, depth
@@ -227,12 +222,7 @@ def drop(value: Any) -> None:
 
 
 def lazily(
-    op: str,
-    args: Sequence[Any],
-    pairs: Sequence[Any],
-    results: Any,
-    kind: int,
-    is_move: bool,
+    op: str, args: Sequence[Any], pairs: Sequence[Any], results: Any, kind: int, is_move: bool
 ) -> None:
     """Notes faces on the results of an operation that are made when they are taken.
 

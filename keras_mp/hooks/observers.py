@@ -11,9 +11,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import tensorflow as tf
-
-from keras_mp.hooks.once import once
 from keras_mp.support import attributes
 
 
@@ -56,12 +53,7 @@ class Observer:
             facts: dict of what has to be the same on all workers, by name.
         """
 
-    def gradients(
-        self,
-        pairs: Sequence[tuple[Any, Any]],
-        divisor: tf.Tensor | None,
-        scaled_by: tf.Tensor | None,
-    ) -> None:
+    def gradients(self, pairs: Sequence[tuple[Any, Any]], divisor: Any, scaled_by: Any) -> None:
         """Is called with a replica's gradients in a step, before anything changes them.
 
         Args:
@@ -72,18 +64,9 @@ class Observer:
 
 
 class _Thread(threading.local):
-    """What tools have put into this thread.
-
-    Attributes:
-        observers: tuple of `Observer`s.
-        wraps: dict from the id of a place (`hooks/wrapped.py`) to a list of the functions with
-            which its attribute is wrapped, the innermost first.
-    """
+    """The `Observer`s that tools have attached in this thread."""
 
     observers: tuple[Observer, ...] = ()
-
-    def __init__(self) -> None:
-        self.wraps: dict[int, list[Callable[[Any], Any]]] = {}
 
 
 thread = _Thread()
@@ -117,9 +100,3 @@ def tell(event: Callable[..., None], *args: Any) -> None:
     """
     for observer in (*_of_process, *thread.observers):
         getattr(observer, event.__name__)(*args)
-
-
-@once
-def reach_begins() -> None:
-    """Tells observers, once, that the process will compute in reach."""
-    tell(Observer.reach_begins)

@@ -23,10 +23,7 @@ Gradient = Callable[..., list[tf.Tensor | None]]
 
 
 def compute(
-    name: str,
-    function: Callable[..., Computed],
-    gradient: Gradient,
-    inputs: Sequence[tf.Tensor],
+    name: str, function: Callable[..., Computed], gradient: Gradient, inputs: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
     """Computes a function that has a custom gradient; both have decided their dtypes.
 

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_mp.hooks import observers
+from keras_mp.hooks.once import once
+
 
 class Region(NamedTuple):
     """A region: the arguments of `keras_mp.autocast`.
@@ -63,6 +66,12 @@ class _Reach(threading.local):
 
 # Functions that run for each operation read it directly; everything else calls the functions below.
 thread = _Reach()
+
+
+@once
+def begins() -> None:
+    """Tells observers, once, that the process will compute in reach."""
+    observers.tell(observers.Observer.reach_begins)
 
 
 def current() -> tf.DType | None:

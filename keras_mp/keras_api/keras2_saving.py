@@ -13,7 +13,7 @@ from keras_mp import hooks
 from keras_mp.hooks import Replacement, When
 from keras_mp.keras_api import keras2_names
 from keras_mp.keras_api.keras2_names import FILES
-from keras_mp.support import softmax_and_cross_entropy
+from keras_mp.support import marks
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
 from keras_mp.tensorflow_api import saving
@@ -110,7 +110,7 @@ def _wide_regularizer(
         return contextlib.nullcontext()
 
     def in_float32(outputs: tf.Tensor) -> tf.Tensor:
-        return regularizer(softmax_and_cross_entropy.widen(outputs))
+        return regularizer(marks.widen(outputs))
 
     return replaced(layer, "_activity_regularizer", in_float32)
 

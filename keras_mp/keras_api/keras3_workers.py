@@ -106,7 +106,9 @@ def _of_all_workers(model: keras.Model, logs: Any) -> Any:
     summed = [v for v in model.metrics_variables if v.aggregation == "sum"]
     # In a graph a read of a variable has no device, which TensorFlow needs.
     mine = [tf.identity(variable) for variable in summed]
-    totals = replicas.all_reduce(mine)
+    from keras_mp.step import strategies
+
+    totals = strategies.all_reduce(mine)
     with keras.StatelessScope(state_mapping=list(zip(summed, totals, strict=True))):
         return model.get_metrics_result()
 

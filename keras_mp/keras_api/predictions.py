@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.support import softmax_and_cross_entropy
+from keras_mp.support import marks
 from keras_mp.support.autograph import do_not_convert
 
 
@@ -53,7 +53,7 @@ def widen_for(model: tf.keras.Model, attribute: str, method: str, dtype: str = "
 @functools.cache
 def _wide(container: type, method: str, dtype: str) -> type:
     original = getattr(container, method)
-    widen = functools.partial(softmax_and_cross_entropy.widen, dtype=dtype)
+    widen = functools.partial(marks.widen, dtype=dtype)
 
     def call(self: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
         y_pred = tf.nest.map_structure(widen, y_pred)

@@ -16,14 +16,14 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import hooks, keras_api
-from keras_mp.hooks import Method, Replacement, When, faces, observers, reach
+from keras_mp.hooks import Method, Replacement, When, faces, reach
 from keras_mp.hooks.once import once
 from keras_mp.hooks.reach import Region
 from keras_mp.kernels import functions
 from keras_mp.layer_calls import added_losses, data_layers, initial_weights, model_outputs
 from keras_mp.op_autocast import context_manager
 from keras_mp.policy import Policy
-from keras_mp.support import softmax_and_cross_entropy as fusion
+from keras_mp.support import marks
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.variables import type_errors
 
@@ -102,7 +102,7 @@ def _returning_float32(original: Callable[..., Any]) -> Callable[..., Any]:
         is_symbolic = any(map(keras_api.is_symbolic_input, tf.nest.flatten((args, kwargs))))
         if dtype is None or is_symbolic or keras_api.is_in_a_layer(self):
             return own_call(self, *args, **kwargs)
-        observers.reach_begins()
+        reach.begins()
         return model_outputs.call(own_call, self, dtype, args, kwargs)
 
     return __call__
@@ -125,7 +125,7 @@ def _call_in(
             return _call_in(policy, dtype, keras_call, layer, args, kwargs)
     is_model = isinstance(layer, tf.keras.Model)
     if dtype is not None:
-        observers.reach_begins()
+        reach.begins()
     elif layer.compute_dtype == "float32":
         args, kwargs = _with_exact_faces(layer, args, kwargs)
     is_at_rim = model_outputs.is_last(layer) or (
@@ -170,7 +170,7 @@ def _with_exact_faces(layer: tf.keras.layers.Layer, args: Any, kwargs: Any) -> A
 
 def _with_logits(value: Any) -> Any:
     """Casts a tensor of which Keras knows the logits, which a layer's own cast loses."""
-    return fusion.cast(value, "float32") if hasattr(value, "_keras_logits") else value
+    return marks.cast_prediction(value, "float32") if hasattr(value, "_keras_logits") else value
 
 
 def _has_outputs_of_ours(model: tf.keras.Model) -> bool:
@@ -194,7 +194,7 @@ def entered(layer: Any) -> Iterator[None]:
     """
     policy, dtype = policy_of(layer)
     if dtype is not None:
-        observers.reach_begins()
+        reach.begins()
     with reach.entered(dtype), _gradients(policy, dtype):
         yield
 

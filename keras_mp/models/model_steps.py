@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp import hooks, keras_api
-from keras_mp.hooks import Method, Replacement, When, observers, reach
+from keras_mp.hooks import Method, Replacement, When, reach
 from keras_mp.layer_calls import layer_call
 from keras_mp.loss_scale_optimizer import wrappers_among
 from keras_mp.models import step_tapes
@@ -98,7 +98,7 @@ def _new_epoch(model: tf.keras.Model) -> None:
     gives them, in `finalize_variable_values`.
     """
     for optimizer in wrappers_among(model.optimizer):
-        optimizer._scaler.report.ask()
+        optimizer._scaler.ask()
     type(model).reset_metrics(model)
 
 
@@ -139,7 +139,7 @@ def _step(model: tf.keras.Model, how: _How, *args: Any, **kwargs: Any) -> Any:
                 thread.under_way.watch((args, kwargs))
         if how.dtype is None:
             return step(*args, **kwargs)
-        observers.reach_begins()
+        reach.begins()
         try:
             with reach.entered(how.dtype):
                 return step(*args, **kwargs)

@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.hooks import wrapped
 from keras_mp.models.layer_paths import variables_inside
-from keras_mp.support import attributes
+from keras_mp.support import attributes, messages
 from keras_mp.tensorflow_api import operations
 
 # The modules through which random operations are called, and the functions that draw: those of
@@ -133,6 +133,31 @@ def eager_functions() -> contextlib.AbstractContextManager[None]:
         return tf.executing_eagerly() and not module.startswith("tensorflow.")
 
     return wrapped.here(_FUNCTION, "_run_functions_eagerly", lambda of: lambda f: own(f) or of(f))
+
+
+def without_warnings() -> contextlib.AbstractContextManager[None]:
+    """Leaves out keras_mp's warnings of this thread inside of the block.
+
+    Python's own filter, which `warnings.catch_warnings` sets, applies to all threads.
+    """
+    return wrapped.here(messages, "warn", lambda _: lambda *args: None)
+
+
+@contextlib.contextmanager
+def observed(callback: Callable[..., Any]) -> Iterator[None]:
+    """Adds a callback after each operation of this thread.
+
+    Replicas that the thread starts have it too.
+
+    Args:
+        callback: function like those of `tf.debugging`. Its arguments are the operation's type,
+            inputs, attributes and outputs; in a graph also `op_name=` and `graph=`.
+    """
+    operations.add_callback(callback)
+    try:
+        yield
+    finally:
+        operations.remove_callback(callback)
 
 
 def variable(value: tf.Tensor) -> tf.Tensor:

@@ -573,9 +573,9 @@ def step_times(model: tf.keras.Model, batch: Any, steps: int = 9) -> StepTimes:
     validation.integer("steps", steps)
     data = batches.as_fit_takes_it(model, batch)
     candidates = dict(_candidates(model))
-    parts = len(candidates) + 2
+    parts, unheard = len(candidates) + 2, own_thread.without_warnings()
     # Messages would be about copies.
-    with own_thread.random_numbers(), messages.unheard(), Progress("step_times", parts) as progress:
+    with own_thread.random_numbers(), unheard, Progress("step_times", parts) as progress:
         progress.begin("the model as it is")
         variants = {"": _step_of(model, data)}
         tried: dict[str, float | str] = {}

@@ -8,19 +8,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from keras_mp.step.gradients import MANY, Gradient, concat, joined
+from keras_mp.step.gradients import MANY, Gradient
 from keras_mp.support import host, kept_casts
-from keras_mp.support.dtypes import is_low
-
-# The dtype of counts, which are exact up to 2**53. GPUs have no kernels that sum up int64 segments,
-# so the host would have to wait for the counts.
-COUNTS = tf.float64
-# They stand in place of counts: of values that were only found, not counted; of a loss that is not
-# known; and of one of a replica without examples.
-UNCOUNTED, UNKNOWN, NO_EXAMPLES = -1.0, -1e6, -2e6
 
 
 def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
@@ -97,40 +88,3 @@ def _magnitudes_of_sums(gradient: tf.IndexedSlices) -> tf.Tensor:
     rows = tf.cast(tf.gather(magnitudes, order), tf.float32)
     sums = tf.math.unsorted_segment_sum(rows, numbers, tf.size(indices))
     return kept_casts.to_16_bits(sums, tf.float16)
-
-
-@host.shared_operation
-def count(
-    losses: Sequence[tf.Tensor], gradients: Sequence[Gradient], has_examples: tf.Tensor | None
-) -> tf.Tensor:
-    """Counts infinite values, and NaNs.
-
-    There is a row of two numbers for the losses, then one for each gradient. Where XLA
-    compiles, every step does so: values are only found, but for scalars.
-    """
-    tested, rows = [*losses, *gradients], [tf.zeros([2], COUNTS)] * (len(losses) + len(gradients))
-    counted = {i: g for i, g in enumerate(tested) if not (g is None or g.dtype.is_integer)}
-    if host.is_compiled_by_xla():
-        for i in [i for i, gradient in counted.items() if gradient.shape.rank != 0]:
-            # The sums that the verdict needs anyway: XLA reads the gradient once for both.
-            is_finite = all_finite([counted.pop(i)])
-            rows[i] = tf.fill([2], tf.where(is_finite, tf.constant(0, COUNTS), UNCOUNTED))
-    for group in joined(counted):
-        values = concat(list(group.values()))
-        values = values.values if isinstance(values, tf.IndexedSlices) else values
-        values = tf.abs(values) if values.dtype.is_complex else values
-        values = kept_casts.as_float32(values) if is_low(values.dtype) else values
-        kinds = [tf.cast(f(values), COUNTS) for f in (tf.math.is_inf, tf.math.is_nan)]
-        if len(group) == 1:
-            counts = [tf.stack([tf.reduce_sum(kind) for kind in kinds])]
-        else:
-            sizes = [each.shape.num_elements() for each in group.values()]
-            whose, number = np.repeat(np.arange(len(group)), sizes), tf.constant(len(group))
-            sums = tf.math.unsorted_segment_sum(tf.stack(kinds, 1), tf.constant(whose), number)
-            counts = tf.unstack(sums)
-        for i, row in zip(group, counts):
-            rows[i] = row
-    loss = tf.add_n(rows[: len(losses)]) if losses else tf.fill([2], tf.constant(UNKNOWN, COUNTS))
-    if has_examples is not None:
-        loss = tf.where(has_examples, loss, tf.constant(NO_EXAMPLES, COUNTS))
-    return tf.stack([loss, *rows[len(losses) :]])

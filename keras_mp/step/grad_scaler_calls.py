@@ -22,20 +22,10 @@ from keras_mp.step.gradients import Gradient
 from keras_mp.step.record import Calls, GradientState
 from keras_mp.support import host, new_variables
 
-
-class Stage(enum.Enum):
-    """A stage of an optimizer of a `GradScaler`."""
-
-    READY = "nothing was called"
-    # A loss was scaled: by a call, or by a tape, which has unscaled the gradients as well.
-    SCALED = "scaled"
-    BY_TAPE = "scaled and unscaled by a tape"
-    UNSCALED = "unscaled"
-    UNSCALED_BEFORE = "unscaled, and another loss was scaled after that"
-    APPLIED = "applied"
-    SPOILED = "a wrong call was reported"
-
-
+# The stages of an optimizer. READY: nothing was called. SCALED: a loss was scaled by a call.
+# BY_TAPE: by a tape, which has unscaled the gradients as well. UNSCALED_BEFORE: they were unscaled,
+# and another loss was scaled after that. SPOILED: a wrong call was reported.
+Stage = enum.Enum("Stage", "READY SCALED BY_TAPE UNSCALED UNSCALED_BEFORE APPLIED SPOILED")
 _AFTER_SCALING = {Stage.READY: Stage.SCALED, Stage.UNSCALED: Stage.UNSCALED_BEFORE}
 _AFTER_TAPE = {Stage.READY: Stage.BY_TAPE}
 _AT_UNSCALE = (Stage.SCALED, Stage.UNSCALED_BEFORE)

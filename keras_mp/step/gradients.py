@@ -1,18 +1,16 @@
-"""The arithmetic of loss scaling: scales, unscales, casts and packs gradients.
+"""The arithmetic of loss scaling: scales and unscales gradients.
 
 RFC 293, "LossScaleOptimizer Overview". This module needs TensorFlow only. A gradient is a tensor, a
 `tf.IndexedSlices` (which stays sparse) or None (which stays None).
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp.step import scaled_losses
-from keras_mp.support import kept_casts
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.support.dtypes import is_low
 
@@ -46,8 +44,9 @@ def convert(gradients: Any, widens: bool = False) -> list[Gradient]:
         )
     are_ready = (tf.Tensor, tf.IndexedSlices, type(None))
     ready = [g if isinstance(g, are_ready) else tf.convert_to_tensor(g) for g in flat]
+    widen = functools.partial(tf.cast, dtype=tf.float32)
     return [
-        cast(g, tf.float32) if widens and g is not None and is_low(g.dtype) else g for g in ready
+        map_values(widen, g) if widens and is_low(getattr(g, "dtype", None)) else g for g in ready
     ]
 
 
@@ -125,50 +124,6 @@ def scale(
 unscale = functools.partial(scale, divides=True)
 
 
-def cast(gradient: Any, dtype: tf.DType) -> Any:
-    """Casts a gradient to a dtype."""
-
-    def to_dtype(values: tf.Tensor) -> tf.Tensor:
-        # The dtype only serves a sum in 16 bits: the result is cast back, and what overflows must
-        # do so although XLA leaves pairs of casts out.
-        is_rounded = values.dtype == tf.float32 and is_low(dtype)
-        return kept_casts.to_16_bits(values, dtype) if is_rounded else tf.cast(values, dtype)
-
-    return map_values(to_dtype, gradient)
-
-
-def pack(
-    gradients: Sequence[Gradient],
-) -> tuple[list[Any], Callable[[list[Any]], list[Gradient]]]:
-    """Joins small gradients of one dtype, so that one operation handles them all.
-
-    Args:
-        gradients: sequence of gradients.
-
-    Returns:
-        tuple of a list of gradients without None, in which large and sparse ones are as they were,
-        and of a function that turns such a list back into one gradient for each of `gradients`.
-    """
-    groups = joined({i: each for i, each in enumerate(gradients) if each is not None})
-    # Joined ones are complete when the backward pass ends. Replicas send the first ones last.
-    groups.sort(key=len, reverse=True)
-
-    def unpack(packed: list[Any]) -> list[Gradient]:
-        # One constant for each shape instead of each gradient makes graphs smaller.
-        constant = functools.cache(lambda shape: tf.constant(shape, tf.int32))
-        unpacked: dict[int, Any] = {}
-        for group, values in zip(groups, packed, strict=True):
-            parts = [values]
-            if len(group) > 1:
-                shapes: list[Any] = [tuple(gradient.shape) for gradient in group.values()]
-                parts = tf.split(values, [math.prod(shape) for shape in shapes])
-                parts = map(tf.reshape, parts, map(constant, shapes))
-            unpacked.update(zip(group, parts))
-        return [unpacked.get(i) for i in range(len(gradients))]
-
-    return [concat(list(group.values())) for group in groups], unpack
-
-
 def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Checks the pairs that are to be applied, before anything is changed.
 
@@ -236,37 +191,6 @@ def map_values(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
     return None if gradient is None else fn(gradient)
 
 
-class ScalingTape(tf.GradientTape):
-    """A tape that differentiates scaled targets, and unscales their gradients.
-
-    A `LossScaleGradientTape` computes with it. An optimizer that clips the gradient of each example
-    while it computes the gradients needs them unscaled: with an unscaled loss and this tape, it
-    gets them so.
-
-    Args:
-        tape: `tf.GradientTape`, which shares its recording with this one.
-        loss_scale: float32 scalar tensor.
-    """
-
-    # A slot, since both tapes share one `__dict__`.
-    __slots__ = ("_loss_scale",)
-
-    def __init__(self, tape: tf.GradientTape, loss_scale: tf.Tensor) -> None:
-        self.__dict__ = vars(tape)
-        self._loss_scale = loss_scale
-
-    def gradient(
-        self, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Computes gradients as `tf.GradientTape.gradient` does.
-
-        `jacobian` calls it, too.
-        """
-        of_targets = output_gradients
-        if of_targets is None:
-            of_targets = tf.nest.map_structure(tf.ones_like, target)
-        flat = scale(convert(tf.nest.flatten(of_targets)), self._loss_scale)
-        scaled = tf.nest.pack_sequence_as(of_targets, flat)
-        computed = super().gradient(target, sources, scaled, *args, **kwargs)
-        flat = unscale(tf.nest.flatten(computed), self._loss_scale)
-        return tf.nest.pack_sequence_as(computed, flat)
+def of_verdict(verdict: tf.Tensor) -> tf.Tensor:
+    """Returns a number that is summed and tested with gradients: NaN for False."""
+    return tf.where(verdict, 0.0, float("nan"))

@@ -167,11 +167,9 @@ class FixedLossScale(LossScale):
 
     def __init__(self, loss_scale_value: float) -> None:
         super().__init__(name="fixed_loss_scale")
+        low, high = schedule.SMALLEST, schedule.LARGEST
         self._loss_scale_value = validation.number(
-            "loss_scale_value",
-            loss_scale_value,
-            at_least=schedule.SMALLEST,
-            at_most=schedule.LARGEST,
+            "loss_scale_value", loss_scale_value, at_least=low, at_most=high
         )
 
     loss_scale_value = _read_only("_loss_scale_value", "The scale as a Python float.")

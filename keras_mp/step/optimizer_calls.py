@@ -23,16 +23,11 @@ from keras_mp.step.gradients import Gradient
 from keras_mp.step.record import Calls, GradientState
 from keras_mp.support import host
 
-
-class How(enum.Enum):
-    """How the gradients of a step are unscaled."""
-
-    UNKNOWN = "no call says it"
-    BY_PROGRAM = "the program is to call get_unscaled_gradients"
-    BY_APPLYING = "applying unscales them"
-    DONE = "they are unscaled, or their loss was not scaled"
-    # Before they are applied. After that they are DONE, too.
-    DIVIDED = "they are unscaled, and no loss was scaled"
+# How the gradients of a step are unscaled. UNKNOWN: no call says it. BY_PROGRAM: the program is to
+# call `get_unscaled_gradients`. BY_APPLYING: applying unscales them. DONE: they are unscaled, or
+# their loss was not scaled. DIVIDED: they are unscaled, and no loss was scaled; once they are
+# applied they are DONE.
+How = enum.Enum("How", "UNKNOWN BY_PROGRAM BY_APPLYING DONE DIVIDED")
 
 
 class _Step(NamedTuple):
@@ -124,11 +119,6 @@ class OptimizerCalls(Calls):
         if self._scaled_by is not None and not host.in_v1_graph():
             self._scaled_by.assign(scaled_by, read_value=False)
 
-    def begin_by_hand(self, grads: Sequence[Any]) -> None:
-        """Notes that the user has multiplied a loss; `applying` unscales its gradients."""
-        self._refuse_results(grads, "apply_gradients(scaled=True)")
-        self.begin(self._loss_scale(), to_apply=True)
-
     def unscale(self, grads: Sequence[Any]) -> list[Any]:
         """Divides gradients by the factor of the loss."""
         if not self.scales:
@@ -141,20 +131,23 @@ class OptimizerCalls(Calls):
 
     @contextlib.contextmanager
     def unscaled_early(
-        self, grads: Sequence[Any], variables: Iterable[Any]
-    ) -> Iterator[Sequence[Any]]:
+        self, pairs: Sequence[tuple[Any, Any]], grads: Sequence[Any]
+    ) -> Iterator[Sequence[tuple[Any, Any]]]:
         """Context manager that unscales gradients for a wrapper if `applying` would do so.
 
         Args:
-            grads: sequence of gradients.
-            variables: iterable of their variables.
+            pairs: sequence of (gradient, variable) pairs.
+            grads: sequence of their gradients.
+
+        Yields:
+            list of pairs.
         """
-        step = self.current().step
+        step, variables = self.current().step, [v for _, v in pairs]
         is_part = not step.is_over or step.goes_on_with(frozenset(map(id, variables)))
         if step.how is not How.BY_APPLYING or not is_part:
-            yield grads
+            yield list(zip(grads, variables))
             return
-        yield self._unscaled(step, grads, How.DONE)
+        yield list(zip(self._unscaled(step, grads, How.DONE), variables))
         if (own := self.page().step).is_over:  # Otherwise the wrapper has kept them for later.
             self.note(own._replace(how=How.BY_APPLYING))
 
@@ -192,7 +185,7 @@ class OptimizerCalls(Calls):
             wrong_calls.tell_missing(has_scaled, has_begun)
             if has_scaled or is_eager:
                 applied = frozenset()
-        scaled_by, is_divided = self._scale_of(step), is_part and how in _UNSCALED
+        scaled_by, is_divided = self._scale_of(step), is_part and how in (How.DONE, How.DIVIDED)
         of_loss, moved = (step.losses, step.unclipped), noted.moved_scale if is_by_tape else None
         yield GradientState(is_scaled, scaled_by, is_divided, *of_loss, None, moved)
         if is_scaled:
@@ -206,14 +199,21 @@ class OptimizerCalls(Calls):
             page.step = after  # The thread that began the step is done with it.
 
     @contextlib.contextmanager
-    def as_before_an_exception(self) -> Iterator[None]:
+    def as_before_an_exception(self, by_hand: Sequence[Any] | None = None) -> Iterator[None]:
         """Context manager that undoes notes if it ends with an exception.
 
         It is for calls in which the user's code may make other calls before it raises an exception.
+
+        Args:
+            by_hand: sequence of gradients whose loss the user has multiplied by hand, which begins
+                a step. Defaults to None.
         """
         page = self.page()
         before = vars(page).copy()
         try:
+            if by_hand is not None:
+                self._refuse_results(by_hand, "apply_gradients(scaled=True)")
+                self.begin(self._loss_scale(), to_apply=True)
             yield
         except BaseException:
             vars(page).clear()
@@ -251,4 +251,3 @@ class OptimizerCalls(Calls):
 
 # How many losses of a step are looked at if it is skipped.
 _MOST_LOSSES = 16
-_UNSCALED = (How.DONE, How.DIVIDED)

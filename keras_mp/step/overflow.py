@@ -3,12 +3,12 @@
 import collections
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.step.finiteness import NO_EXAMPLES, UNCOUNTED, UNKNOWN
-from keras_mp.step.skip_report import HEADER, NOT_COUNTED, TIMES, Note, SkipReport
+from keras_mp.step.skip_report import HEADER, NO_EXAMPLES, NO_TIME, TIMES, UNCOUNTED, UNKNOWN, Note
 from keras_mp.support import columns
 
 # How many variables a text names.
@@ -183,16 +183,16 @@ def _kind_of(infs: float, nans: float) -> str:
     return "NaN" if nans else "Inf" if infs else "finite"
 
 
-def last_note(skips: SkipReport) -> tuple[Note, np.ndarray] | None:
+def last_note(scaler: Any) -> tuple[Note, np.ndarray] | None:
     """Returns the note of the last skipped step, with its value; None without one.
 
     After a checkpoint was restored, a note may be of a later step.
 
     Args:
-        skips: the notes of all skipped steps.
+        scaler: the `Scaler`, which has the notes of all skipped steps.
     """
-    notes = skips.notes.values()
-    total = int(tf.convert_to_tensor(skips.scaler.steps_skipped)) if notes else 0
+    notes = scaler.notes.values()
+    total = int(tf.convert_to_tensor(scaler.steps_skipped)) if notes else 0
     read = [(note, tf.convert_to_tensor(note.vector).numpy()) for note in notes]
     read = [(note, vector) for note, vector in read if 0 < vector[0] <= total]
     return max(read, key=lambda each: each[1][0], default=None)
@@ -219,7 +219,7 @@ def report(note: Note, vector: np.ndarray) -> Overflow:
         for place, (infs, nans) in [row for row in rows if row[0]] or rows:
             infs, nans = (None if n == UNCOUNTED else int(n) for n in (infs, nans))
             found.append(OverflowedGradient(name, place, infs, nans, note.sizes[i]))
-    step = None if time == NOT_COUNTED else int(time)
+    step = None if time == NO_TIME else int(time)
     return Overflow(step, int(total), loss_scale, losses, tuple(found))
 
 

@@ -1,10 +1,10 @@
-"""Replicas sum gradients, share the verdict and update shared variables.
+"""Which replica this is, and where replicas may update variables that they share.
 
 RFC 293, "All-reducing in float16". This module needs TensorFlow only.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -19,21 +19,6 @@ T = TypeVar("T")
 State = TypeVar("State")
 
 _REDUCE_DTYPES = (*LOW_PRECISION_NAMES, "float32")
-
-
-def check_strategy(may_skip: bool = True) -> None:
-    """Refuses strategies whose replicas cannot share a verdict.
-
-    Args:
-        may_skip: bool. Whether a step may be skipped. If not, a ParameterServerStrategy works.
-
-    Raises:
-        ValueError: the current strategy is such a strategy.
-    """
-    if tf.distribute.has_strategy():
-        from keras_mp.step import strategies
-
-        strategies.check(may_skip)
 
 
 def are_several() -> bool:
@@ -103,23 +88,6 @@ def reduce_dtype_of(reduce_dtype: Any, in_float16: bool | None) -> tf.DType:
     return dtype
 
 
-def all_reduce(gradients: Sequence[Any]) -> list[Any]:
-    """Sums gradients over all replicas. Called in a replica context.
-
-    Args:
-        gradients: sequence of tensors and `tf.IndexedSlices`. In float16 they should be scaled, or
-            small ones underflow; a sum that overflows comes back infinite.
-
-    Returns:
-        list of summed gradients, each in the dtype it came in.
-
-    Source: RFC 293, "All-reducing in float16".
-    """
-    from keras_mp.step import strategies
-
-    return strategies.all_reduce(gradients)
-
-
 def need_not_meet() -> bool:
     """Whether this replica can reduce without a merge call.
 
@@ -130,24 +98,8 @@ def need_not_meet() -> bool:
     return features.is_on(WITHOUT_MEETING) and replicas.reduces_alone()
 
 
-def gather(values: tf.Tensor) -> tf.Tensor:
-    """Stacks the values of all replicas. Called in a replica context.
-
-    Args:
-        values: tensor of numbers, of one shape on all replicas.
-
-    Returns:
-        tensor, the same on every replica. Its first axis has the replicas.
-    """
-    from keras_mp.step import strategies
-
-    return strategies.gather(values)
-
-
 def decide_for_all_replicas(
-    decide: Callable[[Sequence[State], Callable[[], Any]], T],
-    state: State,
-    on_each: Callable[[State], Any],
+    decide: Callable[..., T], state: State, on_each: Callable[[State], Any]
 ) -> T:
     """Calls a function where a `tf.cond` may update variables that replicas share.
 

@@ -6,7 +6,6 @@ the scale and notes a skipped step.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,10 +18,7 @@ from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
 from keras_mp.step.record import GradientState
 from keras_mp.step.scaled_losses import thread
 from keras_mp.step.scaler import Scaler
-from keras_mp.step.skip_report import SkippedStep
-from keras_mp.support import attributes, features, host, variable_ops
-from keras_mp.support.autograph import do_not_convert
-from keras_mp.tensorflow_api import graphs
+from keras_mp.support import attributes, features, host
 from keras_mp.tensorflow_api.features import WITHOUT_BRANCHES
 
 Operation = tf.Operation | None
@@ -81,17 +77,17 @@ def make_step(
         skipped.
     """
     given, variables = [g for g, _ in pairs], [v for _, v in pairs]
-    may_skip, count = scaler is not None and scaler.can_skip, len(pairs)
+    may_skip, count, together = scaler is not None and scaler.can_skip, len(pairs), None
     divisor, under_way = state.scaled_by if state.scaled else None, thread.under_way
     if scaler is not None:
         observers.tell(observers.Observer.step_begins)
-        # Checked again, since the scaler may have been made outside of the strategy's scope.
-        replicas.check_strategy(may_skip)
         reduce_dtype = scaler.reduce_dtype
-    if replicas.number_of_workers() > 1:
-        facts = {"loss_scale": scaler and scaler.loss_scale, "reduce_dtype": reduce_dtype.name}
-        facts["gradients are still scaled"] = state.scaled
-        observers.tell(observers.Observer.workers_meet, scaler or adapter.optimizer, given, facts)
+    if tf.distribute.has_strategy():
+        from keras_mp.step import strategies
+
+        facts = {"reduce_dtype": reduce_dtype.name, "gradients are still scaled": state.scaled}
+        strategies.check_step(scaler, adapter.optimizer, given, facts)
+        together = strategies if replicas.are_several() else None
     observers.tell(observers.Observer.gradients, pairs, divisor, state.scaled_by)
     kept, has_examples = [], None
     if under_way is not None:
@@ -111,44 +107,31 @@ def make_step(
         changed = kept_values.may_have_changed(kept)
         verdicts.append(has_examples if changed else tf.constant(True))
     grads = gradients.convert(grads, adapter.takes_float32_gradients)
-    packed, unpack, sent = [*grads, *map(_as_gradient, verdicts)], list, None
+    combined, unpack, sent = [*grads, *map(gradients.of_verdict, verdicts)], list, None
     custom = adapter.custom_aggregation() if aggregate else None
-    are_several = replicas.are_several()
-    if aggregate and are_several and not custom:
-        # They are summed while they are scaled. In float16 small values would vanish otherwise; and
-        # a sum that overflows is harmless only if the step can be skipped.
-        packed, unpack = gradients.pack(packed)
-        if reduce_dtype == tf.float16 and (not may_skip or state.scaled_by is None):
-            reduce_dtype = tf.float32
-        elif reduce_dtype == tf.float16 and divisor is None:
-            packed, divisor = gradients.scale(packed, state.scaled_by), state.scaled_by
-        dtypes = [each.dtype for each in packed]
-        wide = [tf.float32 if d == tf.float16 and not may_skip else d for d in dtypes]
-        to_send = [reduce_dtype if d == tf.float32 else d for d in wide]
-        sent = list(map(gradients.cast, map(gradients.cast, packed, wide), to_send))
-        packed = list(map(gradients.cast, replicas.all_reduce(sent), wide))
-        # They are unscaled while they are packed: one operation for many small gradients.
-        packed = list(map(gradients.cast, gradients.unscale(packed, divisor), dtypes))
+    is_summed = together is not None and aggregate and not custom
+    if together is not None and is_summed:
+        how = state.scaled_by, divisor, reduce_dtype, may_skip
+        combined, unpack, sent = together.sum_scaled(combined, *how)
     else:
-        packed = gradients.unscale(packed, divisor)
+        combined = gradients.unscale(combined, divisor)
     if custom:
-        sent, marks = packed[:count], packed[count:]
-        marks = replicas.all_reduce(marks) if are_several else marks
-        packed = [*(g for g, _ in custom(list(zip(sent, variables)))), *marks]
+        sent = combined[:count]
+        combined[:count] = [gradient for gradient, _ in custom(list(zip(sent, variables)))]
 
     def sums() -> list[Gradient]:
-        return [new_values.get(i, each) for i, each in enumerate(unpack(packed)[:count])]
+        return [new_values.get(i, each) for i, each in enumerate(unpack(combined)[:count])]
 
     # Test them. The verdict is the same on every replica.
     finite, tested, totals, completes = None, variables, sums if sent else None, None
     if may_skip:
-        tests, completes = [*packed, *new_values.values()], adapter.completes_step()
+        tests, completes = [*combined, *new_values.values()], adapter.completes_step()
         if completes is not None:
             of_step, tested = zip(*adapter.totals(list(zip(sums(), variables))), strict=True)
-            tests, totals = [*of_step, *unpack(packed)[count:]], lambda: of_step
+            tests, totals = [*of_step, *unpack(combined)[count:]], lambda: of_step
         finite = finiteness.all_finite(tests)
-        if not aggregate and are_several:
-            finite = tf.math.is_finite(*replicas.all_reduce([_as_gradient(finite)]))
+        if together is not None and not is_summed:
+            finite = together.agree(finite)
     own = (lambda: unclipped) if unclipped else (lambda: unpack(sent)[:count]) if sent else sums
     replica = _Replica(state.losses, sums, kept, has_examples, own)
 
@@ -159,33 +142,32 @@ def make_step(
 
     def decide(steps: Sequence[_Replica], apply_on_each: Callable[[], Any]) -> Operation:
         moved: Any = scaler
+        is_moved = may_skip and state.moved_scale is moved.loss_scale
 
         def put_back(unless: Any) -> None:
             for each in steps:
                 kept_values.put_back(each.kept, unless)
 
-        def end(finite: Any) -> list[Any]:
-            skipped = None
-            if finite is not True:
-                skipped = _skipped(adapter, steps, tested, totals)
-                if completes is not None:
-                    adapter.drop_accumulated()
-                put_back(finite)
-            return moved.outcome(finite, skipped, state.moved_scale is moved.loss_scale)
-
         def make() -> Operation:
             if tf.executing_eagerly():  # An update copies each value that is held.
                 for each in steps:
                     each.kept.clear()
-            return _operation([apply_on_each(), *(end(True) if may_skip else ())])
+            applied = apply_on_each()
+            return _operation([applied, *(moved.outcome(True, None, is_moved) if may_skip else ())])
+
+        def skip(unless: Any = False) -> Operation:
+            from keras_mp.step import skip_report
+
+            skipped = skip_report.counted(adapter, steps, tested, totals)
+            if completes is not None:
+                adapter.drop_accumulated()
+            put_back(unless)
+            return _operation(moved.outcome(unless, skipped, is_moved))
 
         def accumulate() -> Operation:
             applied = apply_on_each()
             put_back(finite)
             return _operation([applied, *moved.accumulated()])
-
-        def skip() -> Operation:
-            return _operation(end(False))
 
         def complete() -> Operation:
             # A function of its own could not ask other replicas what was not finite there, nor be
@@ -201,19 +183,15 @@ def make_step(
         is_compiled = host.is_compiled_by_xla() and features.is_on(WITHOUT_BRANCHES)
         if not is_compiled or tf.distribute.in_cross_replica_context():
             return complete()
-        # Without a branch. The optimizer writes, and the old values are put back.
-        _write_if(finite, apply_on_each)
-        return _operation(end(finite))
+        from keras_mp.step import without_branches
+
+        without_branches.write_if(finite, apply_on_each)
+        return skip(finite)
 
     operation = replicas.decide_for_all_replicas(decide, replica, apply)
     if under_way is not None and scaler is not None and not scaler.is_shared:
         under_way.begin()
     return operation, finite
-
-
-def _as_gradient(verdict: tf.Tensor) -> tf.Tensor:
-    """Returns a number that is summed and tested with gradients: NaN for False."""
-    return tf.where(verdict, 0.0, float("nan"))
 
 
 def _before_clipping(old: list[Any], grads: Sequence[Any]) -> list[Gradient]:
@@ -228,90 +206,6 @@ def _before_clipping(old: list[Any], grads: Sequence[Any]) -> list[Gradient]:
         return []
     fit = all(a.shape.is_compatible_with(b.shape) for a, b in pairs)
     return [None if g is None else before.pop(0) for g in grads] if fit else []
-
-
-def _skipped(
-    adapter: OptimizerAdapter, steps: Sequence[_Replica], tested: Sequence[Any], totals: Any
-) -> SkippedStep:
-    """Counts Inf and NaN on all replicas in a step that is skipped.
-
-    Without branches, it is one that may be.
-
-    Args:
-        adapter: the adapter of the optimizer.
-        steps: the replicas of this process, or this one.
-        tested: the variables of the gradients that were tested. Those that a replica has no
-            gradients of count as finite.
-        totals: function that returns the gradients that were tested, if these are not those that
-            replicas have computed. They are the same on all replicas.
-    """
-    strategy, in_v1 = tf.distribute.get_strategy(), host.in_v1_graph()
-    if in_v1:  # Nothing is noted of gradients there, which a branch need not be given.
-        tested, totals = (), None
-    rows = []
-    for i, each in enumerate(steps):
-        own = () if in_v1 else each.own()
-        all_of = [*own, *[None] * (len(tested) - len(own))]
-        with tf.device(strategy.extended.worker_devices[i] if len(steps) > 1 else None):
-            rows.append(finiteness.count(list(each.losses), all_of, each.has_examples))
-    if len(rows) == strategy.num_replicas_in_sync:
-        counts = tf.stack(rows)
-    else:
-        gather = do_not_convert(lambda: replicas.gather(rows[replicas.local_id() % len(rows)]))
-        if tf.distribute.in_cross_replica_context():
-            gather = functools.partial(strategy.extended.call_for_each_replica, gather)
-        counts, *_ = strategy.experimental_local_results(gather())
-    losses = counts[:, 0]
-    has_overflowed: Any = True
-    if steps[0].has_examples is not None:
-        has_examples = losses[:, 0] > finiteness.UNKNOWN - 1
-        has_cause = tf.reduce_any(tf.not_equal(counts[:, 1:], 0), [1, 2]) & has_examples
-        has_overflowed = tf.reduce_any(has_cause) | tf.reduce_all(has_examples)
-    if totals is not None:
-        counts = tf.concat([counts, [finiteness.count([], list(totals()), None)]], 0)
-    is_finite = tf.reduce_all(tf.equal(losses, 0))
-    return SkippedStep(tested, counts, adapter.steps_made(), is_finite, has_overflowed)
-
-
-# What operations that change a variable get in a step that is skipped.
-_NO_CHANGE = {"AssignAddVariableOp": -0.0, "AssignSubVariableOp": 0.0}
-_WRITES = {"AssignVariableOp", *_NO_CHANGE}
-
-
-def _write_if(finite: tf.Tensor, update: Callable[[], Any]) -> None:
-    """Lets a function write to variables on a condition, without a branch.
-
-    On a GPU, a branch copies its condition to the host, which waits for it. XLA makes one pass of
-    an update and of the selection of what is written. Selected after the update, old values would
-    be copied for each variable that is computed from another, as with momentum.
-    """
-
-    def write() -> None:
-        update()
-        graph: Any = tf.compat.v1.get_default_graph()
-        for outside, inside in [*graph.captures]:
-            for op in inside.consumers():
-                if op.type not in _WRITES or op.inputs[0] is not inside:
-                    continue
-                new, no_change = op.inputs[1], _NO_CHANGE.get(op.type)
-                with graph.outer_graph.as_default():
-                    is_value = no_change is None
-                    old = read(outside, new.dtype) if is_value else tf.cast(no_change, new.dtype)
-                graphs.update_input(op, 1, tf.where(finite, new, old))
-
-    read = kept_values.read
-    traced = tf.function(write, autograph=False).get_concrete_function()
-    kept: kept_values.Kept = []
-    for outside, inside in traced.graph.captures:
-        is_done = (
-            op.type in _WRITES or variable_ops.only_reads(op, inside) for op in inside.consumers()
-        )
-        # The table in which a tool notes what it has seen has no such data, and keeps it.
-        data = graphs.handle_data(outside) if inside.dtype == tf.resource else None
-        if data is not None and data.shape_and_type and not all(is_done):
-            kept.append((outside, read(outside, data.shape_and_type[0].dtype)))
-    traced()
-    kept_values.put_back(kept, finite)
 
 
 def _operation(result: Any) -> Operation:

@@ -1,10 +1,11 @@
-"""A `Scaler`: a loss scale, and the outcomes of steps.
+"""A `Scaler`: a loss scale, outcomes of steps, and notes of skipped ones.
 
 RFC 293, "LossScaleOptimizer Overview": steps whose gradients are not finite are skipped.
 `LossScaleOptimizer` and the optimizer of TensorFlow 1 have a `Scaler` each. A `GradScaler`, which
 several optimizers share, has a `SharedScaler`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -12,7 +13,7 @@ import tensorflow as tf
 from keras_mp.step import replicas
 from keras_mp.step.loss_scales import DynamicLossScale, LossScale, state_variable
 from keras_mp.step.schedule import LossScaleState, bad_steps_after
-from keras_mp.step.skip_report import SkippedStep, SkipReport
+from keras_mp.support import messages, validation
 from keras_mp.support.host import chosen
 
 Truth = bool | tf.Tensor
@@ -26,7 +27,14 @@ class Scaler:
         reduce_dtype: DType in which float32 gradients are summed over replicas.
         can_skip: bool. Whether a step may be skipped.
         steps_skipped: int64 variable. How many steps were skipped.
-        report: the `SkipReport`.
+        warn_after: int or None. After so many skips in a row there is a warning. None never warns.
+        raise_after: int or None. After so many skips in a row an error is raised; None never
+            raises.
+        told: the warnings that were given.
+        looked_at: float. How many steps were skipped when a note was read last.
+        notes: the `Note`s.
+        paths: function that returns the names of variables that are known, by their ids. At first
+            it knows none.
 
     Args:
         loss_scale: `LossScale`.
@@ -52,22 +60,25 @@ class Scaler:
         raise_after_skips: int | None = None,
     ) -> None:
         self.can_skip = skip_nonfinite or loss_scale.moves
-        replicas.check_strategy(may_skip=self.can_skip)
+        if tf.distribute.has_strategy():
+            from keras_mp.step import strategies
+
+            strategies.check(self.can_skip)
         self.loss_scale: Any = loss_scale
         self.reduce_dtype = replicas.reduce_dtype_of(reduce_dtype, aggregate_in_float16)
         with tf.init_scope():
             self.steps_skipped = state_variable(0, tf.int64, "steps_skipped")
             self._moved: Any = loss_scale if loss_scale.moves or not self.can_skip else _Counter()
-        self.report = SkipReport(self, warn_after_skips, raise_after_skips)
+        self.paths: Callable[[], dict[int, str]] = dict
+        self.told, self.looked_at, self.notes = set[str](), 0.0, dict[Any, Any]()
+        self.set_limits(warn_after_skips, raise_after_skips)
 
     @property
     def skips_in_a_row(self) -> tf.Variable:
         """The number of steps skipped since the last good one, an int64 variable."""
         return self._moved.num_bad_steps
 
-    def outcome(
-        self, finite: Truth, skipped: SkippedStep | None = None, is_moved: bool = False
-    ) -> list[Any]:
+    def outcome(self, finite: Truth, skipped: Any = None, is_moved: bool = False) -> list[Any]:
         """Moves the loss scale after a step, and counts and reports a skipped one.
 
         It is called once for all replicas of a process, in the branch for such a step. A good step
@@ -86,13 +97,15 @@ class Scaler:
         if finite is True or skipped is None:
             # A good outcome is no worse than any: `update` of a shared scaler asks for the worst.
             return [] if is_moved or self.is_shared else self._moved.move(True)
+        from keras_mp.step import skip_report
+
         before = self.loss_scale()
         moved = self._move_after_skip(finite, skipped, is_moved)
         added = tf.cast(chosen(finite, lambda: 0, lambda: 1), tf.int64)
         counted = self.steps_skipped.assign_add(added, read_value=False)
-        return [*moved, counted, *self.report.note(skipped, finite, before)]
+        return [*moved, counted, *skip_report.noted(self, skipped, finite, before)]
 
-    def _move_after_skip(self, finite: Truth, skipped: SkippedStep, is_moved: bool) -> list[Any]:
+    def _move_after_skip(self, finite: Truth, skipped: Any, is_moved: bool) -> list[Any]:
         overflowed: Any = skipped.has_overflowed
         if is_moved:  # But not by what the program has made of finite gradients.
             overflowed &= tf.equal(self.skips_in_a_row, 0)
@@ -103,9 +116,47 @@ class Scaler:
         """Handles gradients that were accumulated for a step that is not complete yet."""
         return []
 
+    def set_limits(self, warn_after: int | None, raise_after: int | None) -> None:
+        """Checks and sets both limits, after which skips in a row may be warned of again."""
+        self.warn_after = validation.integer_or_none("warn_after_skips", warn_after)
+        self.raise_after = validation.integer_or_none("raise_after_skips", raise_after)
+        self.told.discard("row")
+
+    def last(self) -> Any:
+        """Returns the `Overflow` of the last skipped step; None if no step was skipped.
+
+        Raises:
+            RuntimeError: it is called in a graph.
+        """
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                "`last_overflow` can be read only in eager code, such as a callback, or after the "
+                "tf.function that makes a step. Graphs of TensorFlow 1 have none."
+            )
+        from keras_mp.step import overflow
+
+        found = overflow.last_note(self)
+        return None if found is None else overflow.report(*found)
+
+    def ask(self, line: messages.Line | None = None) -> None:
+        """Warns if it is time; where XLA compiles steps, which cannot, others ask.
+
+        Args:
+            line: the user's line that makes the steps. Defaults to the one that is being executed.
+        """
+        if (self.warn_after or self.raise_after) and tf.executing_eagerly():
+            from keras_mp.step import skip_warnings
+
+            skip_warnings.warn(self, line)
+
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
-        return {**self.report.variables(), **self._moved.hidden_variables()}
+        notes = {f"note_{i}": note.vector for i, note in enumerate(self.notes.values())}
+        return {**notes, **self._moved.hidden_variables()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        new = {"paths": dict, "told": set(), "looked_at": 0.0, "notes": {}}
+        return {**vars(self), **new}
 
 
 # The outcomes of a step, from good to bad. `update` moves the scale by the worst outcome since the
@@ -129,7 +180,7 @@ class SharedScaler(Scaler):
         with tf.init_scope():
             self._worst = state_variable(_GOOD, tf.int64, "worst_verdict")
 
-    def _move_after_skip(self, finite: Truth, skipped: SkippedStep, is_moved: bool) -> list[Any]:
+    def _move_after_skip(self, finite: Truth, skipped: Any, is_moved: bool) -> list[Any]:
         outcome = chosen(skipped.loss_is_finite, lambda: _OVERFLOWED, lambda: _BAD)
         outcome = chosen(skipped.has_overflowed, lambda: outcome, lambda: _UNFINISHED)
         outcome = chosen(finite, lambda: _GOOD, lambda: outcome)

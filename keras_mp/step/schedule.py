@@ -186,9 +186,7 @@ class Schedule:
             period = chosen(scale < 1, lambda: self._wait(scale, history()), lambda: period)
         grows = num_good_steps >= period
         grown = chosen(
-            grows,
-            lambda: tf.minimum(scale * self.multiplier, self.max_loss_scale),
-            lambda: scale,
+            grows, lambda: tf.minimum(scale * self.multiplier, self.max_loss_scale), lambda: scale
         )
         return LossScaleState(grown, chosen(grows, lambda: zero, lambda: num_good_steps), zero)
 

@@ -1,4 +1,4 @@
-"""Notes which gradients were not finite in a skipped step.
+"""What is counted and noted of a skipped step: which gradients were not finite.
 
 All that a report needs is noted in the branch that skips, in one small variable for each list of
 variables that steps were made with. `overflow` is what users read of a note, and `skip_warnings`
@@ -8,17 +8,25 @@ This module needs TensorFlow only.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.step import replicas
-from keras_mp.step.finiteness import COUNTS
+from keras_mp.step import finiteness, replicas
+from keras_mp.step.gradients import Gradient, concat, joined
 from keras_mp.step.loss_scales import state_variable
-from keras_mp.support import host, messages, new_variables, validation
+from keras_mp.step.optimizer_adapter import OptimizerAdapter
+from keras_mp.support import host, kept_casts, messages, new_variables
+from keras_mp.support.dtypes import is_low
 
+# The dtype of counts, which are exact up to 2**53. GPUs have no kernels that sum up int64 segments,
+# so the host would have to wait for the counts.
+COUNTS = tf.float64
+# They stand in place of counts: of values that were only found, not counted; of a loss that is not
+# known; and of one of a replica without examples.
+UNCOUNTED, UNKNOWN, NO_EXAMPLES = -1.0, -1e6, -2e6
 # The beginning of a note: the number of skipped steps so far, including those before a restored
 # checkpoint; how many of them were the optimizer's; how many were skipped in a row; and the loss
 # scale.
@@ -28,7 +36,7 @@ HEADER = 4
 # optimizer that counts none.
 HALF = 50
 TIMES = HEADER + HALF
-NOT_COUNTED = -1
+NO_TIME = -1
 
 
 class SkippedStep(NamedTuple):
@@ -75,124 +83,138 @@ class Note(NamedTuple):
         return all(refer() is not None for refer in self.variables)
 
 
-class SkipReport:
-    """The report of the skipped steps of a loss scale.
+def counted(
+    adapter: OptimizerAdapter, steps: Sequence[Any], tested: Sequence[Any], totals: Any
+) -> SkippedStep:
+    """Counts Inf and NaN on all replicas in a step that is skipped.
 
-    Attributes:
-        warn_after: int or None. After so many skips in a row there is a warning. None never warns.
-        raise_after: int or None. After so many skips in a row an error is raised; None never
-            raises.
-        told: the warnings that were given.
-        looked_at: float. How many steps were skipped when a note was read last.
-        notes: the `Note`s.
-        paths: function that returns the names of variables that are known, by their ids. At first
-            it knows none.
+    Without branches, it is one that may be.
 
     Args:
-        scaler: the `Scaler` of the loss scale.
-        warn_after: as the attribute.
-        raise_after: as the attribute.
+        adapter: the adapter of the optimizer.
+        steps: the replicas of this process, or this one.
+        tested: the variables of the gradients that were tested. Those that a replica has no
+            gradients of count as finite.
+        totals: function that returns the gradients that were tested, if these are not those that
+            replicas have computed. They are the same on all replicas.
     """
+    strategy, in_v1 = tf.distribute.get_strategy(), host.in_v1_graph()
+    if in_v1:  # Nothing is noted of gradients there, which a branch need not be given.
+        tested, totals = (), None
+    rows = []
+    for i, each in enumerate(steps):
+        own = () if in_v1 else each.own()
+        all_of = [*own, *[None] * (len(tested) - len(own))]
+        with tf.device(strategy.extended.worker_devices[i] if len(steps) > 1 else None):
+            rows.append(count(list(each.losses), all_of, each.has_examples))
+    if len(rows) == strategy.num_replicas_in_sync:
+        counts = tf.stack(rows)
+    else:
+        from keras_mp.step import strategies
 
-    def __init__(self, scaler: Any, warn_after: int | None, raise_after: int | None) -> None:
-        self.scaler = scaler
-        self.paths: Callable[[], dict[int, str]] = dict
-        self.told, self.looked_at, self.notes = set[str](), 0.0, dict[Any, Note]()
-        self.set_limits(warn_after, raise_after)
+        counts = strategies.gather_rows(rows)
+    losses = counts[:, 0]
+    has_overflowed: Any = True
+    if steps[0].has_examples is not None:
+        has_examples = losses[:, 0] > UNKNOWN - 1
+        has_cause = tf.reduce_any(tf.not_equal(counts[:, 1:], 0), [1, 2]) & has_examples
+        has_overflowed = tf.reduce_any(has_cause) | tf.reduce_all(has_examples)
+    if totals is not None:
+        counts = tf.concat([counts, [count([], list(totals()), None)]], 0)
+    is_finite = tf.reduce_all(tf.equal(losses, 0))
+    return SkippedStep(tested, counts, adapter.steps_made(), is_finite, has_overflowed)
 
-    def set_limits(self, warn_after: int | None, raise_after: int | None) -> None:
-        """Checks and sets both limits, after which skips in a row may be warned of again."""
-        self.warn_after = validation.integer_or_none("warn_after_skips", warn_after)
-        self.raise_after = validation.integer_or_none("raise_after_skips", raise_after)
-        self.told.discard("row")
 
-    def note(
-        self, skipped: SkippedStep, finite: bool | tf.Tensor, loss_scale: tf.Tensor
-    ) -> list[Any]:
-        """Notes a skipped step that was counted, and warns if it is time.
+@host.shared_operation
+def count(
+    losses: Sequence[tf.Tensor], gradients: Sequence[Gradient], has_examples: tf.Tensor | None
+) -> tf.Tensor:
+    """Counts infinite values, and NaNs.
 
-        Args:
-            skipped: the step.
-            finite: False, in the branch that skips; a bool scalar tensor where there is none.
-            loss_scale: float32 scalar tensor, the scale of the step.
+    There is a row of two numbers for the losses, then one for each gradient. Where XLA
+    compiles, every step does so: values are only found, but for scalars.
+    """
+    tested, rows = [*losses, *gradients], [tf.zeros([2], COUNTS)] * (len(losses) + len(gradients))
+    counted = {i: g for i, g in enumerate(tested) if not (g is None or g.dtype.is_integer)}
+    if host.is_compiled_by_xla():
+        for i in [i for i, gradient in counted.items() if gradient.shape.rank != 0]:
+            # The sums that the verdict needs anyway: XLA reads the gradient once for both.
+            is_finite = finiteness.all_finite([counted.pop(i)])
+            rows[i] = tf.fill([2], tf.where(is_finite, tf.constant(0, COUNTS), UNCOUNTED))
+    for group in joined(counted):
+        values = concat(list(group.values()))
+        values = values.values if isinstance(values, tf.IndexedSlices) else values
+        values = tf.abs(values) if values.dtype.is_complex else values
+        values = kept_casts.as_float32(values) if is_low(values.dtype) else values
+        kinds = [tf.cast(f(values), COUNTS) for f in (tf.math.is_inf, tf.math.is_nan)]
+        if len(group) == 1:
+            counts = [tf.stack([tf.reduce_sum(kind) for kind in kinds])]
+        else:
+            sizes = [each.shape.num_elements() for each in group.values()]
+            whose, number = np.repeat(np.arange(len(group)), sizes), tf.constant(len(group))
+            sums = tf.math.unsorted_segment_sum(tf.stack(kinds, 1), tf.constant(whose), number)
+            counts = tf.unstack(sums)
+        for i, row in zip(group, counts):
+            rows[i] = row
+    loss = tf.add_n(rows[: len(losses)]) if losses else tf.fill([2], tf.constant(UNKNOWN, COUNTS))
+    if has_examples is not None:
+        loss = tf.where(has_examples, loss, tf.constant(NO_EXAMPLES, COUNTS))
+    return tf.stack([loss, *rows[len(losses) :]])
 
-        Returns:
-            list of the operations that note.
-        """
-        if host.in_v1_graph():  # A `Saver` would save all variables.
-            return []
-        note, is_shared = self._note_of(skipped), self.scaler.is_shared
-        before = tf.convert_to_tensor(note.vector)
-        read = (self.scaler.steps_skipped, self.scaler.skips_in_a_row, loss_scale)
-        total, in_a_row, scale = (tf.cast(tf.convert_to_tensor(v), COUNTS) for v in read)
-        own, time = before[1] + 1 if is_shared else total, tf.constant(NOT_COUNTED, COUNTS)
-        if skipped.steps_made is not None:
-            time = tf.cast(skipped.steps_made, COUNTS) + own
-        # Several optimizers count a step of all where that ends.
-        header = tf.stack([total, own, in_a_row + int(is_shared), scale, time])
-        counts = tf.reshape(skipped.counts, [-1])
-        after = tf.concat([header, before[HEADER : TIMES - 1], counts], 0)
-        after = host.chosen(finite, lambda: before, lambda: after)
-        noted = [note.vector.assign(after, read_value=False)]
-        if (self.warn_after or self.raise_after) and not host.is_compiled_by_xla():
-            line = messages.users_line()
-            if tf.executing_eagerly():
-                self.ask(line)
-            elif replicas.local_id() == 0:
-                with tf.control_dependencies(noted):
-                    tf.py_function(lambda: self.ask(line), [], [])
-        return noted
 
-    def last(self) -> Any:
-        """Returns the `Overflow` of the last skipped step; None if no step was skipped.
+def noted(
+    scaler: Any, skipped: SkippedStep, finite: bool | tf.Tensor, loss_scale: tf.Tensor
+) -> list[Any]:
+    """Notes a skipped step that was counted, and warns if it is time.
 
-        Raises:
-            RuntimeError: it is called in a graph.
-        """
-        if not tf.executing_eagerly():
-            raise RuntimeError(
-                "`last_overflow` can be read only in eager code, such as a callback, or after the "
-                "tf.function that makes a step. Graphs of TensorFlow 1 have none."
-            )
-        from keras_mp.step import overflow
+    Args:
+        scaler: the `Scaler` of the step.
+        skipped: the step.
+        finite: False, in the branch that skips; a bool scalar tensor where there is none.
+        loss_scale: float32 scalar tensor, the scale of the step.
 
-        found = overflow.last_note(self)
-        return None if found is None else overflow.report(*found)
+    Returns:
+        list of the operations that note.
+    """
+    if host.in_v1_graph():  # A `Saver` would save all variables.
+        return []
+    vector = _note_of(scaler, skipped).vector
+    before = tf.convert_to_tensor(vector)
+    read = (scaler.steps_skipped, scaler.skips_in_a_row, loss_scale)
+    total, in_a_row, scale = (tf.cast(tf.convert_to_tensor(v), COUNTS) for v in read)
+    own, time = before[1] + 1 if scaler.is_shared else total, tf.constant(NO_TIME, COUNTS)
+    if skipped.steps_made is not None:
+        time = tf.cast(skipped.steps_made, COUNTS) + own
+    # Several optimizers count a step of all where that ends.
+    header = tf.stack([total, own, in_a_row + int(scaler.is_shared), scale, time])
+    counts = tf.reshape(skipped.counts, [-1])
+    after = tf.concat([header, before[HEADER : TIMES - 1], counts], 0)
+    noted = [vector.assign(host.chosen(finite, lambda: before, lambda: after), read_value=False)]
+    if (scaler.warn_after or scaler.raise_after) and not host.is_compiled_by_xla():
+        line = messages.users_line()
+        if tf.executing_eagerly():
+            scaler.ask(line)
+        elif replicas.local_id() == 0:
+            with tf.control_dependencies(noted):
+                tf.py_function(lambda: scaler.ask(line), [], [])
+    return noted
 
-    def ask(self, line: messages.Line | None = None) -> None:
-        """Warns if it is time; where XLA compiles steps, which cannot, others ask.
 
-        Args:
-            line: the user's line that makes the steps. Defaults to the one that is being executed.
-        """
-        if (self.warn_after or self.raise_after) and tf.executing_eagerly():
-            from keras_mp.step import skip_warnings
-
-            skip_warnings.warn(self, line)
-
-    def variables(self) -> dict[str, tf.Variable]:
-        """Returns the variables that are not part of checkpoints, by name."""
-        return {f"note_{i}": note.vector for i, note in enumerate(self.notes.values())}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SkipReport, (self.scaler, self.warn_after, self.raise_after)
-
-    def _note_of(self, skipped: SkippedStep) -> Note:
-        variables, size = skipped.variables, skipped.counts.shape.num_elements() or 0
-        key = (size, *map(id, variables))
-        note = self.notes.get(key)
-        if note is None or not note.is_alive():
-            zeros = np.zeros(TIMES + size)
-            vector = new_variables.outside_of_functions(
-                lambda: state_variable(zeros, COUNTS, "overflow")
-            )
-            paths, strategy = self.paths(), tf.distribute.get_strategy()
-            names = [paths.get(id(v)) or name_of(v) for v in variables]
-            sizes = [tf.TensorShape(v.shape).num_elements() for v in variables]
-            note = Note(vector, [*map(weakref.ref, variables)], names, sizes, strategy)
-            living = {k: each for k, each in self.notes.items() if each.is_alive()}
-            self.notes = {**living, key: note}
-        return note
+def _note_of(scaler: Any, skipped: SkippedStep) -> Note:
+    variables, size = skipped.variables, skipped.counts.shape.num_elements() or 0
+    key = (size, *map(id, variables))
+    note = scaler.notes.get(key)
+    if note is None or not note.is_alive():
+        vector = new_variables.outside_of_functions(
+            lambda: state_variable(np.zeros(TIMES + size), COUNTS, "overflow")
+        )
+        paths, strategy = scaler.paths(), tf.distribute.get_strategy()
+        names = [paths.get(id(v)) or name_of(v) for v in variables]
+        sizes = [tf.TensorShape(v.shape).num_elements() for v in variables]
+        note = Note(vector, [*map(weakref.ref, variables)], names, sizes, strategy)
+        living = {k: each for k, each in scaler.notes.items() if each.is_alive()}
+        scaler.notes = {**living, key: note}
+    return note
 
 
 def name_of(variable: Any) -> str:

@@ -4,55 +4,57 @@ Three warnings are given once each: many steps in a row were skipped, or half of
 or the scale has come down to its floor.
 """
 
+from typing import Any
+
 import numpy as np
 
 from keras_mp.step.loss_scales import DynamicLossScale
 from keras_mp.step.overflow import Overflow, last_note, listed, report
-from keras_mp.step.skip_report import HALF, HEADER, TIMES, SkipReport
+from keras_mp.step.skip_report import HALF, HEADER, TIMES
 from keras_mp.support import messages
 
 
-def warn(skips: SkipReport, line: messages.Line | None) -> None:
+def warn(scaler: Any, line: messages.Line | None) -> None:
     """Reads the last note, and warns if it is time.
 
     Args:
-        skips: the notes of all skipped steps.
+        scaler: the `Scaler`, which has the notes of all skipped steps.
         line: the user's line that makes the steps; None for the one that is being executed.
 
     Raises:
         RuntimeError: as many steps in a row were skipped as the user allows.
     """
-    found = last_note(skips)
-    if found is None or found[1][0] == skips.looked_at:
+    found = last_note(scaler)
+    if found is None or found[1][0] == scaler.looked_at:
         return
     vector, last = found[1], report(*found)
-    (skips.looked_at, _, consecutive, _), times = vector[:HEADER], vector[HEADER:TIMES]
+    (scaler.looked_at, _, consecutive, _), times = vector[:HEADER], vector[HEADER:TIMES]
     in_a_row = f"{consecutive:g} steps in a row were skipped."
-    if skips.raise_after is not None and consecutive >= skips.raise_after:
-        received = f" Received: raise_after_skips={skips.raise_after}"
-        raise RuntimeError(in_a_row + _about(last, skips) + received)
-    if skips.warn_after is None:
+    if scaler.raise_after is not None and consecutive >= scaler.raise_after:
+        received = f" Received: raise_after_skips={scaler.raise_after}"
+        raise RuntimeError(in_a_row + _about(last, scaler) + received)
+    if scaler.warn_after is None:
         return
-    news, scale = {}, skips.scaler.loss_scale
-    if consecutive >= skips.warn_after:
+    news, scale = {}, scaler.loss_scale
+    if consecutive >= scaler.warn_after:
         news["row"] = in_a_row
     elif np.sum((times > 0) & (times > times[0] - 2 * HALF)) >= HALF:
         news["half"] = "Half of the last 100 steps were skipped."
     can_fall = isinstance(scale, DynamicLossScale) and last.loss_is_finite is not False
     if can_fall and float(scale()) <= scale.min_loss_scale < scale.initial_loss_scale:
         news["floor"] = "The loss scale has come down to its floor; steps are still skipped."
-    for what in [each for each in news if each not in skips.told]:
-        skips.told.add(what)
-        messages.warn(news[what] + _about(last, skips), line)
+    for what in [each for each in news if each not in scaler.told]:
+        scaler.told.add(what)
+        messages.warn(news[what] + _about(last, scaler), line)
 
 
-def _about(last: Overflow, skips: SkipReport) -> str:
+def _about(last: Overflow, scaler: Any) -> str:
     text, named = last.of_examples, listed(last.variables[::-1])
     if not last.lacks_examples:
         text += f" {_DIAGNOSES[last.loss_is_finite]}"
         # All gradients of a loss that is not finite are NaN. Of several, they tell which. NaN
         # spreads backward, from the loss, so the last variables come first.
-        if named and (last.loss_is_finite is not False or len(skips.notes) > 1):
+        if named and (last.loss_is_finite is not False or len(scaler.notes) > 1):
             text += f" In the last skipped step, gradients were not finite: {named}."
     return f"{text} `last_overflow` tells more about the last step."
 

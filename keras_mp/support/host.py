@@ -22,15 +22,10 @@ def local_variable(name: str, value: Any, dtype: tf.DType = tf.int64) -> tf.Vari
         value: number or list of numbers. The initial value.
         dtype: DType. Defaults to int64.
     """
+    on_read, first = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.ONLY_FIRST_REPLICA
+    how = {"trainable": False, "synchronization": on_read, "aggregation": first}
     with tf.init_scope():
-        return tf.Variable(
-            value,
-            dtype=dtype,
-            name=name,
-            trainable=False,
-            synchronization=tf.VariableSynchronization.ON_READ,
-            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-        )
+        return tf.Variable(value, dtype=dtype, name=name, **how)
 
 
 def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,14 +1,11 @@
 """Warnings of keras_mp: one category, raised at the user's own line."""
 
-import contextlib
-import contextvars
 import functools
 import inspect
 import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 _PACKAGES = ("keras_mp", "tensorflow", "keras", "tf_keras")
@@ -65,28 +62,9 @@ def warn(message: str, line: Line | None = None) -> None:
         message: str. The problem and the cure.
         line: Line. The line to point at; by default the one that is being executed.
     """
-    if _is_unheard.get():
-        return
     file, number = line or users_line()
     registry = _registries.setdefault(file, {})
     warnings.warn_explicit(message, MixedPrecisionWarning, file, number, registry=registry)
-
-
-# Whether this thread leaves out warnings.
-_is_unheard = contextvars.ContextVar("is_unheard", default=False)
-
-
-@contextlib.contextmanager
-def unheard() -> Iterator[None]:
-    """Leaves out the warnings of this thread inside of the block.
-
-    Python's own filter, which `warnings.catch_warnings` sets, applies to all threads.
-    """
-    token = _is_unheard.set(True)
-    try:
-        yield
-    finally:
-        _is_unheard.reset(token)
 
 
 def is_library(filename: str) -> bool:

@@ -3,7 +3,7 @@
 This module needs TensorFlow only.
 """
 
-import operator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -17,28 +17,20 @@ def give_operators(cls: type) -> None:
     Args:
         cls: type. Its instances return a float32 scalar tensor when they are called.
     """
-    for name in (*_REFLECTED, "neg", "abs", "lt", "le", "gt", "ge"):
-        _give_operator(cls, name)
+    for name in (*_REFLECTED, *map("r{}".format, _REFLECTED), "neg", "abs", "lt", "le", "gt", "ge"):
+        setattr(cls, f"__{name}__", _operator(f"__{name}__"))
     tf.register_tensor_conversion_function(cls, _to_tensor)
 
 
-def _give_operator(cls: type, name: str) -> None:
-    fn = getattr(operator, name)
-
+def _operator(name: str) -> Callable[..., Any]:
     def operate(self: Any, *others: Any) -> Any:
         # The number takes the tensor's dtype, as it does if the tensor is the left operand.
         dtype = others[0].dtype if others and tf.is_tensor(others[0]) else None
-        return fn(tf.convert_to_tensor(self, dtype), *others)
+        return getattr(tf.convert_to_tensor(self, dtype), name)(*others)
 
-    def operate_reflected(self: Any, other: Any) -> Any:
-        return fn(tf.convert_to_tensor(other, tf.float32), self())
-
-    setattr(cls, f"__{name}__", operate)
-    if name in _REFLECTED:
-        setattr(cls, f"__r{name}__", operate_reflected)
+    return operate
 
 
 def _to_tensor(value: Any, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
     del name, as_ref
-    number = value()
-    return number if dtype is None else tf.cast(number, dtype)
+    return value() if dtype is None else tf.cast(value(), dtype)

@@ -1,32 +1,16 @@
-"""TensorFlow's callbacks after each operation: one is added, or all are off.
+"""TensorFlow's callbacks after each operation, which may be off.
 
 A callback in a graph may add operations to it, as `tf.debugging.enable_check_numerics` does.
 This module needs TensorFlow only.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from keras_mp.support import features
 from keras_mp.tensorflow_api import operations
 from keras_mp.tensorflow_api.features import UNOBSERVED
-
-
-@contextlib.contextmanager
-def observed(callback: Callable[..., Any]) -> Iterator[None]:
-    """Adds a callback after each operation of this thread.
-
-    Replicas that the thread starts have it too.
-
-    Args:
-        callback: function like those of `tf.debugging`. Its arguments are the operation's type,
-            inputs, attributes and outputs; in a graph also `op_name=` and `graph=`.
-    """
-    operations.add_callback(callback)
-    with contextlib.ExitStack() as stack:
-        stack.callback(operations.remove_callback, callback)
-        yield
 
 
 def are_off() -> bool:

@@ -3,8 +3,8 @@
 RFC 293, "Softmax and cross entropy". The logarithm of a softmax is exact when it is computed from
 the logits, and lost when the softmax has been rounded to 0 or 1 in between. A tensor of a graph
 knows the operation that made it, so the way back to the logits can be walked. An eager tensor does
-not; there Keras leaves the logits with the tensor that its softmax returns, and `cast` remembers
-which tensor it has cast.
+not; there Keras leaves the logits with the tensor that its softmax returns, and
+`marks.cast_prediction` remembers which tensor it has cast.
 """
 
 import functools
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_mp.support import marks, op_table
+from keras_mp.support import op_table
 
 # Keras clips probabilities to [_EPSILON, 1 - _EPSILON].
 _EPSILON = 1e-7
@@ -42,57 +42,6 @@ _ADJUSTS = op_table.ops(
     *("divisions", "divisions without NaN", "reciprocals", "roots", "exponentials", "logarithms"),
     *("maxima of two", "selections", "signs"),
 )
-
-
-def cast(prediction: Any, dtype: str) -> Any:
-    """Casts a floating-point tensor. What Keras has noted on it stays with it.
-
-    Args:
-        prediction: a tensor (a ragged, sparse or symbolic one, too), an array, or None.
-        dtype: str. The floating-point dtype to cast to.
-
-    Returns:
-        A tensor of that dtype with the mask and the logits of `prediction`. None, and a tensor that
-        is not of a floating-point dtype, come back as they are.
-
-    Example:
-
-    >>> from keras_mp.support import softmax_and_cross_entropy
-    >>> softmax_and_cross_entropy.cast(tf.constant([0.5], tf.float16), "float32").dtype
-    tf.float32
-
-    Source: RFC 293, "Softmax and cross entropy".
-    """
-    if prediction is None:
-        return None
-    if not tf.is_tensor(prediction):
-        prediction = tf.convert_to_tensor(prediction)
-    result = marks.cast(prediction, dtype)
-    if result is not prediction and _is_eager(result):
-        result._keras_mp_cast_of = prediction
-    return result
-
-
-def widen(prediction: Any, dtype: str = "float32") -> Any:
-    """Casts as `cast` does, but never to a narrower dtype.
-
-    Args:
-        prediction: as for `cast`.
-        dtype: str. The floating-point dtype that is wide enough.
-
-    Returns:
-        `prediction` in `dtype`, or in its own dtype if that is as wide.
-
-    Example:
-
-    >>> from keras_mp.support import softmax_and_cross_entropy
-    >>> softmax_and_cross_entropy.widen(tf.constant([0.5], tf.float64)).dtype
-    tf.float64
-    """
-    own = getattr(prediction, "dtype", None)
-    if own is None or tf.as_dtype(own).size >= tf.as_dtype(dtype).size:
-        return prediction
-    return cast(prediction, dtype)
 
 
 def logits_of(predictions: Any, activation: str, axis: int = -1) -> tf.Tensor | None:
@@ -147,13 +96,13 @@ def ran_in_float16(predictions: tf.Tensor | tf.RaggedTensor, activation: str) ->
         activation: str. `"Softmax"` or `"Sigmoid"`.
 
     Returns:
-        bool. In eager only what `cast` has cast is known; False where nothing is.
+        bool. In eager only what `marks.cast_prediction` has cast is known; False where nothing is.
 
     Example:
 
-    >>> from keras_mp.support import softmax_and_cross_entropy
+    >>> from keras_mp.support import marks, softmax_and_cross_entropy
     >>> half = tf.constant([0.5], tf.float16)
-    >>> wide = softmax_and_cross_entropy.cast(half, "float32")
+    >>> wide = marks.cast_prediction(half, "float32")
     >>> softmax_and_cross_entropy.ran_in_float16(wide, "Softmax")
     True
     """

@@ -1,15 +1,12 @@
-"""Base classes of objects that stand for others in checkpoints, or as tensors.
+"""The base class of objects that stand for others in checkpoints.
 
 This module needs TensorFlow only.
 """
 
+import operator
 from typing import Any
 
 import tensorflow as tf
-
-from keras_mp.support import features
-from keras_mp.tensorflow_api import saving
-from keras_mp.tensorflow_api.features import TENSORS
 
 
 class DelegatingTrackable:
@@ -19,27 +16,15 @@ class DelegatingTrackable:
     """
 
 
-class DelegatingVariable(DelegatingTrackable):
-    """A variable whose values, too, are those of the object in `_trackable`."""
-
-
 def _delegated(name: str) -> property:
-    def get(self: Any) -> Any:
-        return getattr(self._trackable, name)
-
     def put(self: Any, value: Any) -> None:
         setattr(self._trackable, name, value)
 
-    return property(get, put)
+    return property(operator.attrgetter(f"_trackable.{name}"), put)
 
 
-for _name in vars(tf.Module.__mro__[-2]):
-    if _name.startswith("_") and not _name.startswith("__"):
-        # TensorFlow saves the values of any object that has these methods.
-        _is_of_values = _name.endswith("tensors")
-        setattr(
-            DelegatingVariable if _is_of_values else DelegatingTrackable, _name, _delegated(_name)
-        )
-
-# A class cannot change its bases later, so the private name is looked up now.
-TENSOR_BASES: tuple[Any, ...] = (saving.Tensor.get(),) if features.is_on(TENSORS) else ()
+_names = [name for name in vars(tf.Module.__mro__[-2]) if name[0] == "_" != name[1]]
+# TensorFlow saves the values of any object that has these methods: they are for variables.
+OF_VALUES = tuple(name for name in _names if name.endswith("tensors"))
+for _name in {*_names}.difference(OF_VALUES):
+    setattr(DelegatingTrackable, _name, _delegated(_name))

@@ -2,25 +2,20 @@
 
 import math
 import numbers
+import operator
+
+_HOLDS = {"at_least": operator.ge, "above": operator.gt}
+_HOLDS |= {"below": operator.lt, "at_most": operator.le}
 
 
-def number(
-    name: str,
-    value: float,
-    at_least: float = -math.inf,
-    above: float = -math.inf,
-    below: float = math.inf,
-    at_most: float = math.inf,
-) -> float:
+def number(name: str, value: float, **bounds: float) -> float:
     """Checks that an argument is a finite number within bounds.
 
     Args:
         name: str. The argument's name, for the message.
         value: the argument.
-        at_least: float. Lowest value allowed.
-        above: float. The value must be greater.
-        below: float. The value must be less.
-        at_most: float. Highest value allowed.
+        **bounds: `at_least`, the lowest value allowed; `above`, than which the value must be
+            greater; `below`, than which it must be less; `at_most`, the highest value allowed.
 
     Returns:
         The value as a float.
@@ -34,20 +29,9 @@ def number(
             f"`{name}` must be an int or a float. Received: {name}={value!r} "
             f"(of type {type(value)})"
         )
-    if not (at_least <= value <= at_most and above < value < below):
-        bounds = [
-            text.format(bound)
-            for text, bound in (
-                ("at least {:g}", at_least),
-                ("above {:g}", above),
-                ("below {:g}", below),
-                ("at most {:g}", at_most),
-            )
-            if math.isfinite(bound)
-        ]
-        raise ValueError(
-            f"`{name}` must be finite and {' and '.join(bounds)}. Received: {name}={value!r}"
-        )
+    if not (all(_HOLDS[how](value, to) for how, to in bounds.items()) and math.isfinite(value)):
+        words = " and ".join(f"{how.replace('_', ' ')} {bound:g}" for how, bound in bounds.items())
+        raise ValueError(f"`{name}` must be finite and {words}. Received: {name}={value!r}")
     return float(value)
 
 
@@ -102,25 +86,4 @@ def boolean(name: str, value: bool) -> bool:
     """
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be a bool. Received: {name}={value!r}")
-    return value
-
-
-def epoch_or_integer(name: str, value: str | int) -> str | int:
-    """Checks that an argument is "epoch", or a number of batches.
-
-    Args:
-        name: str. The argument's name, for the message.
-        value: the argument.
-
-    Returns:
-        The value.
-
-    Raises:
-        TypeError: it is neither a str nor an int.
-        ValueError: it is another str, or below 1.
-    """
-    if not isinstance(value, str):
-        return integer(name, value)
-    if value != "epoch":
-        raise ValueError(f'`{name}` must be "epoch" or an int. Received: {name}={value!r}')
     return value

@@ -274,7 +274,7 @@ _OWN = frozenset(("ref", "experimental_ref", "_type_spec"))
 def _class_for(wrapped_class: type) -> type[AutoCastVariable]:
     """Makes the class of the wrapper for variables of a class."""
     namespace: dict[str, Any] = {"__module__": __name__, "__doc__": AutoCastVariable.__doc__}
-    explicit = dir(object) + [name for base in AutoCastVariable.__mro__[:3] for name in vars(base)]
+    explicit = dir(object) + [name for base in AutoCastVariable.__mro__[:2] for name in vars(base)]
     for name in dir(wrapped_class):
         attribute = inspect.getattr_static(wrapped_class, name)
         if name in _THROUGH_VALUE:

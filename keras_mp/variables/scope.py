@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.hooks import observers, reach
+from keras_mp.hooks import reach
 from keras_mp.support.dtypes import LOW_PRECISION
 
 
@@ -82,7 +82,7 @@ def autocast_scope(dtype: str | tf.DType | None) -> AbstractContextManager[None]
 
 @contextlib.contextmanager
 def _in_reach(dtype: tf.DType) -> Iterator[None]:
-    observers.reach_begins()
+    reach.begins()
     with reach.entered(dtype, reach.thread.is_exact), shared.enter(dtype):
         yield
 

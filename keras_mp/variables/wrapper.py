@@ -10,10 +10,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.support import trackables
+from keras_mp.support import features, trackables
+from keras_mp.tensorflow_api import saving
+from keras_mp.tensorflow_api.features import TENSORS
+
+# A class cannot change its bases later, so the private name is looked up now.
+_TENSOR_BASES: tuple[Any, ...] = (saving.Tensor.get(),) if features.is_on(TENSORS) else ()
 
 
-class VariableWrapper(trackables.DelegatingVariable, tf.Variable, *trackables.TENSOR_BASES):
+class VariableWrapper(trackables.DelegatingTrackable, tf.Variable, *_TENSOR_BASES):
     """A variable of TensorFlow around another one.
 
     Subclasses say how it is read and assigned to. All other attributes are those of the wrapped
@@ -68,7 +73,7 @@ class AsWrapped:
 
 for _name in (
     *("name", "_shared_name", "shape", "get_shape", "device", "graph", "op", "initializer"),
-    *("trainable", "constraint", "synchronization", "aggregation"),
+    *("trainable", "constraint", "synchronization", "aggregation", *trackables.OF_VALUES),
 ):
     setattr(VariableWrapper, _name, AsWrapped(_name))
 
@@ -87,10 +92,7 @@ class WrapperType(tf.types.experimental.TraceType):
     """
 
     def __init__(
-        self,
-        variable: tf.Variable,
-        dtype: tf.DType,
-        wrapper_of: Callable[[Any], VariableWrapper],
+        self, variable: tf.Variable, dtype: tf.DType, wrapper_of: Callable[[Any], VariableWrapper]
     ) -> None:
         self._variable, self._dtype, self._wrapper_of = weakref.ref(variable), dtype, wrapper_of
         self._hash = hash((id(variable), dtype))

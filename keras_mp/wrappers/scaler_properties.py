@@ -74,7 +74,7 @@ class ScalerProperties:
 
         With a `GradScaler`, the steps of all optimizers count.
         """
-        self._scaler.report.ask()
+        self._scaler.ask()
         # A tensor, since in Python a mirrored variable is true whatever its value.
         return tf.convert_to_tensor(self._scaler.steps_skipped)
 
@@ -86,7 +86,7 @@ class ScalerProperties:
         is False for a step that was skipped only for want of examples. Gradients that are
         accumulated for a later step do not change it.
         """
-        self._scaler.report.ask()
+        self._scaler.ask()
         if not self._scaler.can_skip:
             return tf.constant(False)
         return tf.convert_to_tensor(self._scaler.skips_in_a_row) > 0
@@ -117,7 +117,7 @@ class ScalerProperties:
         >>> overflow.step, overflow.variables, overflow.gradients[0].infs, overflow.loss_is_finite
         (1, ['v'], 1, False)
         """
-        return self._scaler.report.last()
+        return self._scaler.last()
 
     @property
     def warn_after_skips(self) -> int | None:
@@ -125,11 +125,11 @@ class ScalerProperties:
 
         A `tf.function` keeps the number that was set when it was traced.
         """
-        return self._scaler.report.warn_after
+        return self._scaler.warn_after
 
     @warn_after_skips.setter
     def warn_after_skips(self, value: int | None) -> None:
-        self._scaler.report.set_limits(value, self.raise_after_skips)
+        self._scaler.set_limits(value, self.raise_after_skips)
 
     @property
     def raise_after_skips(self) -> int | None:
@@ -137,11 +137,11 @@ class ScalerProperties:
 
         A `tf.function` keeps the number that was set when it was traced.
         """
-        return self._scaler.report.raise_after
+        return self._scaler.raise_after
 
     @raise_after_skips.setter
     def raise_after_skips(self, value: int | None) -> None:
-        self._scaler.report.set_limits(self.warn_after_skips, value)
+        self._scaler.set_limits(self.warn_after_skips, value)
 
     def _config_of_scaler(self) -> dict[str, Any]:
         """Returns the arguments about sums and skipped steps."""

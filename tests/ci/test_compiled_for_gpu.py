@@ -17,7 +17,7 @@ import tensorflow as tf
 from benchmarks import gpu_compiled, gpu_compiled_steps
 from keras_mp.master_weights import methods
 from keras_mp.numerics import histogram
-from keras_mp.step import finiteness, gradients
+from keras_mp.step import finiteness, skip_report, strategies
 from keras_mp.support import kept_casts
 from tests.ci import gpu_compiler
 from tests.ci.test_gpu_compiled import COMPILER, needs_compiler
@@ -100,18 +100,18 @@ def cases_of(dtype):
         ),
         "histogram": Case(lambda x: histogram.count_exponents(cast(x)), [MANY], has_fates),
         "reduction": Case(
-            lambda x: gradients.cast(gradients.cast(x, dtype), x.dtype), [MANY], equals(rounded)
+            lambda x: strategies.cast(strategies.cast(x, dtype), x.dtype), [MANY], equals(rounded)
         ),
         "counts": Case(
             # What XLA compiles does not count them.
-            lambda x: finiteness.count([], [cast(x)], None)[1],
+            lambda x: skip_report.count([], [cast(x)], None)[1],
             [MANY],
-            equals([finiteness.UNCOUNTED] * 2),
+            equals([skip_report.UNCOUNTED] * 2),
         ),
     }
     for name, test in {
         "finite": lambda x: finiteness.all_finite([cast(x)]),
-        "finite, flags": lambda x: finiteness.count([], [cast(x)], None)[1, 0] >= 0,
+        "finite, flags": lambda x: skip_report.count([], [cast(x)], None)[1, 0] >= 0,
         "finite, rows": lambda x: finiteness.all_finite([rows(x)]),
     }.items():
         largest = FINITE.copy()

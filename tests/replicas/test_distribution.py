@@ -243,6 +243,30 @@ def test_not_summed_but_one_verdict_all_the_same(name):
     assert int(optimizer.steps_skipped) == 3
 
 
+@once
+@pytest.mark.skipif(IS_KERAS_3, reason="Optimizers of Keras 3 have no such method.")
+def test_an_aggregation_that_sums_nothing_has_one_verdict_all_the_same(name):
+    class Local(tf.keras.optimizers.SGD):
+        def aggregate_gradients(self, grads_and_vars):
+            return grads_and_vars
+
+    with mirrored(2).scope():
+        optimizer = keras_mp.LossScaleOptimizer(Local(1.0), 1, skip_nonfinite=True)
+        v = tf.Variable([1.0])
+
+    @steps.on_replicas
+    def step(gradient):
+        optimizer.scale_loss(tf.constant(1.0))
+        optimizer.apply_gradients([(gradient, v)])
+
+    for gradients in ([[NAN], [0.5]], [[0.5], [NAN]]):
+        step(tf.constant(gradients))
+        assert by_replica(v) == [[1], [1]]
+    step(tf.constant([[0.5], [0.25]]))
+    assert by_replica(v) == [[0.5], [0.75]]
+    assert int(optimizer.steps_skipped) == 2
+
+
 def test_cross_replica_context_is_refused(name):
     optimizer, v = scaling(name)
     with mirrored(2).scope():
