@@ -261,6 +261,23 @@ def test_an_optimizer_with_its_own_aggregation():
     assert float(v[0]) == 0.75
 
 
+@legacy_only
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_an_aggregation_that_leaves_out_variables_without_gradients(mode):
+    class WithoutNone(tf.keras.optimizers.SGD):
+        def aggregate_gradients(self, grads_and_vars):
+            return [(g, v) for g, v in grads_and_vars if g is not None]
+
+    variables = [tf.Variable([1.0]) for _ in range(3)]
+    optimizer = keras_mp.LossScaleOptimizer(WithoutNone(1.0))
+
+    def step():
+        optimizer.minimize(lambda: 0.5 * variables[1] + 0.25 * variables[2], variables)
+
+    placed(mode, step)()
+    assert [float(v[0]) for v in variables] == [1, 0.5, 0.75]
+
+
 def clips_each_example(base, method, norm=1.0):
     """An optimizer as those of differential privacy are: it clips the gradient of each example."""
 

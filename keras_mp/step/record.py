@@ -125,7 +125,7 @@ class Notebook:
             if around.step.has_begun():
                 return around
             graph = outer
-        living = [page for refer in self._all if (page := refer()) is not None]
+        living = [page for refer in list(self._all) if (page := refer()) is not None]
         near = [
             page for page in living if own.replica is None or page.replica in (own.replica, None)
         ]
@@ -177,7 +177,7 @@ class Notebook:
         of_replicas, replica = owner._keras_mp_notes.setdefault(self, {}), replicas.number()
         if replica not in of_replicas:
             page = of_replicas.setdefault(replica, Page(self._new))
-            self._all = [*(r for r in self._all if r() is not None), weakref.ref(page)]
+            self._all.append(weakref.ref(page, self._all.remove))
         return of_replicas[replica]
 
 

@@ -117,7 +117,11 @@ def make_step(
         combined = gradients.unscale(combined, divisor)
     if custom:
         sent = combined[:count]
-        combined[:count] = [gradient for gradient, _ in custom(list(zip(sent, variables)))]
+        summed = list(custom(list(zip(sent, variables))))
+        if len(summed) < count:  # It has left out variables without gradients.
+            of_variable = {id(v): g for g, v in summed}
+            summed = [(of_variable.get(id(v)), v) for v in variables]
+        combined[:count] = [gradient for gradient, _ in summed]
 
     def sums() -> list[Gradient]:
         return [new_values.get(i, each) for i, each in enumerate(unpack(combined)[:count])]
