@@ -3,6 +3,7 @@
 RFC 293, "Dtype policies overview", "The global policy" and "A policy's loss scale".
 """
 
+import abc
 import contextlib
 import inspect
 import types
@@ -15,14 +16,16 @@ from keras_mp import keras_api
 from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.hooks import observers
 from keras_mp.support import dtypes, messages
-from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 # The 16-bit dtypes of mixed policies.
-MIXED = {f"mixed_{name}": name for name in LOW_PRECISION_NAMES}
+MIXED = {f"mixed_{name}": name for name in dtypes.LOW_PRECISION_NAMES}
 
 
-class _Unchanging(type(keras_api.BasePolicy)):
-    """The class of policies, which are complete when all constructors have returned."""
+class _Unchanging(abc.ABCMeta):
+    """The class of policies, which are complete when all constructors have returned.
+
+    A subclass may have an abstract class among its bases.
+    """
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -113,7 +116,7 @@ class Policy(keras_api.BasePolicy, metaclass=_Unchanging):
         keras_api.init_base_policy(self, _standardize_name(name))
         self.output_dtype = self._standardize_output_dtype(output_dtype)
         computes_in = MIXED.get(super().name, super().name)
-        is_low = computes_in in LOW_PRECISION_NAMES
+        is_low = computes_in in dtypes.LOW_PRECISION_NAMES
         self.low_precision_dtype = tf.as_dtype(computes_in) if is_low else None
         if isinstance(loss_scale, str) and loss_scale == "auto":
             loss_scale = "dynamic" if self.name == "mixed_float16" else None
@@ -358,7 +361,7 @@ def _checked(policy: Any) -> Any:
                 f"'mixed_bfloat16'. Received: policy={policy!r}"
             )
         observers.tell(observers.Observer.policy_is_set, policy)
-        if policy.name in LOW_PRECISION_NAMES:
+        if policy.name in dtypes.LOW_PRECISION_NAMES:
             messages.warn(
                 f"The global policy {policy.name!r} keeps variables in {policy.name} too, in which "
                 f"models train poorly. Use 'mixed_{policy.name}', which keeps them in float32. Or "

@@ -121,7 +121,7 @@ def _objects_of(modules: Sequence[str]) -> dict[str, Any]:
     return objects
 
 
-def _check(model: Any, batch: Batch, reference: Any = "float32", **given: Any) -> _Done:
+def _check(model: Any, batch: Batch, reference: Any = "", **given: Any) -> _Done:
     """Checks a saved model.
 
     The exit status is 0 if nothing is found, 1 if something is, 2 if a file cannot be used or a
@@ -129,7 +129,7 @@ def _check(model: Any, batch: Batch, reference: Any = "float32", **given: Any) -
     """
     if reference.endswith((".keras", ".h5")) or os.path.exists(reference):
         reference = _load_model(reference)
-    found = check(model, tuple(batch), reference=reference, **given)
+    found = check(model, tuple(batch), reference=reference or "float32", **given)
     return found, FOUND if found.findings else FAILED if found.notes else SOUND
 
 

@@ -111,7 +111,7 @@ def inputs(step: TracedStep) -> Iterator[Observed]:
             f"to {rounded.dtype.name}.",
             "Standardize them before the model, start it with a layer that reads raw numbers "
             '(Normalization, Rescaling, Embedding), or give this layer dtype="float32".',
-            # `not_finite` reports others.
+            # `results` reports others.
             matters=(numbers["lost"] > most) & tf.reduce_all(tf.math.is_finite(rounded)),
             **numbers,
         )

@@ -1,5 +1,6 @@
 """What a policy has beyond its name is kept: in copies, in subclasses, and in every format."""
 
+import abc
 import copy
 import functools
 import pickle
@@ -40,7 +41,7 @@ class Mine(keras_mp.Policy):
         return {**super().get_config(), "factor": self.factor}
 
 
-class Further(Mine):
+class Further(Mine, abc.ABC):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.further = True
