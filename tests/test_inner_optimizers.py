@@ -263,19 +263,20 @@ def test_an_optimizer_with_its_own_aggregation():
 
 @legacy_only
 @pytest.mark.parametrize("mode", ["eager", "function"])
-def test_an_aggregation_that_leaves_out_variables_without_gradients(mode):
+def test_an_aggregation_that_leaves_out_variables_and_changes_their_order(mode):
     class WithoutNone(tf.keras.optimizers.SGD):
         def aggregate_gradients(self, grads_and_vars):
-            return [(g, v) for g, v in grads_and_vars if g is not None]
+            return [(g, v) for g, v in reversed(grads_and_vars) if g is not None]
 
     variables = [tf.Variable([1.0]) for _ in range(3)]
     optimizer = keras_mp.LossScaleOptimizer(WithoutNone(1.0))
 
     def step():
-        optimizer.minimize(lambda: 0.5 * variables[1] + 0.25 * variables[2], variables)
+        for some in (variables, variables[1:]):
+            optimizer.minimize(lambda: 0.5 * variables[1] + 0.25 * variables[2], some)
 
     placed(mode, step)()
-    assert [float(v[0]) for v in variables] == [1, 0.5, 0.75]
+    assert [float(v[0]) for v in variables] == [1, 0.0, 0.5]
 
 
 def clips_each_example(base, method, norm=1.0):

@@ -118,7 +118,7 @@ def make_step(
     if custom:
         sent = combined[:count]
         summed = list(custom(list(zip(sent, variables))))
-        if len(summed) < count:  # It has left out variables without gradients.
+        if [id(v) for _, v in summed] != [*map(id, variables)]:  # some only, or in another order
             of_variable = {id(v): g for g, v in summed}
             summed = [(of_variable.get(id(v)), v) for v in variables]
         combined[:count] = [gradient for gradient, _ in summed]
