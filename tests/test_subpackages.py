@@ -112,7 +112,7 @@ ATTACHED = {
     *("master_weights", "plots", "extensions"),
 }
 # Lines of code.
-LARGEST_CORE = {"loss_scale_optimizer": 2131, "grad_scaler": 1811, "policy": 812}
+LARGEST_CORE = {"loss_scale_optimizer": 2140, "grad_scaler": 1820, "policy": 821}
 
 
 def modules():

@@ -64,9 +64,18 @@ class Observer:
 
 
 class _Thread(threading.local):
-    """The `Observer`s that tools have attached in this thread."""
+    """What tools have put into this thread.
+
+    Attributes:
+        observers: tuple of `Observer`s.
+        wraps: dict from the id of a place (`hooks/wrapped.py`) to a list of the functions with
+            which its attribute is wrapped, the innermost first.
+    """
 
     observers: tuple[Observer, ...] = ()
+
+    def __init__(self) -> None:
+        self.wraps: dict[int, list[Callable[[Any], Any]]] = {}
 
 
 thread = _Thread()

@@ -11,26 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from keras_mp.hooks.observers import thread
 from keras_mp.support.autograph import do_not_convert
 
 _NOTHING = object()
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-class _Thread(threading.local):
-    """What this thread wraps.
-
-    Attributes:
-        wraps: dict from the id of a place to a list of the functions with which its attribute is
-            wrapped, the innermost first.
-    """
-
-    def __init__(self) -> None:
-        self.wraps: dict[int, list[Wrap]] = {}
-
-
-_thread = _Thread()
 
 
 class _Place:
@@ -62,7 +48,7 @@ class _Place:
         @do_not_convert
         def here() -> Callable[..., Any]:
             function = self.function
-            for wrap in self.everywhere[:1] + _thread.wraps.get(id(self), []):
+            for wrap in self.everywhere[:1] + thread.wraps.get(id(self), []):
                 function = wrap(function)
             return function
 
@@ -113,14 +99,14 @@ def here(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
     2.0
     """
     with _placed(owner, name) as place:
-        wraps = _thread.wraps.setdefault(id(place), [])
+        wraps = thread.wraps.setdefault(id(place), [])
         wraps.append(wrap)
         try:
             yield
         finally:
             wraps.pop()
             if not wraps:
-                del _thread.wraps[id(place)]
+                del thread.wraps[id(place)]
 
 
 @contextlib.contextmanager

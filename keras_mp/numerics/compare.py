@@ -18,13 +18,13 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.conversion import paths_in_config
 from keras_mp.models.layer_paths import layers_by_path, variables_by_path
-from keras_mp.numerics import graph, histogram, operation_table, origins, own_thread, records
+from keras_mp.numerics import graph, histogram, operation_table, origins, records
 from keras_mp.numerics import run as runs
 from keras_mp.numerics.records import LIMIT, NOISE, SIDES, UNIT_ROUNDOFF, Distance, smallest_of
 from keras_mp.numerics.report import MANY_ZEROS, Report, Row
 from keras_mp.numerics.results import DIFFERENCES, Finding, Result, listed, of_batches
 from keras_mp.numerics.run import LOSS, Call, Run, Runner
-from keras_mp.support import op_table, text_tables
+from keras_mp.support import op_callbacks, op_table, text_tables
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.support.messages import Line
 from keras_mp.support.progress import Progress
@@ -213,7 +213,7 @@ class KeptOperations(operation_table.ByTensor):
         self.operations: list[Operation] = []
 
     def keep(self, kind: Any, inputs: Any, attrs: Any, outputs: Any, *_: Any, **__: Any) -> None:
-        """Keeps an operation; `own_thread.observed` calls it."""
+        """Keeps an operation; `op_callbacks.observed` calls it."""
         kind = tf.compat.as_str(kind)
         if not any(value.dtype.is_floating for value in outputs):
             return
@@ -441,7 +441,7 @@ def _explanation(culprit: TooFar) -> tuple[str, Line | None]:
     call, dtype, is_backward = culprit.call, culprit.call.dtype, culprit.side == "backward"
     kept = KeptOperations(), KeptOperations()
     for operations, layer, to in zip(kept, (call.layer, culprit.wide.layer), (None, "float32")):
-        with own_thread.observed(operations.keep):
+        with op_callbacks.observed(operations.keep):
             runs.replay(call, layer, call.gradients, to)
     narrow, wide = (
         [op for op in each.operations if op.origin.is_gradient == is_backward] for each in kept

@@ -143,23 +143,6 @@ def without_warnings() -> contextlib.AbstractContextManager[None]:
     return wrapped.here(messages, "warn", lambda _: lambda *args: None)
 
 
-@contextlib.contextmanager
-def observed(callback: Callable[..., Any]) -> Iterator[None]:
-    """Adds a callback after each operation of this thread.
-
-    Replicas that the thread starts have it too.
-
-    Args:
-        callback: function like those of `tf.debugging`. Its arguments are the operation's type,
-            inputs, attributes and outputs; in a graph also `op_name=` and `graph=`.
-    """
-    operations.add_callback(callback)
-    try:
-        yield
-    finally:
-        operations.remove_callback(callback)
-
-
 def variable(value: tf.Tensor) -> tf.Tensor:
     """Returns the handle of a new variable, which lives as long as the handle.
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras_mp import keras_api
 from keras_mp.loss_scale import DynamicLossScale
 from keras_mp.loss_scale_optimizer import wrappers_among
-from keras_mp.numerics import counting, operation_table, origins, own_thread, patterns
+from keras_mp.numerics import counting, operation_table, origins, patterns
 from keras_mp.numerics.first_bad import READS, NotFiniteError, first_error
 from keras_mp.numerics.histogram import EVERYWHERE
 from keras_mp.numerics.report import Report
@@ -183,7 +183,7 @@ class watch(keras_api.BaseCallback, Result):
             _forget_traces(self._watched)
             self._block.callback(_forget_traces, self._watched)
             self._block.enter_context(origins.naming(self._watched))
-        self._block.enter_context(own_thread.observed(self._observe))
+        self._block.enter_context(op_callbacks.observed(self._observe))
         self._block.enter_context(attributes.replaced(_thread, "is_in_block", True))
         return self
 

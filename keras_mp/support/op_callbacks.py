@@ -5,7 +5,7 @@ This module needs TensorFlow only.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_mp.support import features
@@ -33,3 +33,20 @@ def unobserved() -> Iterator[None]:
         yield
     finally:
         context.invoking_op_callbacks = False
+
+
+@contextlib.contextmanager
+def observed(callback: Callable[..., Any]) -> Iterator[None]:
+    """Adds a callback after each operation of this thread.
+
+    Replicas that the thread starts have it too.
+
+    Args:
+        callback: function like those of `tf.debugging`. Its arguments are the operation's type,
+            inputs, attributes and outputs; in a graph also `op_name=` and `graph=`.
+    """
+    operations.add_callback(callback)
+    try:
+        yield
+    finally:
+        operations.remove_callback(callback)
