@@ -56,7 +56,6 @@ _KINDS = {
         ),
         "its statistics, scale and offset stay float32": "batch normalization",
         "not larger than its input, unless its slope is above 1": "leaky relu",
-        "its results are at most 1": "softsign",
         "on GPUs; on CPUs its 16-bit kernel is slower than the float32 one": (
             "exponential units, sigmoids"
         ),
@@ -85,6 +84,7 @@ _KINDS = {
         ),
         "a loss is a sum of logarithms": "cross entropies",
         "has exponentials and logarithms inside": "softplus",
+        "its gradient squares its input, which overflows in float16": "softsign",
         "small inputs give large results": ("divisions, divisions without NaN, reciprocals, roots"),
         "rounding integers above 256 to bfloat16 may change the quotient": (
             "divisions without remainder"
@@ -119,7 +119,7 @@ ROWS: dict[str, OpPolicy] = {
 }
 
 # Their results are at most 1, so that multiplying by one cannot overflow.
-BOUNDED = op_table.ops("sigmoids", "softsign")
+BOUNDED = op_table.ops("sigmoids")
 
 # The bfloat16 kernels took two to three times as long as the float32 ones.
 SLOW_ON_CPU = op_table.ops("sigmoids", "exponential units")

@@ -230,8 +230,8 @@ EXACT = ops(
     *("sums over axes", "running sums", "sums of tensors", "norms", "products over axes"),
     *("squared differences", "squares", "powers", "divisions", "divisions without NaN"),
     *("divisions without remainder", "reciprocals", "roots", "exponentials", "logarithms"),
-    *("log softmax", "cross entropies", "softplus", "exponential units", "interpolations"),
-    "other functions that 16 bits end",
+    *("log softmax", "cross entropies", "softplus", "exponential units", "softsign"),
+    *("interpolations", "other functions that 16 bits end"),
 ) | {"AvgPool3D", "Where"}
 # `sampled_softmax_loss` moves the lowest float32 number to where it hides a class. Where places are
 # the same, `ScatterNd` adds.

@@ -43,8 +43,13 @@ def _seeded(draw: Callable[[], tf.Tensor]) -> tf.Tensor:
     return draw()
 
 
+def slope(function: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
+    return differentiated(lambda: function(x), x)[1]
+
+
 PROGRAMS: dict[str, Callable[[Callable[[tf.Tensor], tf.Tensor]], Any]] = {
     **alike("math.softplus math.log_sigmoid nn.elu nn.selu", lambda own, c: own(c(ODDS))),
+    "gradients of softsign": lambda c: slope(lambda x: 16384.0 * tf.nn.softsign(x), c(VECTORS)),
     **alike("math.zero_fraction math.reduce_logsumexp", lambda own, c: own(c(MANY))),
     **alike("math.cumprod math.reduce_prod", lambda own, c: own(c(FACTORS))),
     **alike("math.add_n math.accumulate_n", lambda own, c: own([c(MANY[:1])] * 300)),
