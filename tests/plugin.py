@@ -10,7 +10,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import inside, speed
-from tests.common import FAMILIES, needs_bfloat16_rewrite
+from tests.common import needs_bfloat16_rewrite
+from tests.models import FAMILIES
 
 # The modules of the Keras that is not there.
 _UNUSED = {"keras": "keras2*.py", "tf_keras": "keras3*.py"}[keras_mp.keras_api.ROOT_PACKAGE]

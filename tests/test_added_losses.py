@@ -8,16 +8,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import (
-    IS_KERAS_3,
-    MODES,
-    Subclassed,
-    compiled_model,
-    differentiated,
-    eager_and_graph,
-    made,
-    ours,
-)
+from tests.common import IS_KERAS_3, MODES, Subclassed, differentiated, eager_and_graph, made, ours
+from tests.models import compiled_model
 
 X = np.full([4, 8], 100.0, "float32")
 HOW = [{"run_eagerly": True}, {"jit_compile": False}, {"jit_compile": True}]

@@ -6,18 +6,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import (
-    IS_KERAS_3,
-    MODES,
-    assert_all_equal,
-    compiled_model,
-    digits,
-    make_optimizer,
-    mirrored,
-    placed,
-    sgd,
-    value,
-)
+from tests.common import IS_KERAS_3, MODES, assert_all_equal, mirrored, placed, value
+from tests.models import compiled_model, digits, make_optimizer, sgd
 from tests.replicas.test_distribution import assert_same_everywhere, collective_dtypes
 
 # Neither term has 8 bits only, nor has their sum.

@@ -7,17 +7,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import common
-from tests.common import (
-    FAMILIES,
-    IS_KERAS_3,
-    assert_all_equal,
-    compiled_model,
-    make_optimizer,
-    mirrored,
-    ours,
-    unscaled,
-    value,
-)
+from tests.common import IS_KERAS_3, assert_all_equal, mirrored, ours, unscaled, value
+from tests.models import FAMILIES, compiled_model, make_optimizer
 
 Stock = tf.keras.mixed_precision.LossScaleOptimizer
 

@@ -9,16 +9,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import (
-    FAMILIES,
-    assert_all_equal,
-    batches,
-    make_optimizer,
-    mirrored,
-    once,
-    placed,
-    value,
-)
+from tests.common import assert_all_equal, mirrored, once, placed, value
+from tests.models import FAMILIES, batches, make_optimizer
 from tests.steps import Doubled, by_replica, on_replicas
 from tests.test_step_tapes import Trained, by_scaler
 

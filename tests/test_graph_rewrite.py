@@ -11,15 +11,8 @@ from tensorflow.python.eager import context
 import keras_mp
 from keras_mp import graph_rewrite, hardware
 from tests import steps
-from tests.common import (
-    FAMILIES,
-    IS_KERAS_3,
-    TAKES_BFLOAT16_REWRITE,
-    compiled_model,
-    make_optimizer,
-    needs_bfloat16_rewrite,
-    once,
-)
+from tests.common import IS_KERAS_3, TAKES_BFLOAT16_REWRITE, needs_bfloat16_rewrite, once
+from tests.models import FAMILIES, compiled_model, make_optimizer
 
 K = tf.keras
 V1 = tf.compat.v1

@@ -9,22 +9,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import (
-    FAMILIES,
-    IS_KERAS_3,
-    MODES,
-    assert_all_equal,
-    classifier,
-    compiled_model,
-    digits,
-    made,
-    make_optimizer,
-    mirrored,
-    pairs,
-    placed,
-    state,
-    value,
-)
+from tests.common import IS_KERAS_3, MODES, assert_all_equal, made, mirrored, pairs, placed, value
+from tests.models import FAMILIES, classifier, compiled_model, digits, make_optimizer, state
 
 keras_3_only = pytest.mark.skipif(not IS_KERAS_3, reason="Only Keras 3 accumulates and overwrites.")
 legacy_only = pytest.mark.skipif(IS_KERAS_3, reason="Legacy optimizers are of Keras 2.")

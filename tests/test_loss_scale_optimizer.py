@@ -6,17 +6,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import (
-    IS_KERAS_3,
-    MODES,
-    OPTIMIZER_BASES,
-    assert_all_equal,
-    compiled_model,
-    make_optimizer,
-    placed,
-    sgd,
-    variables_of,
-)
+from tests.common import IS_KERAS_3, MODES, assert_all_equal, placed
+from tests.models import OPTIMIZER_BASES, compiled_model, make_optimizer, sgd, variables_of
 
 keras_2_only = pytest.mark.skipif(IS_KERAS_3, reason="Keras 3 has no such thing.")
 Stock = tf.keras.mixed_precision.LossScaleOptimizer

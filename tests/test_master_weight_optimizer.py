@@ -8,23 +8,17 @@ from tensorflow.python.ops import op_selector
 
 import keras_mp
 from tests import steps
-from tests.common import (
+from tests.common import IS_KERAS_3, assert_all_equal, made, mirrored, once, placed, value
+from tests.models import (
     FAMILIES,
-    IS_KERAS_3,
     NAMESPACES,
     OPTIMIZERS,
-    assert_all_equal,
     chain,
     classifier,
     compiled_model,
     digits,
-    made,
     make_optimizer,
-    mirrored,
-    once,
-    placed,
     state,
-    value,
     variables_of,
 )
 from tests.saving.common import load, save

@@ -7,18 +7,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import (
-    FAMILIES,
-    IS_KERAS_3,
-    MODES,
-    OPTIMIZER_BASES,
-    compiled_model,
-    make_optimizer,
-    pairs,
-    placed,
-    value,
-    variables_of,
-)
+from tests.common import IS_KERAS_3, MODES, pairs, placed, value
+from tests.models import FAMILIES, OPTIMIZER_BASES, compiled_model, make_optimizer, variables_of
 from tests.steps import Doubled
 from tests.test_step_tapes import expect_as_in_float32, plain, trained
 

@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, compiled_model, mirrored
+from tests.common import IS_KERAS_3, mirrored
+from tests.models import compiled_model
 
 stock = tf.keras.mixed_precision
 

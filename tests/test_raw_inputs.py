@@ -10,7 +10,8 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp.layer_calls import data_layers
-from tests.common import IS_KERAS_3, Mixes, Subclassed, compiled_model, made, unscaled
+from tests.common import IS_KERAS_3, Mixes, Subclassed, made, unscaled
+from tests.models import compiled_model
 
 layers = tf.keras.layers
 

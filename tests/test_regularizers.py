@@ -6,7 +6,8 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import regularizers
-from tests.common import Mixes, compiled_model, differentiated
+from tests.common import Mixes, differentiated
+from tests.models import compiled_model
 
 K = tf.keras
 X = np.full([4, 8], 200.0, "float32")  # the sum of the squares is 1,280,000

@@ -12,13 +12,10 @@ import tensorflow as tf
 import keras_mp
 from tests import steps
 from tests.common import (
-    FAMILIES,
     IS_KERAS_3,
     Subclassed,
-    compiled_model,
     distances,
     made,
-    make_optimizer,
     mirrored,
     once,
     ours,
@@ -27,6 +24,7 @@ from tests.common import (
     value,
 )
 from tests.common import MODES as FUNCTION_MODES
+from tests.models import FAMILIES, compiled_model, make_optimizer
 
 L = tf.keras.layers
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.common import digits, once
+from tests.common import once
+from tests.models import digits
 from tests.replicas import workers
 
 EPOCHS = 8

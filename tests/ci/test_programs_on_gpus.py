@@ -12,10 +12,11 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import graph_rewrite
-from tests.common import digits, distance, needs_cuda, once, value
+from tests.common import distance, needs_cuda, once, value
 from tests.compat import tf1_program
 from tests.grappler import rewritten
 from tests.grappler.rewritten import update
+from tests.models import digits
 
 V1 = tf.compat.v1
 GPUS = ("GPU 6.1", "GPU 7.0", "GPU 8.0", "GPU 9.0")

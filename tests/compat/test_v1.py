@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import MODES, batches, compiled_model, mirrored, once, placed, value
+from tests.common import MODES, mirrored, once, placed, value
+from tests.models import batches, compiled_model
 from tests.steps import by_replica, on_replicas
 
 V1, v1 = tf.compat.v1, keras_mp.compat.v1

@@ -16,7 +16,7 @@ from keras_mp.hooks import reach
 from keras_mp.kernels import convolutions, slow, sums, trials
 from keras_mp.support.dtypes import LOW_PRECISION
 from tests import steps
-from tests.common import state
+from tests.models import state
 
 Found = tuple[bool, str]
 _WAYS: dict[str, Callable[..., Any]] = {

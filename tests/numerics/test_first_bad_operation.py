@@ -12,12 +12,7 @@ from tensorflow.python.framework import op_callbacks
 
 import keras_mp
 from tests import common, steps
-from tests.numerics.tools import (
-    ExponentHistograms,
-    audit,
-    of_keras,
-    sequential,
-)
+from tests.numerics.tools import ExponentHistograms, audit, of_keras, sequential
 
 L = tf.keras.layers
 NotFiniteError, watch = keras_mp.numerics.NotFiniteError, keras_mp.numerics.watch

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests import common
+from tests import common, models
 from tests.common import Times, once
 from tests.numerics.tools import batches, compiled, dense, main, saved, sequential
 
@@ -41,9 +41,9 @@ def small_model(*layers, policy="mixed_float16", **how):
 def test_nothing_of_the_model_is_changed():
     model = small_model(L.BatchNormalization, lambda: L.Dropout(0.5), dense(4), optimizer="adam")
     model.fit(X, Y, verbose=0)
-    before = [variable.copy() for variable in common.training_state(model)]
+    before = [variable.copy() for variable in models.training_state(model)]
     check(model, (X, Y))
-    common.assert_all_equal(common.training_state(model), before)
+    common.assert_all_equal(models.training_state(model), before)
     assert all("call" not in vars(layer) for layer in model.layers)
     assert not tf.config.functions_run_eagerly()
 

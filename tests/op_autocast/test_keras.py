@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import digits, distance
+from tests.common import distance
+from tests.models import digits
 from tests.op_autocast.common import is_rounded, normal, region
 
 K = tf.keras

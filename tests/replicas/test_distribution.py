@@ -8,7 +8,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer, mirrored, once, pairs, value
+from tests.common import IS_KERAS_3, mirrored, once, pairs, value
+from tests.models import FAMILIES, digits, make_optimizer
 from tests.op_autocast.common import operations
 from tests.steps import by_replica
 

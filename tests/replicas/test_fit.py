@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, IS_KERAS_3, digits, make_optimizer
+from tests.common import IS_KERAS_3
+from tests.models import FAMILIES, digits, make_optimizer
 from tests.replicas import workers
 
 BATCH = 12

@@ -8,7 +8,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import FAMILIES, assert_all_equal, make_optimizer, value
+from tests.common import assert_all_equal, value
+from tests.models import FAMILIES, make_optimizer
 from tests.replicas import workers
 
 STEPS = 3

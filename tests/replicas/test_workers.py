@@ -19,7 +19,8 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.step import workers as workers_module
 from tests import steps
-from tests.common import FAMILIES, IS_KERAS_3, assert_all_equal, digits, make_optimizer, once, value
+from tests.common import IS_KERAS_3, assert_all_equal, once, value
+from tests.models import FAMILIES, digits, make_optimizer
 from tests.replicas import workers
 from tests.replicas.test_distribution import collective_dtypes
 from tests.replicas.test_fit import check_uneven

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests.common import IS_KERAS_3, assert_all_equal, value
-from tests.common import state as state_of
+from tests.models import state as state_of
 from tests.saving.common import COPIES
 
 pytestmark = [

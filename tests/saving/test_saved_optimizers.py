@@ -8,16 +8,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import (
-    FAMILIES,
-    IS_KERAS_3,
-    assert_all_equal,
-    chain,
-    compiled_model,
-    make_optimizer,
-    training_state,
-    value,
-)
+from tests.common import IS_KERAS_3, assert_all_equal, value
+from tests.models import FAMILIES, chain, compiled_model, make_optimizer, training_state
 from tests.saving.common import COPIES, set_policy
 
 

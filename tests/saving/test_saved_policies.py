@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import IS_KERAS_3, Subclassed, compiled_model, made
+from tests.common import IS_KERAS_3, Subclassed, made
+from tests.models import compiled_model
 from tests.saving.common import MODELS
 
 keras_2 = pytest.mark.skipif(IS_KERAS_3, reason="Only Keras 2 has it.")

@@ -6,17 +6,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import (
-    FAMILIES,
-    IS_KERAS_3,
-    assert_all_equal,
-    compiled_model,
-    make_optimizer,
-    mirrored,
-    once,
-    training_state,
-    value,
-)
+from tests.common import IS_KERAS_3, assert_all_equal, mirrored, once, value
+from tests.models import FAMILIES, compiled_model, make_optimizer, training_state
 from tests.saving.common import COPIES, checkpoint, set_policy
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")

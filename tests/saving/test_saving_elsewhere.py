@@ -14,16 +14,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import (
-    IS_KERAS_3,
-    ROOT,
-    assert_all_equal,
-    compiled_model,
-    once,
-    run_program,
-    training_state,
-    value,
-)
+from tests.common import IS_KERAS_3, ROOT, assert_all_equal, once, run_program, value
+from tests.models import compiled_model, training_state
 from tests.saving import saving_in_a_loop
 from tests.saving.common import load, save
 

@@ -10,18 +10,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import (
-    FAMILIES,
-    IS_KERAS_3,
-    assert_all_equal,
-    compiled_model,
-    digits,
-    make_optimizer,
-    ours,
-    pairs,
-    slots,
-    value,
-)
+from tests.common import IS_KERAS_3, assert_all_equal, ours, pairs, value
+from tests.models import FAMILIES, compiled_model, digits, make_optimizer, slots
 from tests.saving.common import load, save, set_policy
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")

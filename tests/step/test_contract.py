@@ -16,7 +16,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import make_optimizer, mirrored, once, ours, value
+from tests.common import mirrored, once, ours, value
+from tests.models import make_optimizer
 
 pytestmark = once
 

@@ -13,18 +13,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import (
-    FAMILIES,
-    IS_KERAS_3,
-    assert_all_equal,
-    classifier,
-    digits,
-    made,
-    make_optimizer,
-    pairs,
-    placed,
-    state,
-)
+from tests.common import IS_KERAS_3, assert_all_equal, made, pairs, placed
+from tests.models import FAMILIES, classifier, digits, make_optimizer, state
 
 STEPS = 12
 

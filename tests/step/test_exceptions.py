@@ -13,17 +13,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import (
-    FAMILIES,
-    assert_all_equal,
-    compiled_model,
-    make_optimizer,
-    mirrored,
-    once,
-    pairs,
-    placed,
-    value,
-)
+from tests.common import assert_all_equal, mirrored, once, pairs, placed, value
+from tests.models import FAMILIES, compiled_model, make_optimizer
 
 pytestmark = pytest.mark.parametrize("name", FAMILIES)
 

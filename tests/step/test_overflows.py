@@ -12,18 +12,8 @@ import keras_mp
 from benchmarks import overhead
 from keras_mp.step import skip_report
 from tests import steps
-from tests.common import (
-    FAMILIES,
-    IS_KERAS_3,
-    MODES,
-    assert_all_equal,
-    compiled_model,
-    make_optimizer,
-    mirrored,
-    once,
-    placed,
-    value,
-)
+from tests.common import IS_KERAS_3, MODES, assert_all_equal, mirrored, once, placed, value
+from tests.models import FAMILIES, compiled_model, make_optimizer
 
 # What Keras 3 says of a gradient that is None.
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")

@@ -10,7 +10,8 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.step.schedule import History, LossScaleState
 from tests import steps
-from tests.common import MODES, compiled_model, made, mirrored, once, pairs, placed, value
+from tests.common import MODES, made, mirrored, once, pairs, placed, value
+from tests.models import compiled_model
 
 STEPS = 4000
 

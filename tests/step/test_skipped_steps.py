@@ -8,20 +8,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import (
-    FAMILIES,
-    IS_KERAS_3,
-    assert_all_equal,
-    batches,
-    compiled_model,
-    digits,
-    make_optimizer,
-    mirrored,
-    once,
-    ours,
-    placed,
-    value,
-)
+from tests.common import IS_KERAS_3, assert_all_equal, mirrored, once, ours, placed, value
+from tests.models import FAMILIES, batches, compiled_model, digits, make_optimizer
 from tests.steps import our_warnings
 
 pytestmark = pytest.mark.parametrize("name", FAMILIES)

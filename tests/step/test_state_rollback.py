@@ -13,16 +13,8 @@ import tensorflow as tf
 import keras_mp
 from keras_mp.step import state_rollback
 from tests import steps
-from tests.common import (
-    FAMILIES,
-    IS_KERAS_3,
-    assert_all_equal,
-    make_optimizer,
-    mirrored,
-    once,
-    placed,
-    value,
-)
+from tests.common import IS_KERAS_3, assert_all_equal, mirrored, once, placed, value
+from tests.models import FAMILIES, make_optimizer
 
 layers = tf.keras.layers
 FLOAT32 = "float32"

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import FAMILIES, IS_KERAS_3, MODES, mirrored, once, pairs, placed, sgd, value
+from tests.common import IS_KERAS_3, MODES, mirrored, once, pairs, placed, value
+from tests.models import FAMILIES, sgd
 from tests.steps import DIALECTS, KERAS_3, RFC, our_warnings
 
 SCALE = 1024.0

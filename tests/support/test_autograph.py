@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import FAMILIES, make_optimizer, mirrored, once, value
+from tests.common import mirrored, once, value
+from tests.models import FAMILIES, make_optimizer
 
 
 def branches(x):

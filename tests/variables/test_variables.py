@@ -11,17 +11,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import (
-    OPTIMIZERS,
-    Mixes,
-    assert_all_equal,
-    differentiated,
-    make_optimizer,
-    mirrored,
-    once,
-    placed,
-    state,
-)
+from tests.common import Mixes, assert_all_equal, differentiated, mirrored, once, placed
+from tests.models import OPTIMIZERS, make_optimizer, state
 
 HALF = [tf.float16, tf.bfloat16]
 
