@@ -117,6 +117,17 @@ class Mixes(tf.keras.layers.Layer):
         return self.function(x)
 
 
+class Weighs(Mixes):
+    """A layer of Keras that computes a function of its input and of a weight."""
+
+    def __init__(self, function, shape, initializer="ones", **kwargs):
+        super().__init__(function, **kwargs)
+        self.weight = self.add_weight(shape=shape, initializer=initializer, name="weight")
+
+    def call(self, x):
+        return self.function(x, self.weight)
+
+
 class Subclassed(tf.keras.Model):
     """A subclassed model that calls layers, one after the other."""
 

@@ -36,12 +36,7 @@ def namespace(family):
     return tf.keras.optimizers.legacy if family == "legacy" else tf.keras.optimizers
 
 
-ALL = [
-    f"{family}.{name}"
-    for family in NAMESPACES
-    for name in NAMES
-    if hasattr(namespace(family), name)
-]
+ALL = [f"{each}.{name}" for each in NAMESPACES for name in NAMES if hasattr(namespace(each), name)]
 ADAMS = [name.replace("SGD", "Adam") for name in FAMILIES]
 
 

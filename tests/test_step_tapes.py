@@ -14,6 +14,7 @@ from tests import steps
 from tests.common import (
     IS_KERAS_3,
     Subclassed,
+    Weighs,
     distances,
     made,
     mirrored,
@@ -407,18 +408,13 @@ def without_tape(model, x, y):
     model.my_optimizer.apply_gradients(zip(tf.gradients(loss, bare), variables))
 
 
-class OfEach(L.Layer):
+def of_each():
     """Has a weight for each example of a batch."""
-
-    def build(self, _):
-        self.each = self.add_weight(shape=(8, 1), initializer="ones")
-
-    def call(self, x):
-        return x * self.each
+    return [Weighs(lambda x, each: x * each, [8, 1]), L.Dense(1)]
 
 
 def batch_jacobian(model, x, y):
-    each = model.inside[0].each
+    each = model.inside[0].weight
     with tf.GradientTape() as tape:
         squares = TINY * tf.square(model(x) - y)
     of_each = tape.batch_jacobian(squares, each, experimental_use_pfor=False)
@@ -430,7 +426,7 @@ def batch_jacobian(model, x, y):
 )
 def test_a_warning_names_what_nobody_scales(step, name):
     with pytest.warns(keras_mp.MixedPrecisionWarning, match=name) as told:
-        trained(step, "mixed_float16", {}, lambda: [OfEach(), L.Dense(1)])
+        trained(step, "mixed_float16", {}, of_each)
     assert len(ours(told)) == 1
 
 
@@ -584,26 +580,24 @@ def test_a_penalty_with_large_gradients_leaves_the_scale_alone():
 def test_a_scale_that_tape_and_optimizer_share_moves_once_in_a_step(kind, mode):
     scaler = keras_mp.GradScaler()
 
-    class Plain(Subclassed):
-        def train_step(self, data):
-            x, y = data
-            if kind == "good, beside a scaler":
-                with keras_mp.LossScaleGradientTape(scaler) as tape:
-                    loss = tf.reduce_mean(tf.square(self(x) - y))
-                tape.gradient(loss, self.trainable_variables)
-            for _ in range(2 if kind == "good, of two tapes" else 1):
-                with tf.GradientTape() as tape:
-                    loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
-                gradients = tape.gradient(loss, self.trainable_variables)
-            if kind == "a gradient of the program is NaN":
-                gradients = [each * float("nan") for each in gradients]
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-            return {"loss": loss}
+    def step(model, x, y):
+        loss = lambda: tf.reduce_mean(tf.square(model(x, training=True) - y))  # noqa: E731
+        if kind == "good, beside a scaler":
+            with keras_mp.LossScaleGradientTape(scaler) as tape:
+                computed = loss()
+            tape.gradient(computed, model.trainable_variables)
+        for _ in range(2 if kind == "good, of two tapes" else 1):
+            with tf.GradientTape() as tape:
+                computed = loss()
+            gradients = tape.gradient(computed, model.trainable_variables)
+        if kind == "a gradient of the program is NaN":
+            gradients = [each * float("nan") for each in gradients]
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
     loss_scale = keras_mp.DynamicLossScale(2.0**12, increment_period=4)
     with keras_mp.policy_scope(keras_mp.Policy("mixed_float16", loss_scale=loss_scale)):
-        model = Plain(*dense())
-    model.compile("sgd", **MODES[mode])
+        model = Trained(step, dense())
+    model.compile("none", optimizer="sgd", **MODES[mode])
     x, count = X * np.nan if kind == "a loss of NaN" else X, 8
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", keras_mp.MixedPrecisionWarning)

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import layers
-from tests.common import IS_KERAS_3, differentiated, placed
+from tests.common import IS_KERAS_3, Weighs, differentiated, placed
 from tests.layers.common import SimpleDense
 
 
@@ -73,14 +73,10 @@ def test_recomputed_layers_read_in_the_compute_dtype(mode):
     x = tf.Variable(tf.ones([1, 10]))
     dense(x)
 
-    class Inside(tf.keras.layers.Layer):
-        def build(self, shape):
-            self.w = self.add_weight(name="w", shape=(10, 10), initializer="ones")
+    def recomputed(x, w):
+        return tf.recompute_grad(lambda x: tf.matmul(x, w) / tf.norm(x))(x)
 
-        def call(self, x):
-            return tf.recompute_grad(lambda x: tf.matmul(x, self.w) / tf.norm(x))(x)
-
-    inside = Inside(dtype=keras_mp.Policy("mixed_float16"))
+    inside = Weighs(recomputed, [10, 10], dtype=keras_mp.Policy("mixed_float16"))
 
     def all_of_them():
         calls = tf.recompute_grad(dense), tf.recompute_grad(dense.call), inside

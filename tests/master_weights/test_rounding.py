@@ -159,10 +159,7 @@ def test_the_upper_bits_of_noise_have_no_pattern():
 
 
 def stochastic(values, dtype):
-    round_at_random = {
-        tf.bfloat16: methods.stochastic_bfloat16,
-        tf.float16: methods.stochastic_float16,
-    }[dtype]
+    round_at_random = getattr(methods, f"stochastic_{dtype.name}")
     return round_at_random(values, methods.noise(values.shape, tf.constant([3, 4], tf.int64)))
 
 

@@ -25,12 +25,7 @@ EXACT = product(X)
 
 def test_a_trace_for_each_region():
     function = tf.function(product)
-    regions = [
-        region(None),
-        region("bfloat16"),
-        region("float16"),
-        region("bfloat16", deny=["MatMul"]),
-    ]
+    regions = [*map(region, (None, "bfloat16", "float16")), region("bfloat16", deny=["MatMul"])]
     for _ in range(2):
         for i, each in enumerate(regions):
             with each:

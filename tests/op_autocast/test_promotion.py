@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests import inside
-from tests.common import MODES, Mixes, differentiated, eager_and_graph, once, placed
+from tests.common import MODES, Mixes, Weighs, differentiated, eager_and_graph, once, placed
 from tests.op_autocast import operations
 
 L = tf.keras.layers
@@ -195,17 +195,13 @@ def test_weights_in_what_is_of_float32(mode):
     left_out = operations.NOT_IN_XLA if mode == "jit" else ()
     functions = [function for name, function in OF_WEIGHTS.items() if name not in left_out]
 
-    class Layer(tf.keras.layers.Layer):
-        def build(self, shape):
-            self.kernel = self.add_weight(shape=[2, 2], name="kernel")
-
-        def call(self, x):
-            return [function(self.kernel) for function in functions]
+    def computed(_, weight):
+        return [function(weight) for function in functions]
 
     for dtype, rtol in (("float16", 2**-10), ("bfloat16", 2**-7)):
-        layer = Layer(dtype=keras_mp.Policy(f"mixed_{dtype}"))
-        layer(tf.constant(X))
+        layer = Weighs(computed, [2, 2], dtype=keras_mp.Policy(f"mixed_{dtype}"))
         layer.set_weights([WEIGHT])
+        layer(tf.constant(X))
         for function, found in zip(functions, MODES[mode](layer)(tf.constant(X))):
             expected = function(tf.constant(WEIGHT))
             np.testing.assert_allclose(tf.cast(found, tf.float32), expected, rtol=rtol)
@@ -492,14 +488,10 @@ def test_functions_of_python(name, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_weights(mode):
-    class Layer(tf.keras.layers.Layer):
-        def build(self, shape):
-            self.kernel = self.add_weight(shape=[2, 2], initializer="ones", name="kernel")
+    def added(x, weight):
+        return x + twice(tf.convert_to_tensor(weight)) + twice(weight * 1.0)
 
-        def call(self, x):
-            return x + twice(tf.convert_to_tensor(self.kernel)) + twice(self.kernel * 1.0)
-
-    layer = Layer(dtype=keras_mp.Policy("mixed_bfloat16"))
+    layer = Weighs(added, [2, 2], dtype=keras_mp.Policy("mixed_bfloat16"))
     layer.build([None, 2])
     np.testing.assert_allclose(placed(mode, layer)(tf.constant(TWO_ROWS)), TWO_ROWS + 4, rtol=2**-7)
 
