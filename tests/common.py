@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import keras_mp
 from tests import inside
-from tests.models import FAMILIES, IS_KERAS_3, compiled_model, make_optimizer, value  # noqa: F401
+from tests.models import IS_KERAS_3, value
 
 ROOT = pathlib.Path(__file__).parent.parent
 

@@ -15,7 +15,8 @@ import tensorflow as tf
 
 import keras_mp
 from tests import steps
-from tests.common import FAMILIES, IS_KERAS_3, compiled_model, make_optimizer, mirrored, once
+from tests.common import IS_KERAS_3, mirrored, once
+from tests.models import FAMILIES, compiled_model, make_optimizer
 
 K = tf.keras
 LossScaleMonitor = keras_mp.callbacks.LossScaleMonitor

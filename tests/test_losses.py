@@ -10,7 +10,8 @@ import tensorflow as tf
 
 import keras_mp
 from keras_mp import losses
-from tests.common import IS_KERAS_3, MODES, compiled_model, made, once, pairs, placed
+from tests.common import IS_KERAS_3, MODES, made, once, pairs, placed
+from tests.models import compiled_model
 
 STOCK = {
     name: value
