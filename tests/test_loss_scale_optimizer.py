@@ -1,4 +1,5 @@
 import gc
+import re
 
 import numpy as np
 import pytest
@@ -493,3 +494,19 @@ def test_a_second_scale_is_refused_also_where_it_comes_later(name):
     with pytest.raises(ValueError, match="scales the loss itself"):
         optimizer.minimize(lambda: v * 1.0, [v])
     assert float(v) == 1
+
+
+@pytest.mark.parametrize(("kind", "how"), [("SGD", {"momentum": 0.9}), ("Adam", {})])
+def test_a_step_that_xla_compiles_copies_no_slots(kind, how):
+    optimizer = keras_mp.LossScaleOptimizer(getattr(tf.keras.optimizers, kind)(0.1, **how))
+    variable, slope = tf.Variable(tf.ones([64, 64])), tf.ones([64, 64])
+    optimizer.build([variable])
+
+    @tf.function(jit_compile=True)
+    def step(factor):
+        optimizer.minimize(lambda: tf.reduce_sum(variable * slope) * factor, [variable])
+
+    compiled = step.experimental_get_compiler_ir(tf.constant(1.0))(stage="optimized_hlo")
+    assert "f32[64,64]" in compiled
+    # That of the variable, which the loss reads, too.
+    assert len(re.findall(r"f32\[64,64\]\S* copy\(", compiled)) <= 1
