@@ -19,13 +19,13 @@ import tensorflow as tf
 
 from keras_mp import hooks, keras_api, losses, model_summary
 from keras_mp import loss_scale as loss_scale_lib
-from keras_mp.hooks import Method, Replacement, When, observers, reach
+from keras_mp.hooks import Method, Replacement, When, reach
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrapper_of, wrappers_among
 from keras_mp.models import layer_paths, low_precision_weights, model_steps
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.policy import Policy
 from keras_mp.step.loss_scales import LossScale
-from keras_mp.support import messages
+from keras_mp.support import messages, observers
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.wrappers.inner_optimizers import (
     find_loss_scale_optimizer,

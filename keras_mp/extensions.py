@@ -8,14 +8,13 @@ import tensorflow as tf
 from keras_mp import compile_hook, hardware, keras_api, kernels
 from keras_mp._version import __version__
 from keras_mp.grappler import passes
-from keras_mp.hooks import observers
 from keras_mp.kernels import normalization, recurrent, slow
 from keras_mp.layer_calls import layer_call
 from keras_mp.models import model_steps, saved_files
 from keras_mp.op_autocast import promotion
 from keras_mp.policy import MIXED, Policy, global_policy
 from keras_mp.step import workers
-from keras_mp.support import host
+from keras_mp.support import host, observers
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp import loss_scale as loss_scale_lib
-from keras_mp.hooks import observers
 from keras_mp.step import gradients, replicas
 from keras_mp.step.grad_scaler_calls import GradScalerCalls
 from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
@@ -20,7 +19,7 @@ from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.scaled_losses import thread
 from keras_mp.step.scaled_step import make_step
 from keras_mp.step.scaler import SharedScaler
-from keras_mp.support import host, validation
+from keras_mp.support import host, observers, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.wrappers import inner_optimizers
 from keras_mp.wrappers.scaler_properties import ScalerProperties

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.hooks import observers
 from keras_mp.loss_scale import DynamicLossScale, LossScaleArgument, required, serialize
 from keras_mp.optimizer_wrapper import OptimizerWrapper
 from keras_mp.step import gradients
@@ -20,7 +19,7 @@ from keras_mp.step.optimizer_adapter import Loss
 from keras_mp.step.optimizer_calls import OptimizerCalls
 from keras_mp.step.record import GradientState
 from keras_mp.step.scaler import Scaler
-from keras_mp.support import validation
+from keras_mp.support import observers, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.wrappers import inner_optimizers
 from keras_mp.wrappers.scaler_properties import ScalerProperties

@@ -14,8 +14,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp import loss_scale as loss_scale_lib
-from keras_mp.hooks import observers
-from keras_mp.support import dtypes, messages
+from keras_mp.support import dtypes, messages, observers
 
 # The 16-bit dtypes of mixed policies.
 MIXED = {f"mixed_{name}": name for name in dtypes.LOW_PRECISION_NAMES}

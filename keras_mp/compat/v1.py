@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_mp import loss_scale as loss_scale_lib
-from keras_mp.hooks import observers
 from keras_mp.step import gradients, strategies
 from keras_mp.step.loss_scales import LossScale, state_variable
 from keras_mp.step.optimizer_adapter import Loss
@@ -23,7 +22,7 @@ from keras_mp.step.record import GradientState, Notebook
 from keras_mp.step.scaled_step import make_step
 from keras_mp.step.scaler import Scaler
 from keras_mp.step.schedule import LARGEST, SMALLEST, LossScaleState, bad_steps_after
-from keras_mp.support import host, messages, trackables, validation
+from keras_mp.support import host, messages, observers, trackables, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.wrappers.scaler_properties import ScalerProperties
 

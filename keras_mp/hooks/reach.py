@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_mp.hooks import observers
 from keras_mp.hooks.once import once
+from keras_mp.support import observers
 
 
 class Region(NamedTuple):

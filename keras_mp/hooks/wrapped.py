@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from keras_mp.hooks.observers import thread
 from keras_mp.support.autograph import do_not_convert
+from keras_mp.support.observers import thread
 
 _NOTHING = object()
 

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,15 +18,6 @@ from keras_mp.variables import AutoCastVariable, autocast_variable
 
 keras = tf.keras
 
-# A wrapper is an instance of both bases, whichever family it wraps: `.keras` files have the
-# variables of new optimizers, and none of legacy ones.
-OPTIMIZER_BASES: tuple[Any, ...] = (
-    keras.optimizers.Optimizer,
-    keras.optimizers.legacy.Optimizer,
-)
-READ_BY_CALLBACKS = ("_learning_rate", "_built")
-CLIPS_ON_EACH_REPLICA = False
-KERAS_LAYOUT_CHILD = None
 CROSSENTROPY_NAMES = ()
 
 
@@ -196,27 +187,3 @@ def own_seeds(seed: int) -> Iterator[None]:
         wrapped.here(keras2_names.RandomGenerator.get(), "make_legacy_seed", make_legacy_seed),
     ):
         yield
-
-
-def track_variables(variables: Iterable[tf.Variable]) -> None:
-    if tf.compat.v1.executing_eagerly_outside_functions():
-        return  # Only graphs of TensorFlow 1 have to be told.
-    if features.is_on(keras2_names.GRAPH_VARIABLES):
-        for variable in variables:
-            keras2_names.track_variable(variable)
-
-
-def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:
-    return optimizer
-
-
-def is_in_keras_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
-    return getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False) is True
-
-
-def note_wrapper(
-    optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
-) -> None:
-    del wrapper
-    # Keras's own sets it to True, and refuses any true value.
-    optimizer._is_wrapped_by_loss_scale_optimizer = "by keras_mp"

@@ -9,10 +9,11 @@ import tensorflow as tf
 
 from keras_mp import hooks
 from keras_mp.hooks import Method, Replacement
-from keras_mp.keras_api import keras2_adapters, keras2_names
-from keras_mp.support import features
+from keras_mp.keras_api import keras2_names
+from keras_mp.support import features, new_variables
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION
 from keras_mp.tensorflow_api.names import Name
+from keras_mp.variables.wrapper import WrapperType
 
 # Keras's tests see which of its kernels ran. This is its number for none that it knows.
 _NO_KERNEL_OF_KERAS = 0.0
@@ -85,7 +86,7 @@ def replace_slow_layers(lstm: Callable[..., Any], batch_normalization: Callable[
     feature = keras2_names.LSTM
     make = functools.partial(_replaced, lstm)
     hooks.install(Replacement(name, make, feature=feature) for name in feature.names)
-    keras2_adapters.let_functions_find_variables()
+    _let_functions_find_variables()
 
 
 def _replaced(run: Callable[..., Any], loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,3 +105,31 @@ def _replaced(run: Callable[..., Any], loop: Callable[..., Any]) -> Callable[...
         return last, shown, last, cell_state, _NO_KERNEL_OF_KERAS
 
     return replaced
+
+
+def _let_functions_find_variables() -> None:
+    """Lets a `tf.function` find the trace for a variable that Keras casts.
+
+    Keras's own type of such a variable equals no other, so each call makes another trace. On a GPU
+    optimizers compile that, for each variable in each step.
+    """
+
+    def type_of(variable: Any, context: object) -> WrapperType:
+        del context
+        return WrapperType(variable, variable.dtype, lambda same: same)
+
+    if features.is_on(keras2_names.TRACES):
+        keras2_names.AutoCastVariable.get().__tf_tracing_type__ = type_of
+
+
+def _with_weights_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_weight(metric: Any, *args: Any, **kwargs: Any) -> Any:
+        with new_variables.made_at_once():
+            return original(metric, *args, **kwargs)
+
+    return add_weight
+
+
+# Not the methods of layers: only a second trace knows which of their weights a skipped step is to
+# put back.
+IN_ONE_TRACE = (Replacement(Method(tf.keras.metrics.Metric, "add_weight"), _with_weights_at_once),)

@@ -16,27 +16,8 @@ from keras_mp.keras_api.keras2_names import FILES
 from keras_mp.support import marks
 from keras_mp.support.attributes import replaced
 from keras_mp.support.dtypes import LOW_PRECISION
-from keras_mp.tensorflow_api import saving
 
 keras = tf.keras
-
-
-def deserialize_optimizer(
-    config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-) -> keras.optimizers.Optimizer:
-    package, _, _ = (config.get("module") or "").partition(".")
-    is_older = package == "" or not keras2_names.saving_options.is_there()
-    if is_older or (saving.is_version_2.is_there() and not saving.is_version_2()):
-        # In the older format Keras does not look up registered names by itself.
-        class_name = config.get("registered_name") or config["class_name"]
-        return keras.optimizers.deserialize({**config, "class_name": class_name}, custom_objects)
-    # While it loads an .h5 file, Keras reads the older format only.
-    with keras2_names.saving_options(save_traces=False, in_tf_saved_model_scope=False):
-        if package in ("keras", "tf_keras"):
-            found = keras.optimizers.deserialize(dict(config), custom_objects)
-            if not isinstance(found, str):  # the name of a class that is not in its table
-                return found
-        return keras.utils.deserialize_keras_object(config, custom_objects=custom_objects)
 
 
 class _Thread(threading.local):

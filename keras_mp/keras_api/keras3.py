@@ -4,15 +4,14 @@ import contextlib
 import functools
 import inspect
 import random
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_mp import hooks
 from keras_mp.hooks import Method, Replacement, When, wrapped
-from keras_mp.keras_api import keras3_names
+from keras_mp.keras_api import keras3_names, keras3_optimizers
 from keras_mp.keras_api.keras3_policies import thread_with
 from keras_mp.keras_api.predictions import widen_for
 from keras_mp.support import features
@@ -20,17 +19,6 @@ from keras_mp.variables import autocast_variable, casts
 
 keras = tf.keras
 
-# The classes that Keras takes for an optimizer.
-OPTIMIZER_BASES: tuple[Any, ...] = (keras.optimizers.Optimizer,)
-# The private attributes of optimizers that callbacks of Keras read.
-READ_BY_CALLBACKS = (
-    *("_trainable_variables", "_model_variables_moving_average"),
-    "_distribution_strategy",
-)
-# Whether optimizers clip gradients before replicas sum them.
-CLIPS_ON_EACH_REPLICA = True
-# A child of optimizers in checkpoints of Keras's own only, or None.
-KERAS_LAYOUT_CHILD = "dynamic_scale"
 # The names in `compile(loss=)` of the cross entropy that fits the shapes.
 CROSSENTROPY_NAMES = ("crossentropy", "ce")
 
@@ -243,69 +231,8 @@ def own_seeds(seed: int) -> Iterator[None]:
         yield
 
 
-def track_variables(variables: Iterable[tf.Variable]) -> None:
-    """Lets Keras initialize variables together with its own.
-
-    It is for graphs of TensorFlow 1.
-    """
-    del variables  # It has no graphs of TensorFlow 1.
-
-
-def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Returns a trackable of what ours and Keras's `LossScaleOptimizer` share.
-
-    It has their names in checkpoints of the latter.
-    """
-    layout: Any = tf.Module()
-    layout.inner_optimizer = optimizer.inner_optimizer
-    layout.dynamic_scale, layout.step_counter = optimizer.dynamic_scale, optimizer.step_counter
-    return layout
-
-
-# The wrappers of optimizers that scale the loss: ours, and Keras's own. One that is gone wraps
-# nothing any more.
-_Wrappers = weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"]
-_ours, _keras_own = _Wrappers(), _Wrappers()
-
-
-def _is_in(wrappers: _Wrappers, optimizer: keras.optimizers.Optimizer) -> bool:
-    reference = wrappers.get(optimizer)
-    return reference is not None and reference() is not None
-
-
-def is_in_keras_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether Keras's own `LossScaleOptimizer` wraps an optimizer, if known."""
-    return _is_in(_keras_own, optimizer)
-
-
-def note_wrapper(
-    optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
-) -> None:
-    """Keeps Keras's own `LossScaleOptimizer` from wrapping what ours wraps."""
-    _ours[optimizer] = weakref.ref(wrapper)
-
-
-def _watch_keras_wrapper() -> None:
-    """Records the optimizers that Keras's own wrapper wraps, as Keras 3 does not."""
-
-    def recording(original: Callable[..., None]) -> Callable[..., None]:
-        def __init__(
-            self: Any, inner_optimizer: keras.optimizers.Optimizer, *args: Any, **kwargs: Any
-        ) -> None:
-            if _is_in(_ours, inner_optimizer):
-                raise ValueError(
-                    "The optimizer is wrapped by a keras_mp.LossScaleOptimizer already "
-                    "(Model.compile may have done so: look at `model.optimizer`), so the loss "
-                    "would be scaled twice. Use that one, or make a new optimizer. "
-                    f"Received: inner_optimizer={inner_optimizer!r}"
-                )
-            original(self, inner_optimizer, *args, **kwargs)
-            _keras_own[inner_optimizer] = weakref.ref(self)
-
-        return __init__
-
-    place = Method(keras.mixed_precision.LossScaleOptimizer, "__init__")
-    hooks.install([Replacement(place, recording, When.ALWAYS)])
-
-
-_watch_keras_wrapper()
+_init = Method(keras.mixed_precision.LossScaleOptimizer, "__init__")
+hooks.install([Replacement(_init, keras3_optimizers.noting_what_is_wrapped, When.ALWAYS)])
+if keras3_names.sum_gradients.is_there():
+    _sum = Replacement(keras3_names.sum_gradients, keras3_optimizers.unless_summed, When.ALWAYS)
+    hooks.install([_sum])

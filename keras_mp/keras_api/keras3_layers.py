@@ -174,3 +174,7 @@ def with_dtype(dtype: tf.DType, output: Any) -> Any:
     return keras.KerasTensor(
         output.shape, dtype.name, sparse=output.sparse, ragged=output.ragged, name=output.name
     )
+
+
+# What else makes variables in the first call of a step: nothing in Keras 3.
+IN_ONE_TRACE: tuple[Replacement, ...] = ()

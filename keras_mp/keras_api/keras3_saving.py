@@ -15,21 +15,6 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 keras = tf.keras
 
 
-def deserialize_optimizer(
-    config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-) -> keras.optimizers.Optimizer:
-    """Makes an optimizer of the result of `serialize_optimizer`.
-
-    Keras's own function knows few classes, and each by a name that a program's may have, too.
-    """
-    package, _, _ = (config.get("module") or "keras").partition(".")
-    if package in ("keras", "tf_keras"):
-        found = keras.optimizers.deserialize(dict(config), custom_objects)
-        if not isinstance(found, str):  # the name of a class that is not in its table
-            return found
-    return keras.utils.deserialize_keras_object(config, custom_objects=custom_objects)
-
-
 def export_as_called(
     is_ours: Callable[[Any], bool],
     around: Callable[[Any], AbstractContextManager[None]],

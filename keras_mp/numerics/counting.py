@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_mp import keras_api
-from keras_mp.hooks import observers, wrapped
+from keras_mp.hooks import wrapped
 from keras_mp.layer_calls import layer_observers, model_outputs
 from keras_mp.loss_scale_optimizer import LossScaleOptimizer, wrappers_among
 from keras_mp.models import low_precision_weights
@@ -25,7 +25,8 @@ from keras_mp.numerics import patterns
 from keras_mp.numerics.histogram import COLUMNS, ROWS, Histogram, count_exponents
 from keras_mp.numerics.report import KINDS, Report, Row, RowKey
 from keras_mp.step import scaled_losses
-from keras_mp.support import attributes, autograph, host, marks, messages, op_callbacks, validation
+from keras_mp.support import attributes, host, marks, messages, observers, op_callbacks, validation
+from keras_mp.support.autograph import do_not_convert
 
 _OF_LAYERS = ("output", "output gradient")
 
@@ -118,7 +119,7 @@ class ExponentHistograms:
             self._overflowed_at = host.local_variable("overflowed_at", nowhere, tf.float32)
             self._loss_scale = host.local_variable("loss_scale", 1.0, tf.float32)
 
-    @autograph.do_not_convert
+    @do_not_convert
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """A context manager for one step, in a replica context, in a `tf.function` or in eager.
@@ -259,7 +260,7 @@ class _Step(observers.Observer, layer_observers.LayerObserver):
 
         @tf.custom_gradient
         def tapped(x: tf.Tensor) -> Any:
-            @autograph.do_not_convert
+            @do_not_convert
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 self._seen[row].append((upstream, None, None))
                 return upstream
@@ -317,7 +318,7 @@ def _told(apply_gradients: Callable[..., Any]) -> Callable[..., Any]:
     return told
 
 
-@autograph.do_not_convert
+@do_not_convert
 def _told_once(pairs: list[tuple[Any, Any]]) -> contextlib.AbstractContextManager[None]:
     """Tells gradients; not those of a step of keras_mp, which does so before and inside."""
     if scaled_losses.thread.is_applying:

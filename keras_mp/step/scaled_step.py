@@ -11,14 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.hooks import observers
 from keras_mp.step import finiteness, gradients, kept_values, replicas
 from keras_mp.step.gradients import Gradient
 from keras_mp.step.optimizer_adapter import OptimizerAdapter, Pairs
 from keras_mp.step.record import GradientState
 from keras_mp.step.scaled_losses import thread
 from keras_mp.step.scaler import Scaler
-from keras_mp.support import attributes, features, host
+from keras_mp.support import attributes, features, host, observers
 from keras_mp.tensorflow_api.features import WITHOUT_BRANCHES
 
 Operation = tf.Operation | None

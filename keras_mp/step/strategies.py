@@ -11,10 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.hooks import observers
 from keras_mp.step import gradients, replicas
 from keras_mp.step.gradients import Gradient, map_values
-from keras_mp.support import kept_casts
+from keras_mp.support import kept_casts, observers
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import is_low
 

@@ -1,19 +1,28 @@
-"""The adapters of Keras 2's optimizers, new and legacy."""
+"""What Keras 2's optimizers, new and legacy, are to a step and to wrappers."""
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.hooks import Method, Replacement
 from keras_mp.keras_api import keras2_names
 from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
 from keras_mp.support import features, new_variables
-from keras_mp.variables.wrapper import WrapperType
+from keras_mp.tensorflow_api import saving
 
 keras = tf.keras
+
+# A wrapper is an instance of both bases, whichever family it wraps: `.keras` files have the
+# variables of new optimizers, and none of legacy ones.
+OPTIMIZER_BASES: tuple[Any, ...] = (
+    keras.optimizers.Optimizer,
+    keras.optimizers.legacy.Optimizer,
+)
+READ_BY_CALLBACKS = ("_learning_rate", "_built")
+CLIPS_ON_EACH_REPLICA = False
+KERAS_LAYOUT_CHILD = None
 
 _Optimizer: Any = keras.optimizers.Optimizer
 _LegacyOptimizer: Any = keras.optimizers.legacy.Optimizer
@@ -29,21 +38,6 @@ def optimizer_adapter(optimizer: keras.optimizers.Optimizer) -> OptimizerAdapter
     return None
 
 
-def let_functions_find_variables() -> None:
-    """Lets a `tf.function` find the trace for a variable that Keras casts.
-
-    Keras's own type of such a variable equals no other, so each call makes another trace. On a GPU
-    optimizers compile that, for each variable in each step.
-    """
-
-    def type_of(variable: Any, context: object) -> WrapperType:
-        del context
-        return WrapperType(variable, variable.dtype, lambda same: same)
-
-    if features.is_on(keras2_names.TRACES):
-        keras2_names.AutoCastVariable.get().__tf_tracing_type__ = type_of
-
-
 def making_at_once(
     optimizer: Any, variables: Sequence[Any]
 ) -> contextlib.AbstractContextManager[None]:
@@ -51,19 +45,6 @@ def making_at_once(
     # Nadam counts its traces: with one less, it would make other steps than without keras_mp.
     is_nadam = isinstance(optimizer, keras.optimizers.Nadam)
     return contextlib.nullcontext() if is_nadam else new_variables.made_at_once()
-
-
-def _with_weights_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add_weight(metric: Any, *args: Any, **kwargs: Any) -> Any:
-        with new_variables.made_at_once():
-            return original(metric, *args, **kwargs)
-
-    return add_weight
-
-
-# Not the methods of layers: only a second trace knows which of their weights a skipped step is to
-# put back.
-IN_ONE_TRACE = (Replacement(Method(keras.metrics.Metric, "add_weight"), _with_weights_at_once),)
 
 
 class _Keras2Adapter(OptimizerAdapter):
@@ -193,3 +174,45 @@ def _keras_aggregator() -> Callable[..., Any]:
 def _named(name: str | None) -> dict[str, str]:
     # A user's optimizer may leave `name` out, as Keras's own wrappers allow.
     return {} if name is None else {"name": name}
+
+
+def deserialize_optimizer(
+    config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+) -> keras.optimizers.Optimizer:
+    package, _, _ = (config.get("module") or "").partition(".")
+    is_older = package == "" or not keras2_names.saving_options.is_there()
+    if is_older or (saving.is_version_2.is_there() and not saving.is_version_2()):
+        # In the older format Keras does not look up registered names by itself.
+        class_name = config.get("registered_name") or config["class_name"]
+        return keras.optimizers.deserialize({**config, "class_name": class_name}, custom_objects)
+    # While it loads an .h5 file, Keras reads the older format only.
+    with keras2_names.saving_options(save_traces=False, in_tf_saved_model_scope=False):
+        if package in ("keras", "tf_keras"):
+            found = keras.optimizers.deserialize(dict(config), custom_objects)
+            if not isinstance(found, str):  # the name of a class that is not in its table
+                return found
+        return keras.utils.deserialize_keras_object(config, custom_objects=custom_objects)
+
+
+def track_variables(variables: Iterable[tf.Variable]) -> None:
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        return  # Only graphs of TensorFlow 1 have to be told.
+    if features.is_on(keras2_names.GRAPH_VARIABLES):
+        for variable in variables:
+            keras2_names.track_variable(variable)
+
+
+def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:
+    return optimizer
+
+
+def is_in_keras_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
+    return getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False) is True
+
+
+def note_wrapper(
+    optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
+) -> None:
+    del wrapper
+    # Keras's own sets it to True, and refuses any true value.
+    optimizer._is_wrapped_by_loss_scale_optimizer = "by keras_mp"

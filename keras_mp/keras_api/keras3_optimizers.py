@@ -1,15 +1,13 @@
-"""The adapter of Keras 3's optimizers."""
+"""What Keras 3's optimizers are to a step and to wrappers."""
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_mp import hooks
-from keras_mp.hooks import Replacement, When
-from keras_mp.hooks.once import once
 from keras_mp.keras_api import keras3_names
 from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
 from keras_mp.support import new_variables
@@ -17,6 +15,18 @@ from keras_mp.support.attributes import replaced
 from keras_mp.support.native_variables import native_variable as native
 
 keras = tf.keras
+
+# The classes that Keras takes for an optimizer.
+OPTIMIZER_BASES: tuple[Any, ...] = (keras.optimizers.Optimizer,)
+# The private attributes of optimizers that callbacks of Keras read.
+READ_BY_CALLBACKS = (
+    *("_trainable_variables", "_model_variables_moving_average"),
+    "_distribution_strategy",
+)
+# Whether optimizers clip gradients before replicas sum them.
+CLIPS_ON_EACH_REPLICA = True
+# A child of optimizers in checkpoints of Keras's own only, or None.
+KERAS_LAYOUT_CHILD = "dynamic_scale"
 
 
 def optimizer_adapter(optimizer: keras.optimizers.Optimizer) -> OptimizerAdapter | None:
@@ -33,25 +43,22 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _unless_done(original: Callable[..., Any]) -> Callable[..., Any]:
-    def all_reduce(self: Any, grads_and_vars: Any) -> Any:
-        return list(grads_and_vars) if _thread.is_done else original(self, grads_and_vars)
+def unless_summed(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps Keras from summing what a wrapper has summed.
 
-    return all_reduce
+    Keras sums inside `apply`, after clipping, and has no public way to leave that out.
+    """
 
+    def all_reduce_once(self: Any, grads_and_vars: Any) -> Any:
+        return list(grads_and_vars) if _thread.is_done else all_reduce(self, grads_and_vars)
 
-@once
-def _let_wrappers_sum() -> None:
-    # Keras sums inside `apply`, after clipping, and has no public way to leave that out.
-    if keras3_names.sum_gradients.is_there():
-        hooks.install([Replacement(keras3_names.sum_gradients, _unless_done, When.ALWAYS)])
+    return all_reduce_once
 
 
 class _KerasAdapter(OptimizerAdapter):
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         super().__init__(optimizer)
         self._refuse_second_scale()
-        _let_wrappers_sum()
 
     def _refuse_second_scale(self) -> None:
         if self.optimizer.loss_scale_factor is not None:
@@ -170,5 +177,77 @@ def making_at_once(optimizer: Any, variables: Sequence[Any]) -> Iterator[None]:
     yield
 
 
-# What else makes variables in the first call of a step: nothing in Keras 3.
-IN_ONE_TRACE: tuple[Replacement, ...] = ()
+def deserialize_optimizer(
+    config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+) -> keras.optimizers.Optimizer:
+    """Makes an optimizer of the result of `serialize_optimizer`.
+
+    Keras's own function knows few classes, and each by a name that a program's may have, too.
+    """
+    package, _, _ = (config.get("module") or "keras").partition(".")
+    if package in ("keras", "tf_keras"):
+        found = keras.optimizers.deserialize(dict(config), custom_objects)
+        if not isinstance(found, str):  # the name of a class that is not in its table
+            return found
+    return keras.utils.deserialize_keras_object(config, custom_objects=custom_objects)
+
+
+def track_variables(variables: Iterable[tf.Variable]) -> None:
+    """Lets Keras initialize variables together with its own.
+
+    It is for graphs of TensorFlow 1.
+    """
+    del variables  # It has no graphs of TensorFlow 1.
+
+
+def keras_layout(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns a trackable of what ours and Keras's `LossScaleOptimizer` share.
+
+    It has their names in checkpoints of the latter.
+    """
+    layout: Any = tf.Module()
+    layout.inner_optimizer = optimizer.inner_optimizer
+    layout.dynamic_scale, layout.step_counter = optimizer.dynamic_scale, optimizer.step_counter
+    return layout
+
+
+# The wrappers of optimizers that scale the loss: ours, and Keras's own. One that is gone wraps
+# nothing any more.
+_Wrappers = weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"]
+_ours, _keras_own = _Wrappers(), _Wrappers()
+
+
+def _is_in(wrappers: _Wrappers, optimizer: keras.optimizers.Optimizer) -> bool:
+    reference = wrappers.get(optimizer)
+    return reference is not None and reference() is not None
+
+
+def is_in_keras_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether Keras's own `LossScaleOptimizer` wraps an optimizer, if known."""
+    return _is_in(_keras_own, optimizer)
+
+
+def note_wrapper(
+    optimizer: keras.optimizers.Optimizer, wrapper: keras.optimizers.Optimizer
+) -> None:
+    """Keeps Keras's own `LossScaleOptimizer` from wrapping what ours wraps."""
+    _ours[optimizer] = weakref.ref(wrapper)
+
+
+def noting_what_is_wrapped(init: Callable[..., None]) -> Callable[..., None]:
+    """Notes the optimizers that Keras's own wrapper wraps, as Keras 3 does not."""
+
+    def __init__(
+        self: Any, inner_optimizer: keras.optimizers.Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        if _is_in(_ours, inner_optimizer):
+            raise ValueError(
+                "The optimizer is wrapped by a keras_mp.LossScaleOptimizer already "
+                "(Model.compile may have done so: look at `model.optimizer`), so the loss "
+                "would be scaled twice. Use that one, or make a new optimizer. "
+                f"Received: inner_optimizer={inner_optimizer!r}"
+            )
+        init(self, inner_optimizer, *args, **kwargs)
+        _keras_own[inner_optimizer] = weakref.ref(self)
+
+    return __init__

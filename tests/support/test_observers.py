@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from keras_mp.hooks import observers
+from keras_mp.support import observers
 
 K = tf.keras
 
