@@ -12,8 +12,8 @@ import tensorflow as tf
 from keras_mp.support import features, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.support.dtypes import LOW_PRECISION_NAMES, parse
-from keras_mp.tensorflow_api import replicas
 from keras_mp.tensorflow_api.features import WITHOUT_MEETING
+from keras_mp.tensorflow_api.replicas import reduces_alone
 
 T = TypeVar("T")
 State = TypeVar("State")
@@ -95,7 +95,7 @@ def need_not_meet() -> bool:
     """
     if not tf.distribute.has_strategy():
         return True
-    return features.is_on(WITHOUT_MEETING) and replicas.reduces_alone()
+    return features.is_on(WITHOUT_MEETING) and reduces_alone()
 
 
 def decide_for_all_replicas(
@@ -120,10 +120,12 @@ def decide_for_all_replicas(
         return decide([state], lambda: on_each(state))
 
     @do_not_convert
-    def cross_replica(strategy: tf.distribute.Strategy, all: State) -> T:
+    def cross_replica(strategy: tf.distribute.Strategy, states: State) -> T:
         on_replica = do_not_convert(functools.partial(on_each))
-        call = functools.partial(strategy.extended.call_for_each_replica, on_replica, args=(all,))
-        return decide(strategy.experimental_local_results(all), call)
+        call = functools.partial(
+            strategy.extended.call_for_each_replica, on_replica, args=(states,)
+        )
+        return decide(strategy.experimental_local_results(states), call)
 
     return tf.distribute.get_replica_context().merge_call(cross_replica, args=(state,))
 

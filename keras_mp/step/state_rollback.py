@@ -1,4 +1,4 @@
-"""Rolls back what the forward pass assigned to weights, if the step is skipped.
+"""Rolls back what a forward pass assigned to weights, after a skip or an error.
 
 Batch normalization moves its statistics while the loss is computed, before anybody knows that the
 step will be skipped. In a graph, each weight is read where the step begins. When gradients are
