@@ -51,7 +51,5 @@ class AllReduceOptimizer(OptimizerWrapper):
         inner_optimizer: tf.keras.optimizers.Optimizer | str | dict[str, Any],
         reduce_dtype: str | tf.DType = "bfloat16",
     ) -> None:
-        if isinstance(inner_optimizer, (str, dict)):
-            inner_optimizer = keras_api.get_optimizer(inner_optimizer)
         super().__init__(inner_optimizer)
         self.reduce_dtype = reduce_dtype

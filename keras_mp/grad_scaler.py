@@ -15,7 +15,6 @@ from keras_mp import loss_scale as loss_scale_lib
 from keras_mp.step import gradients, replicas
 from keras_mp.step.grad_scaler_calls import GradScalerCalls
 from keras_mp.step.loss_scales import DynamicLossScale, FixedLossScale, LossScale
-from keras_mp.step.optimizer_adapter import OptimizerAdapter
 from keras_mp.step.scaled_losses import thread
 from keras_mp.step.scaled_step import make_step
 from keras_mp.step.scaler import SharedScaler
@@ -206,7 +205,8 @@ class GradScaler(ScalerProperties, tf.Module):
                 context.
         """
         self._check_mode()
-        adapter = _adapter_of(optimizer)
+        inner_optimizers.refuse_second(optimizer, "GradScaler")
+        adapter = inner_optimizers.adapter_of(optimizer, takes_others=True)
         pairs = gradients.checked_pairs(grads_and_vars)
         if not pairs:
             raise ValueError(
@@ -301,20 +301,3 @@ class GradScaler(ScalerProperties, tf.Module):
                 "A GradScaler works in eager code and in tf.function. In a graph of TensorFlow 1 "
                 "use a keras_mp.LossScaleOptimizer."
             )
-
-
-def _adapter_of(optimizer: Any) -> OptimizerAdapter:
-    """Returns the adapter of an optimizer, or refuses it."""
-    inner_optimizers.refuse_second(optimizer, "GradScaler")
-    adapter, hint = inner_optimizers.adapter_of(optimizer), inner_optimizers.hint(optimizer)
-    if adapter is None and not hint:
-        from keras_mp.step.other_adapters import other_adapter
-
-        adapter = other_adapter(optimizer)
-    if adapter is None:
-        raise TypeError(
-            "Expected an optimizer of `tf.keras`, a tf.compat.v1.train.Optimizer, an object with a "
-            "method `apply(updates, parameters)`, or a function of a list of (gradient, variable) "
-            f"pairs{hint}. Received: optimizer={optimizer!r} (of type {type(optimizer)})"
-        )
-    return adapter

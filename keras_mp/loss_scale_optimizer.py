@@ -133,6 +133,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
     """
 
     _step_calls: OptimizerCalls
+    policy_in_file: str | None = None
 
     def __init__(
         self,
@@ -150,13 +151,8 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         dynamic_growth_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
-        older = {"dynamic": dynamic, "initial_scale": initial_scale}
-        older |= {"dynamic_growth_steps": dynamic_growth_steps, **kwargs}
-        if isinstance(inner_optimizer, (str, dict)):
-            inner_optimizer = keras_api.get_optimizer(inner_optimizer)
-        inner_optimizers.refuse_second(inner_optimizer, "LossScaleOptimizer")
         super().__init__(inner_optimizer)
-        wrapped = list(inner_optimizers.chain(inner_optimizer))
+        wrapped = list(inner_optimizers.chain(self.inner_optimizer))
         for each in wrapped:
             whose = "tf.keras's own" if wrapper_of(each) is None else "a"
             if whose == "a" or keras_api.is_in_keras_wrapper(each):
@@ -164,29 +160,30 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
                     f"The optimizer is wrapped by {whose} "
                     "LossScaleOptimizer already (Model.compile may have done so: look at "
                     "`model.optimizer`), so the loss would be scaled twice. Use that one, or make "
-                    f"a new optimizer. Received: inner_optimizer={inner_optimizer!r}"
+                    f"a new optimizer. Received: inner_optimizer={self.inner_optimizer!r}"
                 )
         skip_nonfinite = validation.boolean("skip_nonfinite", skip_nonfinite)
         scales = loss_scale is not None or not skip_nonfinite
         loss_scale = loss_scale if scales else 1
-        if kwargs or any(value is not None for value in older.values()):
+        older = {"dynamic": dynamic, "initial_scale": initial_scale}
+        older["dynamic_growth_steps"] = dynamic_growth_steps
+        older = {key: value for key, value in older.items() if value is not None} | kwargs
+        if older:
             from keras_mp.wrappers import older_spellings
 
             loss_scale = older_spellings.loss_scale_of(loss_scale, **older)
         loss_scale = required(loss_scale, "LossScaleOptimizer", "the inner optimizer itself")
-        self._set_own(
-            _name=name,
-            _skip_nonfinite=skip_nonfinite,
-            _step_calls=OptimizerCalls(loss_scale, scales),
-            _scaler=Scaler(
-                loss_scale,
-                skip_nonfinite=skip_nonfinite,
-                reduce_dtype=reduce_dtype,
-                aggregate_in_float16=aggregate_in_float16,
-                warn_after_skips=warn_after_skips,
-                raise_after_skips=raise_after_skips,
-            ),
-            policy_in_file=None,
+        scaler = Scaler(
+            loss_scale,
+            skip_nonfinite=skip_nonfinite,
+            reduce_dtype=reduce_dtype,
+            aggregate_in_float16=aggregate_in_float16,
+            warn_after_skips=warn_after_skips,
+            raise_after_skips=raise_after_skips,
+        )
+        calls = OptimizerCalls(loss_scale, scales)
+        self.__dict__.update(
+            _name=name, _skip_nonfinite=skip_nonfinite, _step_calls=calls, _scaler=scaler
         )
         keras_api.track_variables({**self._own_variables(), **self._hidden_variables()}.values())
         for child_name, child in self._own_children().items():
@@ -196,6 +193,9 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             if not isinstance(optimizer, OptimizerWrapper):
                 keras_api.note_wrapper(optimizer, self)
         observers.tell(observers.Observer.scaler_was_made)
+
+    def _refuse(self, optimizer: Any) -> None:
+        inner_optimizers.refuse_second(optimizer, "LossScaleOptimizer")
 
     @do_not_convert
     def get_scaled_loss(self, loss: Loss) -> Loss:

@@ -84,9 +84,7 @@ class MasterWeightOptimizer(OptimizerWrapper):
         slot_dtype: str | tf.DType = "float32",
         seed: int | None = None,
     ) -> None:
-        if isinstance(inner_optimizer, (str, dict)):
-            inner_optimizer = keras_api.get_optimizer(inner_optimizer)
-        _refuse_order(inner_optimizer)
+        super().__init__(inner_optimizer)
         if method not in methods.NAMES:
             raise ValueError(
                 f"`method` must be one of {methods.NAMES}. Received: method={method!r}"
@@ -95,13 +93,18 @@ class MasterWeightOptimizer(OptimizerWrapper):
         seed = validation.integer_or_none("seed", seed)
         if seed is None:
             seed = random.randint(1, 10**9)
-        super().__init__(inner_optimizer)
-        self._set_own(
-            _adapter=Float32Adapter(self._adapter, method, slots, seed, self._track_trackable),
-            _method=method,
-            _slot_dtype=slots,
-            _seed=seed,
-        )
+        adapter = Float32Adapter(self._adapter, method, slots, seed, self._track_trackable)
+        self.__dict__.update(_adapter=adapter, _method=method, _slot_dtype=slots, _seed=seed)
+
+    def _refuse(self, optimizer: Any) -> None:
+        refused = (*OUTER_WRAPPERS, MasterWeightOptimizer)
+        wrong = [type(each).__name__ for each in chain(optimizer) if isinstance(each, refused)]
+        if wrong:
+            raise TypeError(
+                f"A MasterWeightOptimizer goes inside of a {wrong[0]}, not around it: "
+                f"{wrong[0]}(MasterWeightOptimizer(optimizer)). "
+                f"Received: inner_optimizer={optimizer!r}"
+            )
 
     def __repr__(self) -> str:
         slots = "" if self._slot_dtype == tf.float32 else f", slot_dtype={self.slot_dtype!r}"
@@ -129,29 +132,6 @@ class MasterWeightOptimizer(OptimizerWrapper):
     def get_weights(self) -> list[Any]:
         """Returns the values of `variables`, as arrays."""
         return [tf.convert_to_tensor(variable).numpy() for variable in self.variables]
-
-    def set_weights(self, weights: Iterable[Any]) -> None:
-        """Sets the values of `variables`.
-
-        Args:
-            weights: iterable of arrays that `get_weights` returned, here or of the inner optimizer
-                alone. In the latter case, the variables beside the weights stay as they are.
-
-        Raises:
-            ValueError: the weights are those of an optimizer of another kind, for another model, or
-                with another method.
-        """
-        weights, inner = list(weights), self._inner_variables()
-        if not getattr(self.inner_optimizer, "built", True):
-            super().set_weights(weights)  # This keeps them until the optimizer is built.
-            return
-        if len(weights) != len(inner):
-            from keras_mp.wrappers import saved_variables
-
-            saved_variables.check_shapes(self.variables, weights)
-        self.inner_optimizer.set_weights(weights[: len(inner)])
-        for variable, weight in zip(self._adapter.beside.values(), weights[len(inner) :]):
-            variable.assign(weight)
 
     def _own_variables(self) -> dict[str, tf.Variable]:
         return self._adapter.beside.copy()
@@ -294,15 +274,3 @@ def _slot_dtype(value: str | tf.DType) -> tf.DType:
             f"`slot_dtype` must be one of {_SLOT_DTYPES}. Received: slot_dtype={value!r}"
         )
     return dtype
-
-
-def _refuse_order(inner_optimizer: Any) -> None:
-    refused = (*OUTER_WRAPPERS, MasterWeightOptimizer)
-    wrong = next((each for each in chain(inner_optimizer) if isinstance(each, refused)), None)
-    if wrong is not None:
-        name = type(wrong).__name__
-        raise TypeError(
-            f"A MasterWeightOptimizer goes inside of a {name}, not around it: "
-            f"{name}(MasterWeightOptimizer(optimizer)). "
-            f"Received: inner_optimizer={inner_optimizer!r}"
-        )

@@ -24,11 +24,8 @@ from keras_mp.wrappers import inner_optimizers
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_ALIASES = {"lr": "learning_rate"}
 # What a wrapper takes from the inner optimizer besides the hyperparameters.
 _OF_INNER = frozenset({"built", "iterations", "learning_rate", "optimizers"})
-# The methods that tf.train.Checkpoint calls on an optimizer with slots.
-_CHECKPOINTS = ("_create_or_restore_slot_variable", "_restore_slot_variable")
 
 
 @keras_api.register_serializable
@@ -50,7 +47,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     wrapper is inside a `LossScaleOptimizer` or around one.
 
     Args:
-        inner_optimizer: An optimizer of `tf.keras`.
+        inner_optimizer: The optimizer to wrap: an instance, a name such as `"adam"`, or a config.
         reduce_dtype: `"bfloat16"` or `"float32"`, or such a DType. The dtype in which float32
             gradients are summed over replicas, before the inner optimizer sees them. Defaults to
             None, which leaves the sum to the inner optimizer.
@@ -75,25 +72,24 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     Source: RFC 293, "OptimizerWrapper".
     """
 
-    _reduce_dtype: tf.DType | None
+    _reduce_dtype: tf.DType | None = None
+    _name: str | None = None
+    # Those that are to be set as soon as the optimizer is built.
+    _weights_to_come: list[Any] | None = None
     # The model that is trained, if it is known.
     _model: Callable[[], tf.keras.Model | None] = staticmethod(lambda: None)
 
     def __init__(
         self,
-        inner_optimizer: tf.keras.optimizers.Optimizer,
+        inner_optimizer: tf.keras.optimizers.Optimizer | str | dict[str, Any],
         reduce_dtype: str | tf.DType | None = None,
     ) -> None:
         # The constructor of Keras's base class is not called: it would make a second iteration
         # counter and a second learning rate, which nothing would ever use.
+        if isinstance(inner_optimizer, (str, dict)):
+            inner_optimizer = keras_api.get_optimizer(inner_optimizer)
+        self._refuse(inner_optimizer)
         adapter = inner_optimizers.adapter_of(inner_optimizer)
-        if adapter is None:
-            raise TypeError(
-                "Expected an optimizer of `tf.keras`, which is "
-                f"{keras_api.ROOT_PACKAGE} in this process"
-                f"{inner_optimizers.hint(inner_optimizer)}. "
-                f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
-            )
         if adapter.overrides_minimize:
             raise TypeError(
                 "The optimizer overrides `minimize`, but a wrapper calls `compute_gradients` and "
@@ -101,18 +97,13 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
                 "these, or train without a wrapper: in mixed_bfloat16, which needs no loss scale. "
                 f"Received: inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer)})"
             )
-        # Nothing of the inner optimizer can hide what wrapper classes define.
-        wrappers = type(self).__mro__[: type(self).__mro__.index(OptimizerWrapper) + 1]
-        delegated = adapter.hyperparameters() | _OF_INNER
-        self._set_own(
-            _adapter=adapter,
-            _trackable=inner_optimizer,  # where `DelegatingTrackable` looks for it
-            _delegated=delegated.difference(*map(vars, wrappers)),
-            _reduce_dtype=None,
-            _name=None,
-        )
+        self._adapter, self._delegated = adapter, adapter.hyperparameters() | _OF_INNER
+        self._trackable = inner_optimizer  # the last: it is asked for what follows
         if reduce_dtype is not None:
             self.reduce_dtype = reduce_dtype
+
+    def _refuse(self, optimizer: Any) -> None:
+        """Raises a TypeError if the wrapper does not go around an optimizer."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -138,39 +129,28 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         how = "" if is_usual else f", reduce_dtype={self.reduce_dtype!r}"
         return f"<{type(self).__name__} of {self.inner_optimizer!r}{how}>"
 
-    def __getattribute__(self, name: str) -> Any:
-        own = object.__getattribute__(self, "__dict__")
-        name = _ALIASES.get(name, name)
-        if name in own.get("_delegated", ()):
-            return getattr(own["_trackable"], name)
-        try:
-            return object.__getattribute__(self, name)
-        except AttributeError as error:
-            inner = own.get("_trackable")
-            if name in keras_api.READ_BY_CALLBACKS and inner is not None:
-                return getattr(inner, name)
-            if name.startswith("_") or inner is None or not hasattr(inner, name):
-                raise
-            raise AttributeError(_only_inner(self, name)) from error
+    # Not that of legacy optimizers, which looks for hyperparameters in the wrapper.
+    __getattribute__ = object.__getattribute__
+
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self)
+        inner = own.get("_trackable")
+        if inner is not None and name in own["_delegated"].union(keras_api.READ_BY_CALLBACKS):
+            return getattr(inner, name)
+        if name.startswith("_") or not hasattr(inner, name):
+            return object.__getattribute__(self, name)  # It raises the usual error.
+        raise _only_inner(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        name = _ALIASES.get(name, name)
         inner = vars(self).get("_trackable")
-        if inner is None:
+        is_own = name in vars(self) or hasattr(type(self), name)
+        if inner is None or is_own or not hasattr(inner, name):
+            # Neither Keras nor checkpoints track it.
             object.__setattr__(self, name, value)
         elif name in self._delegated:
             setattr(inner, name, value)
-        elif name in vars(self) or hasattr(type(self), name) or not hasattr(inner, name):
-            object.__setattr__(self, name, value)
         else:
-            raise AttributeError(_only_inner(self, name))
-
-    def _set_own(self, **attributes: Any) -> None:
-        """Sets attributes of the wrapper itself.
-
-        Neither Keras nor checkpoints track them.
-        """
-        self.__dict__.update(attributes)
+            raise _only_inner(self, name)
 
     def __dir__(self) -> list[str]:
         # Keras saves all of these by name. The inner optimizer is saved only once, as
@@ -198,6 +178,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         variables = self.inner_optimizer.variables
         return variables() if callable(variables) else variables
 
+    lr = trackables.delegated("learning_rate")
     weights = property(lambda self: self.variables, doc="`variables` under the older name.")
 
     @property
@@ -218,7 +199,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
                 "Gradients in float16 have to be scaled: use LossScaleOptimizer(optimizer, "
                 f"reduce_dtype='float16'). Received: reduce_dtype={value!r}"
             )
-        self._set_own(_reduce_dtype=dtype)
+        self._reduce_dtype = dtype
 
     def build(self, var_list: Iterable[Any] = (), *, variables: Iterable[Any] = ()) -> None:
         """Makes the inner optimizer's variables.
@@ -233,7 +214,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         if not given:
             return
         self._adapter.build(given)
-        weights = self.__dict__.pop("_weights_to_come", None)
+        weights, self._weights_to_come = self._weights_to_come, None
         if weights is not None:
             with tf.init_scope():
                 self.set_weights(weights)
@@ -246,7 +227,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         """
         for optimizer in inner_optimizers.chain(self):
             if isinstance(optimizer, OptimizerWrapper):
-                optimizer._set_own(_model=weakref.ref(model))
+                optimizer.__dict__["_model"] = weakref.ref(model)
 
     def _variables_of_model(self) -> Sequence[Any]:
         model = self._model()
@@ -426,12 +407,16 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         weights = list(weights)
         if not getattr(self.inner_optimizer, "built", True):
             # Copies, since the arrays may be in a file that will be closed by then.
-            self._set_own(_weights_to_come=[np.array(weight) for weight in weights])
+            self._weights_to_come = [np.array(weight) for weight in weights]
             return
         from keras_mp.wrappers import saved_variables
 
-        saved_variables.check_shapes(self.variables, weights)
-        self.inner_optimizer.set_weights(weights)
+        variables, count = self.variables, len(self._inner_variables())
+        are_inner = len(weights) == count
+        saved_variables.check_shapes(variables[:count] if are_inner else variables, weights)
+        self.inner_optimizer.set_weights(weights[:count])
+        for variable, weight in zip(variables[count:], weights[count:]):
+            variable.assign(weight)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal wrapper.
@@ -525,30 +510,8 @@ class _CallableList(list):
         return self
 
 
-def _delegate(name: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.inner_optimizer, name)(*args, **kwargs)
-
-    method.__name__ = name
-    method.__qualname__ = f"OptimizerWrapper.{name}"
-    method.__doc__ = f"Calls `{name}` of the inner optimizer."
-    return method
-
-
-def _delegate_rest() -> None:
-    """Delegates each public method of Keras's base classes that the wrapper lacks.
-
-    This includes methods that a newer Keras adds there.
-    """
-    for base in keras_api.OPTIMIZER_BASES:
-        for name in dir(base):
-            is_public = not name.startswith("_") or name in _CHECKPOINTS
-            if callable(getattr(base, name)) and is_public and name not in vars(OptimizerWrapper):
-                setattr(OptimizerWrapper, name, _delegate(name))
-
-
-def _only_inner(wrapper: OptimizerWrapper, name: str) -> str:
-    return (
+def _only_inner(wrapper: OptimizerWrapper, name: str) -> AttributeError:
+    return AttributeError(
         f"{type(wrapper).__name__} has no attribute {name!r}, only its inner optimizer has: use "
         f"`optimizer.inner_optimizer.{name}`. The wrapper only passes on hyperparameters, here "
         f"{sorted(wrapper._delegated - _OF_INNER | {'learning_rate'})}."
@@ -564,4 +527,10 @@ def _checked(tape: Any) -> Any:
     return tape
 
 
-_delegate_rest()
+# All that Keras's base classes have and the wrapper lacks is the inner optimizer's, also what a
+# newer Keras adds there.
+for _base in keras_api.OPTIMIZER_BASES:
+    for _public in {name for name in dir(_base) if not name.startswith("_")} - {
+        *vars(OptimizerWrapper)
+    }:
+        setattr(OptimizerWrapper, _public, trackables.delegated(_public))

@@ -16,15 +16,20 @@ class DelegatingTrackable:
     """
 
 
-def _delegated(name: str) -> property:
+def delegated(name: str) -> property:
+    """Returns a property that is an attribute of the other object."""
+
     def put(self: Any, value: Any) -> None:
         setattr(self._trackable, name, value)
 
-    return property(operator.attrgetter(f"_trackable.{name}"), put)
+    doc = f"`{name}` of the inner object."
+    return property(operator.attrgetter(f"_trackable.{name}"), put, doc=doc)
 
 
 _names = [name for name in vars(tf.Module.__mro__[-2]) if name[0] == "_" != name[1]]
 # TensorFlow saves the values of any object that has these methods: they are for variables.
 OF_VALUES = tuple(name for name in _names if name.endswith("tensors"))
-for _name in {*_names}.difference(OF_VALUES):
-    setattr(DelegatingTrackable, _name, _delegated(_name))
+# The methods that it calls on an optimizer with slots.
+_OF_SLOTS = {"_create_or_restore_slot_variable", "_restore_slot_variable"}
+for _name in _OF_SLOTS.union(_names).difference(OF_VALUES):
+    setattr(DelegatingTrackable, _name, delegated(_name))

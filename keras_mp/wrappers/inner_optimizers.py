@@ -74,18 +74,37 @@ def find_loss_scale_optimizer(optimizer: tf.keras.optimizers.Optimizer | None) -
     return next(scaling, None)
 
 
-def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
+def adapter_of(optimizer: Any, takes_others: bool = False) -> OptimizerAdapter:
     """Returns the adapter of an optimizer of `tf.keras`, or of a wrapper of one.
 
     Args:
         optimizer: Any.
+        takes_others: bool. Whether the optimizer may also be one that is not of Keras, or a
+            function. Defaults to False.
 
-    Returns:
-        An `OptimizerAdapter`, or None where the object is neither.
+    Raises:
+        TypeError: it is something else.
     """
     if isinstance(getattr(optimizer, "_adapter", None), OptimizerAdapter):
         return WrapperAdapter(optimizer)
-    return keras_api.optimizer_adapter(optimizer)
+    adapter, root = keras_api.optimizer_adapter(optimizer), keras_api.ROOT_PACKAGE
+    is_of_other = type(optimizer).__module__.partition(".")[0] == keras_api.OTHER_PACKAGE
+    if adapter is None and takes_others and not is_of_other:
+        from keras_mp.step.other_adapters import other_adapter
+
+        adapter = other_adapter(optimizer)
+    if adapter is None:
+        others = (
+            ", or a tf.compat.v1.train.Optimizer, an object with a method `apply(updates, "
+            "parameters)`, or a function of a list of (gradient, variable) pairs"
+        )
+        hint = f". To use one of {keras_api.OTHER_PACKAGE}, {keras_api.switch_hint()}"
+        raise TypeError(
+            f"Expected an optimizer of `tf.keras`, which is {root} in this process"
+            f"{others if takes_others else ''}{hint if is_of_other else ''}. Received: "
+            f"{'' if takes_others else 'inner_'}optimizer={optimizer!r} (of type {type(optimizer)})"
+        )
+    return adapter
 
 
 def has_all_reduce(optimizer: Any) -> bool:
@@ -117,10 +136,3 @@ def refuse_second(optimizer: Any, user: str) -> None:
             "or its `inner_optimizer`. Pass `reduce_dtype` to the one that scales the loss, or "
             f"else to the outer one. Received: optimizer={optimizer!r}"
         )
-
-
-def hint(optimizer: Any) -> str:
-    """Returns a hint for an optimizer of the other Keras; empty for anything else."""
-    if type(optimizer).__module__.partition(".")[0] == keras_api.OTHER_PACKAGE:
-        return f". To use one of {keras_api.OTHER_PACKAGE}, {keras_api.switch_hint()}"
-    return ""
