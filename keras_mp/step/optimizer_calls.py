@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from keras_mp.step import gradients, scaled_losses
 from keras_mp.step.gradients import Gradient
-from keras_mp.step.record import Calls, GradientState
+from keras_mp.step.record import Calls, GradientState, Page
 from keras_mp.support import host
 
 # How the gradients of a step are unscaled. UNKNOWN: no call says it. BY_PROGRAM: the program is to
@@ -142,8 +142,10 @@ class OptimizerCalls(Calls):
         Yields:
             list of pairs.
         """
-        step, variables = self.current().step, [v for _, v in pairs]
-        is_part = not step.is_over or step.goes_on_with(frozenset(map(id, variables)))
+        variables = [v for _, v in pairs]
+        applied = frozenset(map(id, variables))
+        step = self._page_of(applied).step
+        is_part = not step.is_over or step.goes_on_with(applied)
         if step.how is not How.BY_APPLYING or not is_part:
             yield list(zip(grads, variables))
             return
@@ -160,14 +162,15 @@ class OptimizerCalls(Calls):
         Args:
             variables: iterable of the variables that the gradients are applied to.
         """
-        page, own = self.current(), self.page()
-        step, is_eager = page.step, tf.executing_eagerly()
+        variables, own = list(variables), self.page()
         if not self.scales:
             yield GradientState(losses=own.step.losses)
             own.step = own.step._replace(losses=())
             return
-        variables = list(variables)
-        how, applied = step.how, frozenset(map(id, variables))
+        applied = frozenset(map(id, variables))
+        page = self._page_of(applied)
+        step, is_eager = page.step, tf.executing_eagerly()
+        how = step.how
         has_begun, has_scaled = step.has_begun(), step.has_scaled()
         goes_on = step.goes_on_with(applied)
         is_part = goes_on or not step.is_over
@@ -194,7 +197,7 @@ class OptimizerCalls(Calls):
             how = How.UNKNOWN if is_missing and not has_begun else How.DONE
         applied = None if step.applied is None else applied
         after = _Step(how, how is not How.UNKNOWN, applied, scaled_by=scaled_by)
-        self.note(after)
+        self.note(after if page is own else after.bare())
         if page is not own and is_eager:
             page.step = after  # The thread that began the step is done with it.
 
@@ -219,6 +222,15 @@ class OptimizerCalls(Calls):
             vars(page).clear()
             vars(page).update(before)
             raise
+
+    def _page_of(self, applied: frozenset[int]) -> Page:
+        """Returns the page that gradients of some variables go by.
+
+        A step that was begun here goes on, although another one has begun elsewhere since.
+        """
+        own = self.page()
+        is_of_here = own.step.scaled_by is not None
+        return own if is_of_here and own.step.goes_on_with(applied) else self.current()
 
     def _unscaled(self, step: _Step, grads: Sequence[Any], how: How) -> list[Any]:
         """Divides gradients of a step, and notes that."""

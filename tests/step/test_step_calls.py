@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from concurrent import futures
 
 import numpy as np
 import pytest
@@ -24,6 +25,12 @@ def scaling(name, loss_scale=SCALE, count=1):
     optimizer = keras_mp.LossScaleOptimizer(sgd(name), loss_scale)
     optimizer.build(variables)
     return optimizer, *variables
+
+
+def concurrently(function):
+    """A function that does the same in a thread of its own, which goes on living."""
+    thread = futures.ThreadPoolExecutor(1)
+    return lambda: thread.submit(function).result()
 
 
 def doubling():
@@ -248,3 +255,20 @@ def test_a_function_that_is_only_traced_has_no_part_in_a_step_of_eager_code(name
     other.get_concrete_function()
     optimizer.apply_gradients([(tf.constant(0.5 * SCALE), v)])  # Quietly.
     assert float(v) == 7.5
+
+
+@once
+@pytest.mark.parametrize("other", [tf.function, concurrently])
+@pytest.mark.parametrize("calls", [RFC, KERAS_3])
+def test_a_step_in_parts_goes_on_though_another_one_has_begun_since(name, calls, other):
+    optimizer, v, w, of_other = scaling(name, count=3)
+    compute, _ = steps.halves(optimizer, lambda: half_of_sum(v, w), [v, w], calls)
+    other_calls = RFC if calls == KERAS_3 else KERAS_3
+    begin, _ = steps.halves(optimizer, lambda: half_of_sum(of_other), [of_other], other_calls)
+    begin = other(begin)
+    for i in range(2):
+        of_v, of_w = compute()
+        optimizer.apply_gradients([(of_v, v)])
+        begin()
+        optimizer.apply_gradients([(of_w, w)])  # Quietly.
+        assert (float(v), float(w)) == (7.5 - 0.5 * i, 7.5 - 0.5 * i)
