@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 
+_checked_scale = functools.partial(validation.number, at_least=SMALLEST, at_most=LARGEST)
+
+
 class LossScaleManager(tf.Module, abc.ABC):
     """Decides how the loss scale moves. Subclass it for a schedule of your own.
 
@@ -99,9 +102,7 @@ class FixedLossScaleManager(LossScaleManager):
 
     def __init__(self, loss_scale: float) -> None:
         super().__init__()
-        self._loss_scale = validation.number(
-            "loss_scale", loss_scale, at_least=SMALLEST, at_most=LARGEST
-        )
+        self._loss_scale = _checked_scale("loss_scale", loss_scale)
 
     def get_loss_scale(self) -> tf.Tensor:
         """Returns the loss scale, a float32 scalar tensor."""
@@ -165,16 +166,12 @@ def next_exponential_state(
     finite = tf.convert_to_tensor(finite)
     scale = tf.convert_to_tensor(state.loss_scale, tf.float32)
     good = tf.where(finite, state.num_good_steps + 1, 0)
-    bad = state.num_bad_steps + tf.where(finite, 0, 1)
-    grows = tf.logical_and(finite, good >= incr_every_n_steps)
-    shrinks = tf.logical_and(tf.logical_not(finite), bad >= decr_every_n_nan_or_inf)
-    grown = scale * incr_ratio
-    shrunk = tf.maximum(scale * decr_ratio, tf.minimum(scale, 1.0))
-    moved = tf.where(tf.logical_and(grows, tf.math.is_finite(grown)), grown, scale)
-    ends = tf.logical_or(grows, shrinks)
-    return LossScaleState(
-        tf.where(shrinks, shrunk, moved), tf.where(ends, 0, good), tf.where(ends, 0, bad)
-    )
+    bad = tf.where(finite, state.num_bad_steps, state.num_bad_steps + 1)
+    grows = finite & (good >= incr_every_n_steps)
+    shrinks = ~finite & (bad >= decr_every_n_nan_or_inf)
+    grown, shrunk = scale * incr_ratio, tf.maximum(scale * decr_ratio, tf.minimum(scale, 1.0))
+    scale = tf.where(grows & tf.math.is_finite(grown), grown, tf.where(shrinks, shrunk, scale))
+    return LossScaleState(scale, *(tf.where(grows | shrinks, 0, count) for count in (good, bad)))
 
 
 class ExponentialUpdateLossScaleManager(LossScaleManager):
@@ -216,9 +213,7 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         decr_ratio: float = 0.8,
     ) -> None:
         super().__init__()
-        initial = validation.number(
-            "init_loss_scale", init_loss_scale, at_least=SMALLEST, at_most=LARGEST
-        )
+        initial = _checked_scale("init_loss_scale", init_loss_scale)
         count = functools.partial(validation.integer, below=2**31)
         self._next_state = functools.partial(
             next_exponential_state,
@@ -244,16 +239,10 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         Returns:
             In a graph of TensorFlow 1 the operation that moves it, else None.
         """
-        before = LossScaleState(*map(tf.convert_to_tensor, self._state()))
-        after = self._next_state(before, finite_grads)
-        moved = [
-            variable.assign(value, read_value=False)
-            for variable, value in zip(self._state(), after, strict=True)
-        ]
+        state = LossScaleState(self.loss_scale, self.good_steps, self.bad_steps)
+        after = self._next_state(state, finite_grads)
+        moved = [v.assign(value, read_value=False) for v, value in zip(state, after, strict=True)]
         return tf.group(*moved) if host.in_v1_graph() else None
-
-    def _state(self) -> LossScaleState:
-        return LossScaleState(self.loss_scale, self.good_steps, self.bad_steps)
 
 
 class ManagedLossScale(LossScale):
@@ -305,19 +294,17 @@ class ManagedLossScale(LossScale):
             list of operations.
         """
         del loss_is_finite
-        operations: list[Any] = []
 
-        def move() -> None:
-            operations.append(self._manager.update_loss_scale(tf.convert_to_tensor(finite)))
-            num_bad_steps = bad_steps_after(self.num_bad_steps, finite)
-            operations.append(self.num_bad_steps.assign(num_bad_steps, read_value=False))
+        def move() -> list[Any]:
+            operation = self._manager.update_loss_scale(tf.convert_to_tensor(finite))
+            skipped = bad_steps_after(self.num_bad_steps, finite)
+            counted = self.num_bad_steps.assign(skipped, read_value=False)
+            return [each for each in (operation, counted) if each is not None]
 
         if when is True:
-            move()
-        else:  # the manager assigns by itself
-            tf.cond(when, move, lambda: None)
-            operations.clear()  # They may be those of a branch.
-        return [each for each in operations if each is not None]
+            return move()
+        tf.cond(when, lambda: move().clear(), lambda: None)  # the manager assigns by itself
+        return []
 
     def get_config(self) -> dict[str, Any]:
         """Returns `{"manager": ...}`."""
@@ -428,15 +415,12 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
                 "Expected a tf.compat.v1.train.Optimizer; for an optimizer of tf.keras there is "
                 f"keras_mp.LossScaleOptimizer. Received: opt={opt!r} (of type {type(opt)})"
             )
-        if isinstance(opt, (LossScaleOptimizer, _TensorFlowWrapper)):
-            raise TypeError(
-                "The optimizer already scales the loss, which would be scaled twice. Pass its "
-                f"inner optimizer. Received: opt={opt!r}"
-            )
-        if opt in _wrapped:
-            raise ValueError(
-                "The optimizer is already wrapped by a LossScaleOptimizer. Use that wrapper, or "
-                f"create a new optimizer. Received: opt={opt!r}"
+        if scales_loss(opt):
+            error = ValueError if opt in _wrapped else TypeError
+            raise error(
+                "The optimizer already scales the loss, or is already wrapped by a "
+                "LossScaleOptimizer, so the loss would be scaled twice. Use the one that you have, "
+                f"or its inner optimizer, or create a new optimizer. Received: opt={opt!r}"
             )
         if not type(opt).compute_gradients.__module__.startswith("tensorflow."):
             messages.warn(
@@ -501,18 +485,11 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         Raises:
             ValueError: no variable has a gradient.
         """
-        how = {
-            "gate_gradients": gate_gradients,
-            "aggregation_method": aggregation_method,
-            "colocate_gradients_with_ops": colocate_gradients_with_ops,
-            "grad_loss": grad_loss,
-        }
+        how = gate_gradients, aggregation_method, colocate_gradients_with_ops
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
-            return super().minimize(loss, global_step, var_list, name=name, **how)
-        losses: list[tf.Tensor] = []
-        scaled_by = self._scaler.loss_scale()
-        pairs = _checked(self._scaled_gradients(loss, scaled_by, losses, var_list, **how))
-        return self._step(pairs, global_step, name, GradientState(True, scaled_by, losses=losses))
+            return super().minimize(loss, global_step, var_list, *how, name, grad_loss)
+        pairs, state = self._scaled_gradients(loss, grad_loss, var_list, *how)
+        return self._step(_checked(pairs), global_step, name, state)
 
     @do_not_convert
     def compute_gradients(
@@ -540,18 +517,9 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         Returns:
             list of (gradient, variable) pairs. A gradient may be None.
         """
-        scaled_by = self._scaler.loss_scale()
-        pairs = self._scaled_gradients(
-            loss,
-            scaled_by,
-            [],
-            var_list,
-            gate_gradients=gate_gradients,
-            aggregation_method=aggregation_method,
-            colocate_gradients_with_ops=colocate_gradients_with_ops,
-            grad_loss=grad_loss,
-        )
-        unscaled = gradients.unscale([g for g, _ in pairs], scaled_by)
+        how = gate_gradients, aggregation_method, colocate_gradients_with_ops
+        pairs, state = self._scaled_gradients(loss, grad_loss, var_list, *how)
+        unscaled = gradients.unscale([g for g, _ in pairs], state.scaled_by)
         computed = self._notebook.page().step.computed.union(id(v) for _, v in pairs)
         self._notebook.note(_Computed(computed))
         return [(g, v) for g, (_, v) in zip(unscaled, pairs, strict=True)]
@@ -624,26 +592,19 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         return [*self._scaler.loss_scale.variables, self._scaler.steps_skipped]
 
     def _scaled_gradients(
-        self,
-        loss: Loss,
-        scaled_by: tf.Tensor,
-        losses: list[tf.Tensor],
-        var_list: Iterable[Any] | None,
-        grad_loss: tf.Tensor | None,
-        **how: Any,
-    ) -> list[tuple[Any, Any]]:
+        self, loss: Loss, grad_loss: Any, *how: Any
+    ) -> tuple[list[tuple[Any, Any]], GradientState]:
+        losses, scaled_by = list[tf.Tensor](), self._scaler.loss_scale()
+
         def scale(loss: tf.Tensor) -> tf.Tensor:
             losses.append(tf.convert_to_tensor(loss))
             return gradients.scale_loss(loss, scaled_by)
 
-        scaled = gradients.map_loss(scale, loss)
-        if grad_loss is not None:
-            grad_loss = tf.convert_to_tensor(grad_loss)
-            if grad_loss.dtype.size < tf.float32.size:  # widened like the loss
-                grad_loss = tf.cast(grad_loss, tf.float32)
-        return self.inner_optimizer.compute_gradients(
-            scaled, var_list=var_list, grad_loss=grad_loss, **how
-        )
+        if grad_loss is not None:  # It is widened like the loss.
+            [grad_loss] = gradients.convert([tf.convert_to_tensor(grad_loss)], widens=True)
+        scaled, given = gradients.map_loss(scale, loss), dict(zip(_HOW, how, strict=True))
+        pairs = self.inner_optimizer.compute_gradients(scaled, grad_loss=grad_loss, **given)
+        return pairs, GradientState(True, scaled_by, losses=losses)
 
     def _step(
         self,
@@ -675,13 +636,9 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         own = self._own_children().get(name)
         return super()._lookup_dependency(name, *args, **kwargs) if own is None else own
 
-    def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> None:
-        self.inner_optimizer._create_or_restore_slot_variable(*args, **kwargs)
 
-    def _restore_slot_variable(self, *args: Any, **kwargs: Any) -> None:
-        self.inner_optimizer._restore_slot_variable(*args, **kwargs)
-
-
+# What `compute_gradients` takes besides the loss.
+_HOW = ("var_list", "gate_gradients", "aggregation_method", "colocate_gradients_with_ops")
 # The methods that a subclass may override to change `minimize`.
 _HOOKS = ("compute_gradients", "apply_gradients")
 
