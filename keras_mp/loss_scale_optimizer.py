@@ -7,7 +7,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -23,9 +23,6 @@ from keras_mp.support import observers, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.wrappers import inner_optimizers
 from keras_mp.wrappers.scaler_properties import ScalerProperties
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _wrappers: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
@@ -307,41 +304,26 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         self._scaler.ask()
         super().save_own_variables(store)
 
-    def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Loads the variables of this optimizer, or of one that is not wrapped.
-
-        Args:
-            store: dict-like, of names and arrays. Variables that it lacks stay as they are, with a
-                warning.
-
-        Raises:
-            ValueError: the variables are those of another optimizer.
-        """
-        from keras_mp.wrappers import saved_variables
-
-        super().load_own_variables(store)
-        saved_variables.warn_of_missing(store, self._own_variables())
-
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal optimizer.
 
         The config of an optimizer has its current learning rate. In the same way, this one has the
         state of the loss scale, for which an `.h5` file has no other place.
         """
-        config = {
+        from keras_mp.wrappers import saved_variables
+
+        return {
             **super().get_config(),
             "name": self._name,
             "loss_scale": serialize(self._scaler.loss_scale) if self._step_calls.scales else None,
             **self._config_of_scaler(),
+            **saved_variables.state_of(self, self._own_variables()),
         }
-        from keras_mp.wrappers import saved_variables
-
-        return {**config, **saved_variables.state_of(self, self._own_variables())}
 
     @classmethod
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> "Self":
+    ) -> "LossScaleOptimizer":
         """Makes an optimizer from a config of this class, or of Keras's own.
 
         Args:
@@ -359,9 +341,9 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         saved = config.pop("state", {})
         optimizer = super().from_config(config, custom_objects)
         optimizer.policy_in_file = saved.get("policy")
-        for name, variable in optimizer._own_variables().items():
-            if name in saved:
-                variable.assign(saved[name])
+        own = optimizer._own_variables()
+        for name in own.keys() & saved.keys():
+            own[name].assign(saved[name])
         return optimizer
 
     def keras_layout(self) -> Any:

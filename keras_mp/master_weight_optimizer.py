@@ -85,14 +85,14 @@ class MasterWeightOptimizer(OptimizerWrapper):
         seed: int | None = None,
     ) -> None:
         super().__init__(inner_optimizer)
-        if method not in methods.NAMES:
-            raise ValueError(
-                f"`method` must be one of {methods.NAMES}. Received: method={method!r}"
-            )
-        slots = _slot_dtype(slot_dtype)
-        seed = validation.integer_or_none("seed", seed)
-        if seed is None:
-            seed = random.randint(1, 10**9)
+        slots: Any = dtypes.parse(slot_dtype)
+        for name, given, value, known in (
+            ("method", method, method, methods.NAMES),
+            ("slot_dtype", slot_dtype, getattr(slots, "name", None), _SLOT_DTYPES),
+        ):
+            if value not in known:
+                raise ValueError(f"`{name}` must be one of {known}. Received: {name}={given!r}")
+        seed = validation.integer_or_none("seed", seed) or random.randint(1, 10**9)
         adapter = Float32Adapter(self._adapter, method, slots, seed, self._track_trackable)
         self.__dict__.update(_adapter=adapter, _method=method, _slot_dtype=slots, _seed=seed)
 
@@ -177,11 +177,8 @@ class MasterWeightOptimizer(OptimizerWrapper):
         return self.inner_optimizer._create_or_restore_slot_variable(*args, **kwargs)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        if (
-            save_type == "savedmodel"
-            and not self._adapter.is_saved_by_keras
-            and self._adapter.beside
-        ):
+        is_saved_by_keras = self._adapter.is_saved_by_keras
+        if save_type == "savedmodel" and self._adapter.beside and not is_saved_by_keras:
             raise ValueError(
                 "When tf.keras loads the SavedModel, it would create the slots of a legacy "
                 "optimizer in 16 bits, and fail. To serve the model, leave the optimizer out "
@@ -259,18 +256,5 @@ class MasterWeightOptimizer(OptimizerWrapper):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal optimizer."""
-        return {
-            **super().get_config(),
-            "method": self.method,
-            "slot_dtype": self.slot_dtype,
-            "seed": self._seed,
-        }
-
-
-def _slot_dtype(value: str | tf.DType) -> tf.DType:
-    dtype = dtypes.parse(value)
-    if dtype is None or dtype.name not in _SLOT_DTYPES:
-        raise ValueError(
-            f"`slot_dtype` must be one of {_SLOT_DTYPES}. Received: slot_dtype={value!r}"
-        )
-    return dtype
+        how = {"method": self.method, "slot_dtype": self.slot_dtype, "seed": self._seed}
+        return {**super().get_config(), **how}

@@ -8,7 +8,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,9 +20,6 @@ from keras_mp.step.scaled_step import make_step
 from keras_mp.support import trackables
 from keras_mp.support.autograph import allow_conversion, do_not_convert
 from keras_mp.wrappers import inner_optimizers
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # What a wrapper takes from the inner optimizer besides the hyperparameters.
 _OF_INNER = frozenset({"built", "iterations", "learning_rate", "optimizers"})
@@ -166,8 +163,8 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     @property
     def name(self) -> str:
         """The name given to the constructor, or the inner optimizer's."""
-        inner = self.inner_optimizer
-        return self._name or getattr(inner, "name", None) or inner.get_config()["name"]
+        of_inner = getattr(self.inner_optimizer, "name", None)
+        return self._name or of_inner or self.inner_optimizer.get_config()["name"]
 
     @property
     def variables(self) -> list[Any]:
@@ -431,7 +428,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     @classmethod
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> "Self":
+    ) -> "OptimizerWrapper":
         """Makes a wrapper, and the optimizer in it.
 
         Args:
@@ -448,7 +445,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
             inner = keras_api.deserialize_optimizer(inner, custom_objects=custom_objects)
         return cls(inner, **config)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Self":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OptimizerWrapper":
         # If attributes were copied one by one, delegation would look for the inner optimizer before
         # it is there.
         inner_optimizer = copy.deepcopy(self.inner_optimizer, memo)
@@ -475,14 +472,15 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
 
         Args:
             store: dict-like, of names and arrays. If their number is not that of the inner
-                optimizer's variables, the variables stay as they are, with a warning.
+                optimizer's variables, the variables stay as they are, with a warning; and so do
+                those of a loss scale that it lacks.
 
         Raises:
             ValueError: the variables are those of another optimizer.
         """
         from keras_mp.wrappers import saved_variables
 
-        saved_variables.load(store, self._inner_variables(), self._own_variables())
+        saved_variables.load(self, store)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         if save_type == "savedmodel":

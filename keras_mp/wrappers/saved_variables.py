@@ -1,7 +1,7 @@
 """What optimizer wrappers do where a file is written or read, and only then."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from keras_mp.support.dtypes import LOW_PRECISION_NAMES
 from keras_mp.tensorflow_api import saving
 from keras_mp.tensorflow_api.features import SAVED_MODELS
 from keras_mp.wrappers import inner_optimizers
+from keras_mp.wrappers.scaler_properties import ScalerProperties
 
 
 def check_shapes(variables: Iterable[Any], weights: Iterable[Any]) -> None:
@@ -34,17 +35,17 @@ def check_shapes(variables: Iterable[Any], weights: Iterable[Any]) -> None:
         )
 
 
-def load(store: Mapping[str, Any], variables: Sequence[Any], own: Mapping[str, Any]) -> None:
-    """Loads the variables of an optimizer.
+def load(optimizer: Any, store: Mapping[str, Any]) -> None:
+    """Loads the variables of a wrapper, and of the optimizer in it.
 
     Args:
-        store: dict-like, of names and arrays.
-        variables: those of the inner optimizer, whose names are numbers.
-        own: those of the wrapper, by their names.
+        optimizer: the wrapper.
+        store: dict-like, of names and arrays. The names of the inner optimizer's are numbers.
 
     Raises:
         ValueError: the variables are those of another optimizer.
     """
+    variables, own = optimizer._inner_variables(), optimizer._own_variables()
     names = set(store.keys())
     count = sum(name.isdigit() for name in names)
     if count == len(variables):
@@ -61,22 +62,12 @@ def load(store: Mapping[str, Any], variables: Sequence[Any], own: Mapping[str, A
         )
     for name in names & own.keys():
         own[name].assign(store[name][()])
-
-
-def warn_of_missing(store: Mapping[str, Any], own: Iterable[str]) -> None:
-    """Warns of variables of a wrapper that a file lacks.
-
-    Args:
-        store: dict-like, of names and arrays.
-        own: the names of the wrapper's variables.
-    """
-    missing = sorted(set(own) - set(store.keys()))
-    if missing:
+    missing = sorted(own.keys() - names)
+    if missing and isinstance(optimizer, ScalerProperties):
         messages.warn(
             f"The file holds no {', '.join(missing)} for the optimizer, so they stay as "
             "they are: it was saved without loss scaling, with another kind of loss scale, or "
-            f"with another LossScaleOptimizer. Expected {sorted(own)}. Received: "
-            f"{sorted(store.keys())}"
+            f"with another LossScaleOptimizer. Expected {sorted(own)}. Received: {sorted(names)}"
         )
 
 
