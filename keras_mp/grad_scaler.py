@@ -120,20 +120,12 @@ class GradScaler(ScalerProperties, tf.Module):
         # This is not an ordinary attribute, since checkpoints would contain that.
         vars(self)["_configured"] = configured
         self._step_calls = GradScalerCalls(used, scales=used is configured)
-        self._scaler = SharedScaler(
-            used,
-            skip_nonfinite=enabled and skip_nonfinite,
-            reduce_dtype=reduce_dtype,
-            aggregate_in_float16=aggregate_in_float16,
-            warn_after_skips=warn_after_skips,
-            raise_after_skips=raise_after_skips,
-        )
+        how = {"warn_after_skips": warn_after_skips, "raise_after_skips": raise_after_skips}
+        how |= {"reduce_dtype": reduce_dtype, "aggregate_in_float16": aggregate_in_float16}
+        self._scaler = SharedScaler(used, skip_nonfinite=enabled and skip_nonfinite, **how)
         observers.tell(observers.Observer.scaler_was_made)
 
-    @property
-    def enabled(self) -> bool:
-        """Whether the scaler scales, or skips, anything."""
-        return self._enabled
+    enabled = property(lambda self: self._enabled, doc="Whether it scales, or skips, anything.")
 
     @do_not_convert
     def scale(self, losses: Any) -> Any:
@@ -274,26 +266,26 @@ class GradScaler(ScalerProperties, tf.Module):
         """
         return cls(**config)
 
-    def _checked_scale(self, new_scale: NewScale) -> tf.Tensor | None:
-        loss_scale = self._scaler.loss_scale
+    def _checked_scale(self, new_scale: Any) -> tf.Tensor | None:
+        scale: Any = self._scaler.loss_scale
         if not self._step_calls.scales:
             return None
-        if not isinstance(loss_scale, DynamicLossScale):
+        if not isinstance(scale, DynamicLossScale):
             raise ValueError(
                 "Only a dynamic loss scale can be set. "
-                f"Received: new_scale={new_scale!r} with {loss_scale!r}"
+                f"Received: new_scale={new_scale!r} with {scale!r}"
             )
-        low, high = loss_scale.min_loss_scale, loss_scale.max_loss_scale
-        if tf.is_tensor(new_scale) or isinstance(new_scale, (LossScale, tf.Variable)):
+        low, high = scale.min_loss_scale, scale.max_loss_scale
+        if tf.is_tensor(new_scale) or isinstance(new_scale, LossScale):
             new_scale = tf.cast(tf.convert_to_tensor(new_scale), tf.float64)  # pyright: ignore
             if not tf.executing_eagerly():
                 # Comparisons with NaN are False.
-                is_valid = tf.logical_and(new_scale >= low, new_scale <= high)
-                return tf.where(is_valid, tf.cast(new_scale, tf.float32), loss_scale())
+                is_valid = (new_scale >= low) & (new_scale <= high)
+                return tf.where(is_valid, tf.cast(new_scale, tf.float32), scale())
             new_scale = new_scale.numpy().tolist()
-        number: Any = new_scale
-        number = validation.number("new_scale", number, at_least=low, at_most=high)
-        return tf.constant(number, tf.float32)
+        return tf.constant(
+            validation.number("new_scale", new_scale, at_least=low, at_most=high), tf.float32
+        )
 
     def _check_mode(self) -> None:
         if host.in_v1_graph():

@@ -143,10 +143,7 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         warn_after_skips: int | None = 50,
         raise_after_skips: int | None = None,
         skip_nonfinite: bool = False,
-        dynamic: bool | None = None,
-        initial_scale: float | None = None,
-        dynamic_growth_steps: int | None = None,
-        **kwargs: Any,
+        **older: Any,
     ) -> None:
         super().__init__(inner_optimizer)
         wrapped = list(inner_optimizers.chain(self.inner_optimizer))
@@ -162,22 +159,15 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         skip_nonfinite = validation.boolean("skip_nonfinite", skip_nonfinite)
         scales = loss_scale is not None or not skip_nonfinite
         loss_scale = loss_scale if scales else 1
-        older = {"dynamic": dynamic, "initial_scale": initial_scale}
-        older["dynamic_growth_steps"] = dynamic_growth_steps
-        older = {key: value for key, value in older.items() if value is not None} | kwargs
         if older:
             from keras_mp.wrappers import older_spellings
 
             loss_scale = older_spellings.loss_scale_of(loss_scale, **older)
         loss_scale = required(loss_scale, "LossScaleOptimizer", "the inner optimizer itself")
-        scaler = Scaler(
-            loss_scale,
-            skip_nonfinite=skip_nonfinite,
-            reduce_dtype=reduce_dtype,
-            aggregate_in_float16=aggregate_in_float16,
-            warn_after_skips=warn_after_skips,
-            raise_after_skips=raise_after_skips,
-        )
+        how: dict[str, Any] = {"warn_after_skips": warn_after_skips}
+        how |= {"raise_after_skips": raise_after_skips, "skip_nonfinite": skip_nonfinite}
+        how |= {"reduce_dtype": reduce_dtype, "aggregate_in_float16": aggregate_in_float16}
+        scaler = Scaler(loss_scale, **how)
         calls = OptimizerCalls(loss_scale, scales)
         self.__dict__.update(
             _name=name, _skip_nonfinite=skip_nonfinite, _step_calls=calls, _scaler=scaler
@@ -245,8 +235,8 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
             if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
                 return super()._whole_step(name, *of_loss)
             # Nothing is noted: it may come between calls of another step, and leaves that alone.
-            pairs = self._scaled(functools.partial(gradients.map_loss, scale), *of_loss)
-            pairs = gradients.checked_pairs(pairs)
+            scaled = functools.partial(gradients.map_loss, scale)
+            pairs = gradients.checked_pairs(self._scaled(scaled, *of_loss))
             state = GradientState(calls.scales, scaled_by if calls.scales else None, losses=losses)
             return self._make_step(pairs, state, self._scaler, name=name)
 

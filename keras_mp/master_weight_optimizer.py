@@ -112,15 +112,8 @@ class MasterWeightOptimizer(OptimizerWrapper):
             f"<{type(self).__name__} of {self.inner_optimizer!r}, method={self._method!r}{slots}>"
         )
 
-    @property
-    def method(self) -> str:
-        """The method by which the digits of weights are kept (read-only)."""
-        return self._method
-
-    @property
-    def slot_dtype(self) -> str:
-        """The dtype of the slots of weights in 16 bits (read-only)."""
-        return self._slot_dtype.name
+    method = property(lambda self: self._method, doc="How the digits of weights are kept.")
+    slot_dtype = property(lambda self: self._slot_dtype.name, doc="The dtype of their slots.")
 
     @property
     def variables(self) -> Any:

@@ -155,10 +155,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         names = set(object.__dir__(self)) | self._delegated | {"lr"}
         return sorted(names - {"_trackable"})
 
-    @property
-    def inner_optimizer(self) -> tf.keras.optimizers.Optimizer:
-        """The optimizer that is wrapped. Read-only."""
-        return self._trackable
+    inner_optimizer = property(lambda self: self._trackable, doc="The optimizer that is wrapped.")
 
     @property
     def name(self) -> str:
@@ -486,9 +483,8 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         if save_type == "savedmodel":
             from keras_mp.wrappers import saved_variables
 
-            has_model = self._model() is not None
-            loses_state = has_model and self._adapter.is_revived_without_state
-            saved_variables.saved_model_begins(OptimizerWrapper, loses_state)
+            is_new = self._model() is not None and self._adapter.is_revived_without_state
+            saved_variables.saved_model_begins(OptimizerWrapper, loses_state=is_new)
         return super()._trackable_children(save_type, **kwargs)  # pyright: ignore
 
     def _serialize_to_proto(self, object_proto: Any, **kwargs: Any) -> None:

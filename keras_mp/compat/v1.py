@@ -26,15 +26,8 @@ from keras_mp.support import host, messages, observers, trackables, validation
 from keras_mp.support.autograph import do_not_convert
 from keras_mp.wrappers.scaler_properties import ScalerProperties
 
-__all__ = [
-    "ExponentialUpdateLossScaleManager",
-    "FixedLossScaleManager",
-    "LossScaleManager",
-    "LossScaleOptimizer",
-    "ManagedLossScale",
-    "next_exponential_state",
-]
-
+__all__ = ["ExponentialUpdateLossScaleManager", "FixedLossScaleManager", "LossScaleManager"]
+__all__ += ["LossScaleOptimizer", "ManagedLossScale", "next_exponential_state"]
 
 _checked_scale = functools.partial(validation.number, at_least=SMALLEST, at_most=LARGEST)
 
@@ -268,10 +261,7 @@ class ManagedLossScale(LossScale):
         self._manager = manager
         self.num_bad_steps = state_variable(0, tf.int64, "steps_skipped_in_a_row")
 
-    @property
-    def manager(self) -> LossScaleManager:
-        """The manager."""
-        return self._manager
+    manager = property(lambda self: self._manager, doc="The `LossScaleManager`. Read-only.")
 
     def __call__(self) -> tf.Tensor:
         """Returns the current scale, a float32 scalar tensor."""
@@ -422,6 +412,15 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
                 "LossScaleOptimizer, so the loss would be scaled twice. Use the one that you have, "
                 f"or its inner optimizer, or create a new optimizer. Received: opt={opt!r}"
             )
+        if loss_scale_manager is not None and loss_scale != "dynamic":
+            raise ValueError(
+                "Pass `loss_scale` or `loss_scale_manager`, not both. Received: "
+                f"loss_scale={loss_scale!r}, loss_scale_manager={loss_scale_manager!r}"
+            )
+        given = loss_scale if loss_scale_manager is None else loss_scale_manager
+        managed = ManagedLossScale(given) if isinstance(given, LossScaleManager) else given
+        instead = "the inner optimizer itself"
+        loss_scale = loss_scale_lib.required(managed, "LossScaleOptimizer", instead)
         if not type(opt).compute_gradients.__module__.startswith("tensorflow."):
             messages.warn(
                 f"{type(opt).__name__} has a `compute_gradients` of its own, which sees the loss "
@@ -431,7 +430,6 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         strategies.check(may_skip=True)
         self._trackable = opt
         _Optimizer.__init__(self, use_locking=False, name=opt.get_name())
-        loss_scale = _loss_scale(loss_scale, loss_scale_manager)
         self._scaler = Scaler(
             loss_scale,
             aggregate_in_float16=aggregate_in_float16,
@@ -442,14 +440,10 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         _wrapped.add(opt)
         observers.tell(observers.Observer.scaler_was_made)
 
-    @property
-    def inner_optimizer(self) -> tf.compat.v1.train.Optimizer:
-        """The optimizer that is wrapped. Read-only."""
-        return self._trackable
-
-    def get_name(self) -> str:
-        """Returns the inner optimizer's name."""
-        return self.inner_optimizer.get_name()
+    inner_optimizer = property(lambda self: self._trackable, doc="The optimizer that is wrapped.")
+    get_name, get_slot, get_slot_names = map(
+        trackables.delegated, ("get_name", "get_slot", "get_slot_names")
+    )
 
     @do_not_convert
     def minimize(
@@ -489,7 +483,7 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         if any(getattr(type(self), m) is not getattr(LossScaleOptimizer, m) for m in _HOOKS):
             return super().minimize(loss, global_step, var_list, *how, name, grad_loss)
         pairs, state = self._scaled_gradients(loss, grad_loss, var_list, *how)
-        return self._step(_checked(pairs), global_step, name, state)
+        return self._step(_checked(pairs), state, global_step, name=name)
 
     @do_not_convert
     def compute_gradients(
@@ -561,24 +555,11 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
                 "compute_gradients() and then apply_gradients()."
             )
         state = GradientState(scaled_by=self._scaler.loss_scale())
-        aggregate = not skip_gradients_aggregation
-        operation = self._step(pairs, global_step, name, state, aggregate=aggregate)
+        how = {"name": name, "aggregate": not skip_gradients_aggregation}
+        operation = self._step(pairs, state, global_step, **how)
         left = own.step.computed - applied if tf.executing_eagerly() else own.step.computed
         own.step = _Computed(left, is_applied=not tf.executing_eagerly())
         return operation
-
-    def get_slot(self, var: tf.Variable, name: str) -> Any:
-        """Returns a slot of the inner optimizer, or None.
-
-        Args:
-            var: variable that is trained.
-            name: str. The slot's name.
-        """
-        return self.inner_optimizer.get_slot(var, name)
-
-    def get_slot_names(self) -> list[str]:
-        """Returns the names of the inner optimizer's slots."""
-        return self.inner_optimizer.get_slot_names()
 
     def variables(self) -> list[tf.Variable]:
         """Returns the inner optimizer's variables and those of the loss scale."""
@@ -606,26 +587,17 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
         pairs = self.inner_optimizer.compute_gradients(scaled, grad_loss=grad_loss, **given)
         return pairs, GradientState(True, scaled_by, losses=losses)
 
-    def _step(
-        self,
-        pairs: list[tuple[Any, Any]],
-        global_step: tf.Variable | None,
-        name: str | None,
-        state: GradientState,
-        *,
-        aggregate: bool = True,
-    ) -> tf.Operation | None:
+    def _step(self, pairs: Any, state: GradientState, global_step: Any, **how: Any) -> Any:
         # Checked again, since the optimizer may have been made outside of the strategy's scope.
         strategies.check(may_skip=True)
         adapter = V1Optimizer(self.inner_optimizer, global_step)
         adapter.build([variable for _, variable in pairs])
         train_ops = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)
         before = list(train_ops)
-        how = {"aggregate": aggregate, "name": name}
         operation, _ = make_step(adapter, pairs, state, self._scaler, **how)
         if operation is None:
             return None
-        train_op = tf.group(operation, name=name or self.get_name())
+        train_op = tf.group(operation, name=how["name"] or self.get_name())
         # In place of the operations that the inner optimizer has added, which are in a branch.
         train_ops[:] = [*before, train_op]
         return train_op
@@ -641,22 +613,6 @@ class LossScaleOptimizer(ScalerProperties, trackables.DelegatingTrackable, _Opti
 _HOW = ("var_list", "gate_gradients", "aggregation_method", "colocate_gradients_with_ops")
 # The methods that a subclass may override to change `minimize`.
 _HOOKS = ("compute_gradients", "apply_gradients")
-
-
-def _loss_scale(
-    loss_scale: loss_scale_lib.LossScaleArgument | LossScaleManager,
-    manager: LossScaleManager | None,
-) -> LossScale:
-    if manager is not None:
-        if loss_scale != "dynamic":
-            raise ValueError(
-                "Pass `loss_scale` or `loss_scale_manager`, not both. Received: "
-                f"loss_scale={loss_scale!r}, loss_scale_manager={manager!r}"
-            )
-        loss_scale = manager
-    if isinstance(loss_scale, LossScaleManager):
-        return ManagedLossScale(loss_scale)
-    return loss_scale_lib.required(loss_scale, "LossScaleOptimizer", "the inner optimizer itself")
 
 
 def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

@@ -1,7 +1,7 @@
 """Optimizers inside of others: which there are, and how a wrapper calls one."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -24,14 +24,13 @@ class WrapperAdapter(DelegatingAdapter):
     def __init__(self, wrapper: tf.keras.optimizers.Optimizer) -> None:
         super().__init__(wrapper, wrapper._adapter)
 
-    @property
-    def only_differentiates(self) -> bool:
-        is_ours = _is_of_keras_mp(type(self.optimizer).compute_gradients)
-        return is_ours and self._inner.only_differentiates
+    only_differentiates = property(
+        lambda self: self._is_ours("compute_gradients") and self._inner.only_differentiates
+    )
+    overrides_minimize = property(lambda self: not self._is_ours("minimize"))
 
-    @property
-    def overrides_minimize(self) -> bool:
-        return not _is_of_keras_mp(type(self.optimizer).minimize)
+    def _is_ours(self, method: str) -> bool:
+        return (getattr(type(self.optimizer), method).__module__ or "").startswith("keras_mp.")
 
     def hyperparameters(self) -> frozenset[str]:
         return self.optimizer._delegated
@@ -44,10 +43,6 @@ class WrapperAdapter(DelegatingAdapter):
 
 for _name in ("build", "compute_gradients"):
     setattr(WrapperAdapter, _name, property(operator.attrgetter(f"optimizer.{_name}")))
-
-
-def _is_of_keras_mp(method: Callable[..., Any]) -> bool:
-    return (method.__module__ or "").startswith("keras_mp.")
 
 
 def chain(optimizer: tf.keras.optimizers.Optimizer | None) -> Iterator[Any]:
@@ -95,13 +90,13 @@ def adapter_of(optimizer: Any, takes_others: bool = False) -> OptimizerAdapter:
         adapter = other_adapter(optimizer)
     if adapter is None:
         others = (
-            ", or a tf.compat.v1.train.Optimizer, an object with a method `apply(updates, "
-            "parameters)`, or a function of a list of (gradient, variable) pairs"
+            "a tf.compat.v1.train.Optimizer, an object with a method `apply(updates, parameters)`, "
+            "a function of a list of (gradient, variable) pairs, or "
         )
         hint = f". To use one of {keras_api.OTHER_PACKAGE}, {keras_api.switch_hint()}"
         raise TypeError(
-            f"Expected an optimizer of `tf.keras`, which is {root} in this process"
-            f"{others if takes_others else ''}{hint if is_of_other else ''}. Received: "
+            f"Expected {others if takes_others else ''}an optimizer of `tf.keras`, which is {root} "
+            f"in this process{hint if is_of_other else ''}. Received: "
             f"{'' if takes_others else 'inner_'}optimizer={optimizer!r} (of type {type(optimizer)})"
         )
     return adapter

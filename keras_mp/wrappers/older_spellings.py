@@ -20,14 +20,14 @@ def loss_scale_of(loss_scale: Any, **given: Any) -> Any:
 
     Args:
         loss_scale: as in the constructor.
-        **given: the older arguments that the constructor was given, and those that it does not
-            know.
+        **given: the arguments that the constructor does not know. None of an older one is none.
 
     Raises:
         ValueError: they contradict each other, or there is one that would have an effect on the
             inner optimizer.
     """
     older = {name: given.pop(name) for name in _OLDER if name in given}
+    older = {name: value for name, value in older.items() if value is not None}
     strangers = {k: v for k, v in given.items() if k not in _LEFT_ALONE or v != _LEFT_ALONE[k]}
     shown = strangers or {"loss_scale": loss_scale, **older}
     received = ", ".join(f"{name}={value!r}" for name, value in shown.items())

@@ -26,8 +26,7 @@ def check_shapes(variables: Iterable[Any], weights: Iterable[Any]) -> None:
     Raises:
         ValueError: their shapes differ.
     """
-    expected = [tuple(variable.shape) for variable in variables]
-    received = [tuple(np.shape(weight)) for weight in weights]
+    expected, received = ([tuple(np.shape(x)) for x in some] for some in (variables, weights))
     if expected != received:
         raise ValueError(
             "The weights are from another kind of optimizer, or for another model. Nothing was "
@@ -84,9 +83,9 @@ def state_of(optimizer: Any, own: Mapping[str, Any]) -> dict[str, Any]:
         state = {name: tf.convert_to_tensor(v).numpy().item() for name, v in own.items()}
     model, policy = optimizer._model(), optimizer.policy_in_file
     if model is not None:
-        layers = [each for each in keras_api.flatten_layers(model) if each is not model]
-        half = (each for each in layers if each.compute_dtype in LOW_PRECISION_NAMES)
-        policy = next((each.dtype_policy.name for each in half), None)
+        layers = (each for each in keras_api.flatten_layers(model) if each is not model)
+        half = [each for each in layers if each.compute_dtype in LOW_PRECISION_NAMES]
+        policy = half[0].dtype_policy.name if half else None
     return {"state": {**state, "policy": policy}}
 
 

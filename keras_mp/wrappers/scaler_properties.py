@@ -51,10 +51,8 @@ class ScalerProperties:
 
     @aggregate_in_float16.setter
     def aggregate_in_float16(self, value: bool) -> None:
-        if validation.boolean("aggregate_in_float16", value):
-            self._scaler.reduce_dtype = tf.float16
-        elif self.aggregate_in_float16:
-            self._scaler.reduce_dtype = tf.float32
+        if validation.boolean("aggregate_in_float16", value) is not self.aggregate_in_float16:
+            self._scaler.reduce_dtype = tf.float16 if value else tf.float32
 
     @property
     def reduce_dtype(self) -> str:
@@ -158,10 +156,9 @@ class ScalerProperties:
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         # Optimizers of tf_keras list their children only once, perhaps before they are wrapped.
         others = super()._trackable_children(save_type, **kwargs)  # pyright: ignore
-        children = {**others, **self._own_children()}
-        if save_type == "savedmodel":  # It holds functions, and all that these use.
-            children.update(self._hidden_variables())
-        return children
+        # A SavedModel holds functions, and all that these use.
+        hidden = self._hidden_variables() if save_type == "savedmodel" else {}
+        return {**others, **self._own_children(), **hidden}
 
     def _hidden_variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""
