@@ -46,10 +46,6 @@ class AllReduceOptimizer(OptimizerWrapper):
     Source: RFC 293, "All-reducing in float16"; PyTorch, `MixedPrecision(reduce_dtype=)`.
     """
 
-    def __init__(
-        self,
-        inner_optimizer: tf.keras.optimizers.Optimizer | str | dict[str, Any],
-        reduce_dtype: str | tf.DType = "bfloat16",
-    ) -> None:
+    def __init__(self, inner_optimizer: Any, reduce_dtype: str | tf.DType = "bfloat16") -> None:
         super().__init__(inner_optimizer)
         self.reduce_dtype = reduce_dtype

@@ -6,7 +6,7 @@ RFC 293, "LossScaleOptimizer Overview" and "LossScaleOptimizer API".
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -167,11 +167,12 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         how: dict[str, Any] = {"warn_after_skips": warn_after_skips}
         how |= {"raise_after_skips": raise_after_skips, "skip_nonfinite": skip_nonfinite}
         how |= {"reduce_dtype": reduce_dtype, "aggregate_in_float16": aggregate_in_float16}
-        scaler = Scaler(loss_scale, **how)
-        calls = OptimizerCalls(loss_scale, scales)
-        self.__dict__.update(
-            _name=name, _skip_nonfinite=skip_nonfinite, _step_calls=calls, _scaler=scaler
+        self._name, self._skip_nonfinite, self._scaler = (
+            name,
+            skip_nonfinite,
+            Scaler(loss_scale, **how),
         )
+        self._step_calls = OptimizerCalls(loss_scale, scales)
         keras_api.track_variables({**self._own_variables(), **self._hidden_variables()}.values())
         for child_name, child in self._own_children().items():
             self._track_trackable(child, child_name, overwrite=True)
@@ -284,15 +285,6 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
 
         widens = self._adapter.takes_float32_gradients
         return scaling_tape.compute(compute, self._scaler.loss_scale(), widens, loss, *how)
-
-    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Saves the state of the loss scale and of the inner optimizer.
-
-        Args:
-            store: dict-like, of names and arrays.
-        """
-        self._scaler.ask()
-        super().save_own_variables(store)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` makes an equal optimizer.

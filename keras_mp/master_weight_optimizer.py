@@ -101,16 +101,14 @@ class MasterWeightOptimizer(OptimizerWrapper):
         wrong = [type(each).__name__ for each in chain(optimizer) if isinstance(each, refused)]
         if wrong:
             raise TypeError(
-                f"A MasterWeightOptimizer goes inside of a {wrong[0]}, not around it: "
-                f"{wrong[0]}(MasterWeightOptimizer(optimizer)). "
-                f"Received: inner_optimizer={optimizer!r}"
+                f"A MasterWeightOptimizer goes inside of a {wrong[0]}, not around it: {wrong[0]}"
+                f"(MasterWeightOptimizer(optimizer)). Received: inner_optimizer={optimizer!r}"
             )
 
     def __repr__(self) -> str:
         slots = "" if self._slot_dtype == tf.float32 else f", slot_dtype={self.slot_dtype!r}"
-        return (
-            f"<{type(self).__name__} of {self.inner_optimizer!r}, method={self._method!r}{slots}>"
-        )
+        how = f"method={self._method!r}{slots}"
+        return f"<{type(self).__name__} of {self.inner_optimizer!r}, {how}>"
 
     method = property(lambda self: self._method, doc="How the digits of weights are kept.")
     slot_dtype = property(lambda self: self._slot_dtype.name, doc="The dtype of their slots.")

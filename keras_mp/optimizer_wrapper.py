@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_mp import keras_api
 from keras_mp.step import gradients, replicas
-from keras_mp.step.optimizer_adapter import Loss, Pairs, VarList
+from keras_mp.step.optimizer_adapter import Loss, Pairs, Tape, VarList
 from keras_mp.step.scaled_step import make_step
 from keras_mp.support import trackables
 from keras_mp.support.autograph import allow_conversion, do_not_convert
@@ -76,11 +76,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     # The model that is trained, if it is known.
     _model: Callable[[], tf.keras.Model | None] = staticmethod(lambda: None)
 
-    def __init__(
-        self,
-        inner_optimizer: tf.keras.optimizers.Optimizer | str | dict[str, Any],
-        reduce_dtype: str | tf.DType | None = None,
-    ) -> None:
+    def __init__(self, inner_optimizer: Any, reduce_dtype: str | tf.DType | None = None) -> None:
         # The constructor of Keras's base class is not called: it would make a second iteration
         # counter and a second learning rate, which nothing would ever use.
         if isinstance(inner_optimizer, (str, dict)):
@@ -247,7 +243,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         self,
         loss: Loss,
         var_list: VarList,
-        tape: tf.GradientTape | None = None,
+        tape: Tape = None,
         grad_loss: tf.Tensor | None = None,
         name: str | None = None,
     ) -> Any:
@@ -272,11 +268,7 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
 
     @do_not_convert
     def compute_gradients(
-        self,
-        loss: Loss,
-        var_list: VarList,
-        tape: tf.GradientTape | None = None,
-        grad_loss: tf.Tensor | None = None,
+        self, loss: Loss, var_list: VarList, tape: Tape = None, grad_loss: tf.Tensor | None = None
     ) -> list[tuple[Any, Any]]:
         """Computes gradients: the first half of `minimize`, with the same arguments.
 
@@ -417,10 +409,8 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
 
         A subclass with its own arguments adds them.
         """
-        config = {"inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer)}
-        if self._reduce_dtype is not None:
-            config["reduce_dtype"] = self._reduce_dtype.name
-        return config
+        own = {} if self._reduce_dtype is None else {"reduce_dtype": self._reduce_dtype.name}
+        return {"inner_optimizer": keras_api.serialize_optimizer(self.inner_optimizer), **own}
 
     @classmethod
     def from_config(

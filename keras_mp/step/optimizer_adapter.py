@@ -12,6 +12,7 @@ import tensorflow as tf
 
 Pairs = Sequence[tuple[Any, Any]]
 Loss = tf.Tensor | Callable[[], tf.Tensor]
+Tape = tf.GradientTape | None
 VarList = tf.Variable | Iterable[Any] | Callable[[], Any]
 # The result of applying gradients. Only TensorFlow 1 has to run an operation.
 Applied = tf.Operation | tf.Variable | None

@@ -10,7 +10,6 @@ import tensorflow as tf
 from keras_mp.step import replicas, scaled_losses
 from keras_mp.step.loss_scales import LossScale
 from keras_mp.step.record import Calls
-from keras_mp.step.scaler import Scaler
 from keras_mp.support import validation
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 class ScalerProperties:
     """The properties of an object with a `Scaler`, and its children in checkpoints."""
 
-    _scaler: Scaler
+    _scaler: Any = None
     _step_calls: Calls | None = None
     _skip_nonfinite = False
 
@@ -144,10 +143,8 @@ class ScalerProperties:
     def _config_of_scaler(self) -> dict[str, Any]:
         """Returns the arguments about sums and skipped steps."""
         names = ("aggregate_in_float16", "reduce_dtype", "skip_nonfinite", "warn_after_skips")
-        config = {name: getattr(self, name) for name in names}
-        if self.raise_after_skips is not None:
-            config["raise_after_skips"] = self.raise_after_skips
-        return config
+        names += ("raise_after_skips",) if self.raise_after_skips is not None else ()
+        return {name: getattr(self, name) for name in names}
 
     def _own_children(self) -> dict[str, Any]:
         """Returns the children in checkpoints, besides those of a wrapped optimizer."""
