@@ -196,10 +196,11 @@ class OptimizerCalls(Calls):
         else:
             how = How.UNKNOWN if is_missing and not has_begun else How.DONE
         applied = None if step.applied is None else applied
-        after = _Step(how, how is not How.UNKNOWN, applied, scaled_by=scaled_by)
+        after = _Step(how, True, applied, scaled_by=scaled_by)
+        if how is How.UNKNOWN:
+            after = _Step()
+        page.step = after  # The thread that began the step is done with it.
         self.note(after if page is own else after.bare())
-        if page is not own and is_eager:
-            page.step = after  # The thread that began the step is done with it.
 
     @contextlib.contextmanager
     def as_before_an_exception(self, by_hand: Sequence[Any] | None = None) -> Iterator[None]:

@@ -14,7 +14,6 @@ when it is traced. Only numbers, such as the factor of the loss, go from graph t
 variables.
 """
 
-import copy
 import itertools
 import threading
 import weakref
@@ -63,16 +62,15 @@ class Page:
         replica: int or None. The number of the replica that makes the calls; None without replicas.
         is_eager: bool. Whether it is of eager code.
         before_branches: the number of operations that the graph had before the branches of a
-            condition made calls, and the step that was known then.
+            condition made calls, and the step and the time that were known then.
         results: weak references to the results of the last call.
     """
 
-    time = 0
-    before_branches: tuple[int, Any] = (-1, None)
+    before_branches: tuple[int, Any, int] = (-1, None, 0)
     results: tuple["weakref.ref[Any]", ...] = ()
 
-    def __init__(self, step: Any) -> None:
-        self.step, self.replica = step, replicas.number()
+    def __init__(self, step: Any, time: int = 0) -> None:
+        self.step, self.time, self.replica = step, time, replicas.number()
         self.is_eager = host.current_graph() is None
 
 
@@ -98,7 +96,10 @@ class Notebook:
         self._keras_mp_notes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def page(self) -> Page:
-        """Returns the page of the graph that is being built, or of eager code."""
+        """Returns the page of the graph that is being built, or of eager code.
+
+        A graph in another one begins with what is known there.
+        """
         graph = host.current_graph()
         if graph is None and replicas.number() is None and not self.is_shared:
             return self._of(threading.current_thread())
@@ -113,55 +114,33 @@ class Notebook:
                 Such steps are preferred to others. Defaults to any step.
 
         Returns:
-            The page of this graph or of eager code, unless nothing was called here: then of a graph
-            around this one, or else that where a step was begun last. If its tensors cannot be used
-            here, it is a new page without them, whose time is 0.
+            The page of this graph or of eager code, unless nothing was called here: then that where
+            a step was begun last. If its tensors cannot be used here, it is a new page without
+            them, whose time is 0.
         """
-        own, graph = self.page(), host.current_graph()
-        if (own.step.has_begun() and prefers(own.step)) or (graph is not None and own.time):
+        own = self.page()
+        if (own.step.has_begun() and prefers(own.step)) or (own.time and not own.is_eager):
             return own
-        while (outer := _function_around(graph)) is not None:
-            around = self._around(graph)
-            if around.step.has_begun():
-                return around
-            graph = outer
         living = [page for refer in list(self._all) if (page := refer()) is not None]
-        near = [
-            page for page in living if own.replica is None or page.replica in (own.replica, None)
-        ]
-        begun = [page for page in near if page.step.has_begun()]
-        if not begun:
-            return own
-        found = max(begun, key=lambda each: (prefers(each.step), each.time))
-        return found if found.is_eager and own.is_eager else Page(found.step.bare())
+        begun = [page for page in living if page.step.has_begun()]
+        if own.replica is not None:
+            begun = [page for page in begun if page.replica in (own.replica, None)]
+        found = max(begun, key=lambda each: (prefers(each.step), each.time), default=own)
+        is_here = found is own or (found.is_eager and own.is_eager)
+        return found if is_here else Page(found.step.bare())
 
     def note(self, step: Any) -> None:
         """Notes a step after a call, here and in the graphs around.
 
         What the body of a loop does, or a function that is called, is done where it is called.
         """
-        page, time, graph = self.page(), next(self._times), host.current_graph()
-        page.step, page.time = step, time
+        page, graph = self.page(), host.current_graph()
+        page.step, page.time = step, next(self._times)
         if page.is_eager:
             self._last = page
-        while (outer := _function_around(graph)) is not None:
-            around, count = self._of(outer), _size(outer)
-            if function_graphs.is_branch(graph) and around.before_branches[0] != count:
-                around.before_branches = count, around.step
-            around.step, around.time = step.bare(), time
-            graph = outer
-
-    def _around(self, graph: Any) -> Page:
-        """Returns the page of the graph around one.
-
-        Of the branches of a condition, one runs: each goes by what was known before.
-        """
-        around = self._of(graph.outer_graph)
-        count, step = around.before_branches
-        if function_graphs.is_branch(graph) and count == _size(graph.outer_graph):
-            around = copy.copy(around)
-            around.step = step
-        return around
+        while (graph := _function_around(graph)) is not None:
+            around = self._of(graph)
+            around.step, around.time = step.bare(), page.time
 
     def forget(self) -> None:
         """Forgets the step of eager code on all replicas."""
@@ -176,9 +155,25 @@ class Notebook:
             owner._keras_mp_notes = weakref.WeakKeyDictionary()
         of_replicas, replica = owner._keras_mp_notes.setdefault(self, {}), replicas.number()
         if replica not in of_replicas:
-            page = of_replicas.setdefault(replica, Page(self._new))
+            page = of_replicas.setdefault(replica, Page(*self._known_around(owner)))
             self._all.append(weakref.ref(page, self._all.remove))
         return of_replicas[replica]
+
+    def _known_around(self, owner: Any) -> tuple[Any, int]:
+        """Returns the step that is known where a graph begins, and its time.
+
+        Of the branches of a condition, one runs: each goes by what was known before.
+        """
+        graph = _function_around(owner)
+        if graph is None:
+            return self._new, 0
+        around, size = self._of(graph), len(graph.get_operations())
+        known = around.step, around.time if around.step.has_begun() else 0
+        if not function_graphs.is_branch(owner):
+            return known
+        if around.before_branches[0] != size:
+            around.before_branches = size, *known
+        return around.before_branches[1:]
 
 
 class Calls(Notebook):
@@ -224,7 +219,3 @@ class Calls(Notebook):
 def _function_around(graph: Any) -> Any:
     outer = getattr(graph, "outer_graph", None)
     return outer if function_graphs.is_of_function(outer) else None
-
-
-def _size(graph: Any) -> int:
-    return len(graph.get_operations())

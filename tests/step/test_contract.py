@@ -72,6 +72,7 @@ scale_loss apply_w apply apply           | 5,1 neither | threads: 8,1 neither ne
 scale unscale apply_w apply              | 1,1 | threads: 1,1 neither
 scale apply_w apply                      | 4,1 not_unscaled neither
                                          | own: 1,1 not_unscaled not_unscaled
+apply unscale apply_w                    | 1,0.25 neither not_scaled
 unscale apply_w apply                    | 0.25,0.25 not_scaled
                                          | called: 0.25,0.25 not_scaled neither
                                          | own: 0.25,0.25 not_scaled not_scaled
