@@ -122,13 +122,13 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         how = "" if is_usual else f", reduce_dtype={self.reduce_dtype!r}"
         return f"<{type(self).__name__} of {self.inner_optimizer!r}{how}>"
 
-    # Not that of legacy optimizers, which looks for hyperparameters in the wrapper.
+    # Not that of legacy optimizers: it is Python, so each attribute would take ten times as long.
     __getattribute__ = object.__getattribute__
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self)
         inner = own.get("_trackable")
-        if inner is not None and name in own["_delegated"].union(keras_api.READ_BY_CALLBACKS):
+        if inner is not None and (name in own["_delegated"] or name in keras_api.READ_BY_CALLBACKS):
             return getattr(inner, name)
         if name.startswith("_") or not hasattr(inner, name):
             return object.__getattribute__(self, name)  # It raises the usual error.
@@ -448,11 +448,9 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
         Args:
             store: dict-like, of names and arrays.
         """
-        saved = self._own_variables()
-        if not self._adapter.is_saved_by_keras:
-            saved |= {str(i): each for i, each in enumerate(self._inner_variables())}
-        for name, variable in saved.items():
-            store[name] = tf.convert_to_tensor(variable).numpy()
+        inner = () if self._adapter.is_saved_by_keras else enumerate(self._inner_variables())
+        for name, variable in (*self._own_variables().items(), *inner):
+            store[str(name)] = tf.convert_to_tensor(variable).numpy()
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Loads the variables of this optimizer, or of one that is not wrapped.

@@ -105,6 +105,12 @@ def test_what_is_no_optimizer_is_refused(wrap, bad):
         wrap(bad)
 
 
+def test_an_optimizer_may_be_given_by_its_name_or_config(wrap):
+    of_config = wrap(tf.keras.optimizers.serialize(tf.keras.optimizers.SGD(0.5)))
+    assert float(value(of_config.learning_rate)) == 0.5
+    assert type(wrap("sgd").inner_optimizer) is type(of_config.inner_optimizer)
+
+
 CONFIGURED = {
     "dynamic": lambda inner: keras_mp.LossScaleOptimizer(
         inner, keras_mp.DynamicLossScale(64, increment_period=7, min_loss_scale=2), False
