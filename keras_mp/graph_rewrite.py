@@ -87,13 +87,11 @@ def enable_mixed_precision_graph_rewrite(
 
     Source: TensorFlow 1.15, `tf.train.experimental.enable_mixed_precision_graph_rewrite`.
     """
-    if dtype not in (None, *passes.PASSES):
-        raise ValueError(f"Expected 'float16', 'bfloat16' or None. Received: dtype={dtype!r}")
+    _check(dtype)
     _refuse_policies()
     _refuse_second(optimizer)
-    _refuse_scaling(optimizer)
-    dtype = dtype or _fastest()
     wrapper = _wrapper(optimizer)
+    dtype = dtype or _fastest()
     result = wrapper(optimizer, loss_scale) if dtype == "float16" else optimizer
     _warn_if_it_is_in_vain(dtype)
     lists.keep_out(_with_wrong_sums(dtype))
@@ -207,11 +205,9 @@ def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
     'on the deny list'
     >>> keras_mp.disable_mixed_precision_graph_rewrite()
     """
-    if device is None:
-        dtype = _enabled("report")
-    else:
+    dtype = _enabled("report") if device is None else passes.enabled_dtype() or "float16"
+    if device is not None:
         optimize.compute_capability(device)
-        dtype = passes.enabled_dtype() or "float16"
     fetches: list[Any] = list(function) if isinstance(function, (list, tuple)) else [function]
     kinds = (tf.Operation, tf.Tensor, tf.Variable)
     # An eager tensor has no graph.
@@ -220,16 +216,13 @@ def report(function: Any, *args: Any, device: str | None = None, **kwargs: Any) 
             raise ValueError(
                 f"Expected operations and tensors of one tf.Graph. Received: function={function!r}"
             )
-        graph = reports.of_fetches(fetches)
-        return reports.report(graph, fetches[0].name, dtype, device=device)
+        return reports.report(reports.of_fetches(fetches), fetches[0].name, dtype, device=device)
     if isinstance(function, tf.keras.Model):
         function, args = _step_of_training(function, args, kwargs)
-    concrete: Any = None
-    if isinstance(function, tf.types.experimental.ConcreteFunction):
-        concrete = function
-    elif hasattr(function, "get_concrete_function"):
-        concrete = function.get_concrete_function(*args, **kwargs)  # pyright: ignore
-    else:
+    concrete: Any = function
+    if hasattr(concrete, "get_concrete_function"):
+        concrete = concrete.get_concrete_function(*args, **kwargs)
+    elif not isinstance(function, tf.types.experimental.ConcreteFunction):
         raise TypeError(
             "Only graphs are rewritten. Expected a tf.function, a concrete function, a model, or "
             "operations or tensors of a tf.Graph; write tf.function(f) for a Python function f. "
@@ -264,10 +257,8 @@ def op_lists(dtype: str | None = None) -> dict[str, frozenset[str]]:
     >>> "Exp" in keras_mp.graph_rewrite.op_lists()["deny"]
     True
     """
-    dtype = dtype or passes.enabled_dtype() or "float16"
-    if dtype not in passes.PASSES:
-        raise ValueError(f"Expected 'float16', 'bfloat16' or None. Received: dtype={dtype!r}")
-    return lists.read(dtype)
+    _check(dtype)
+    return lists.read(dtype or passes.enabled_dtype() or "float16")
 
 
 def change_op_lists(
@@ -312,6 +303,11 @@ def change_op_lists(
     lists.change({"allow": allow, "infer": infer, "deny": deny, "clear": clear, "none": none})
 
 
+def _check(dtype: str | None) -> None:
+    if dtype not in (None, *passes.PASSES):
+        raise ValueError(f"Expected 'float16', 'bfloat16' or None. Received: dtype={dtype!r}")
+
+
 def _enabled(what: str) -> str:
     dtype = passes.enabled_dtype()
     if dtype is None:
@@ -351,26 +347,28 @@ def _refuse_second(optimizer: _Optimizer) -> None:
         )
 
 
-def _refuse_scaling(optimizer: _Optimizer) -> None:
-    is_of_keras = isinstance(optimizer, keras_api.OPTIMIZER_BASES)
-    in_keras = [find_loss_scale_optimizer(optimizer), is_of_keras and wrapper_of(optimizer)]
-    if any(in_keras) or v1.scales_loss(optimizer):
+def _wrapper(optimizer: _Optimizer) -> type:
+    """Returns the class that scales the loss for an optimizer.
+
+    It refuses one that scales the loss itself.
+    """
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        wrapper, scales = v1.LossScaleOptimizer, v1.scales_loss(optimizer)
+    elif isinstance(optimizer, keras_api.OPTIMIZER_BASES):
+        wrapper = LossScaleOptimizer
+        scales = find_loss_scale_optimizer(optimizer) or wrapper_of(optimizer)
+    else:
+        raise TypeError(
+            "Expected an optimizer of `tf.keras`, which is "
+            f"{keras_api.ROOT_PACKAGE} in this process, or a tf.compat.v1.train.Optimizer. "
+            f"Received: optimizer={optimizer!r} (of type {type(optimizer)})"
+        )
+    if scales:
         raise ValueError(
             "The optimizer already scales the loss: pass its inner optimizer. Received: "
             f"optimizer={optimizer!r}"
         )
-
-
-def _wrapper(optimizer: _Optimizer) -> type:
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        return v1.LossScaleOptimizer
-    if isinstance(optimizer, keras_api.OPTIMIZER_BASES):
-        return LossScaleOptimizer
-    raise TypeError(
-        "Expected an optimizer of `tf.keras`, which is "
-        f"{keras_api.ROOT_PACKAGE} in this process, or a tf.compat.v1.train.Optimizer. "
-        f"Received: optimizer={optimizer!r} (of type {type(optimizer)})"
-    )
+    return wrapper
 
 
 def _fastest() -> str:
@@ -427,8 +425,7 @@ def _step_of_training(
     """
     if getattr(model, "optimizer", None) is None:
         raise ValueError(f"Expected a model that is compiled. Received: function={model!r}")
-    is_dataset = any(isinstance(each, tf.data.Dataset) for each in batch)
-    if not batch or is_dataset or kwargs:
+    if not batch or kwargs or any(isinstance(each, tf.data.Dataset) for each in batch):
         raise TypeError(
             "Expected one batch after the model, by position: x, y, and sample weights if there "
             f"are any. Received: args={batch!r}, {kwargs}"
@@ -439,10 +436,4 @@ def _step_of_training(
 
     # The attribute is None by default in models of Keras 2.
     function = tf.function(train_step, autograph=False, jit_compile=model.jit_compile or None)
-
-    def tensor(value: Any) -> Any:
-        if value is None or isinstance(value, tf.TensorSpec):
-            return value
-        return tf.convert_to_tensor(value)
-
-    return function, (tf.nest.map_structure(tensor, tuple(batch)),)
+    return function, (tuple(batch),)

@@ -17,15 +17,9 @@ from keras_mp.grappler import optimize
 from keras_mp.grappler.passes import PASSES
 from keras_mp.support import cpu
 
-# Parts of the names of environment variables; the second ones are those of TensorFlow 1.
-_NAMES = {
-    "allow": ("ALLOWLIST", "WHITELIST"),
-    "infer": ("INFERLIST", "GRAYLIST"),
-    "deny": ("DENYLIST", "BLACKLIST"),
-    "clear": ("CLEARLIST",),
-}
+_NAMES = ("allow", "infer", "deny", "clear")
 _PREFIX = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
-_LOG_PATH = f"{_PREFIX}LOG_PATH"
+_ALLOWED = f"{_PREFIX}ALLOWLIST_ADD"
 
 # Without a suitable GPU the pass of float16 does nothing. This one has the same lists.
 _TRIED_WITH = {**PASSES, "float16": "auto_mixed_precision_cpu"}
@@ -34,8 +28,8 @@ _TRIED_WITH = {**PASSES, "float16": "auto_mixed_precision_cpu"}
 _PROBE = "BesselI0e"
 
 _lock = threading.Lock()
-# The environment as it was before the lists were changed here.
-_environment: dict[str, str | None] = {}
+# What undoes the changes that were made here to the environment.
+_undo: dict[str, str | None] = {}
 # The list on which each operation was put by `change`, and those that `keep_out` has taken off.
 _changed: dict[str, str] = {}
 _kept: dict[str, str] = {}
@@ -72,35 +66,30 @@ def read(dtype: str) -> dict[str, frozenset[str]]:
     config = tf.compat.v1.ConfigProto()
     config.graph_options.rewrite_options.optimizers.append(_TRIED_WITH[dtype])
     config.graph_options.rewrite_options.min_graph_nodes = -1  # however small the graph
-    # The pass writes its lists into a folder that an environment variable names, for debugging.
+    # The pass writes no lists unless it has something to do.
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [8])
+        tf.identity(getattr(tf.raw_ops, _PROBE)(x=x), name="result")
+    # It writes them into a folder that an environment variable names, for debugging.
     with _lock, tempfile.TemporaryDirectory() as folder:
-        allowed = f"{_PREFIX}ALLOWLIST_ADD"
-        before = {name: os.environ.get(name) for name in (_LOG_PATH, allowed)}
-        _put({_LOG_PATH: folder, allowed: ",".join({*_split(before[allowed]), _PROBE})})
+        allowed = ",".join(filter(None, (os.environ.get(_ALLOWED), _PROBE)))
+        before = _set({f"{_PREFIX}LOG_PATH": folder, _ALLOWED: allowed})
         try:
-            optimize.graph(config, _graph_with_probe())
+            optimize.graph(config, optimize.with_fetches(graph.as_graph_def(), ["result"]))
         finally:
-            _put(before)
+            _set(before)
         text = "".join(each.read_text() for each in pathlib.Path(folder).glob("paintbuckets*.txt"))
     found = {
         name.lower(): frozenset(ops.split()) - {_PROBE}
         for name, ops in re.findall(r"^(\w+)List:\n((?:\w+\n)*)", text, re.MULTILINE)
     }
-    if found.keys() != _NAMES.keys():
+    if found.keys() != {*_NAMES}:
         raise RuntimeError(
             "TensorFlow's lists of operations cannot be read. Do the environment variables "
-            f"{_PREFIX}* put an operation on two of them? Expected {tuple(_NAMES)}. Received: "
+            f"{_PREFIX}* put an operation on two of them? Expected {_NAMES}. Received: "
             f"{sorted(found)}"
         )
     return {name: found[name] for name in _NAMES}
-
-
-def _graph_with_probe() -> tf.compat.v1.MetaGraphDef:
-    """Returns a graph in which the pass has something to do; else it writes no lists."""
-    with tf.Graph().as_default() as graph:
-        x = tf.compat.v1.placeholder(tf.float32, [8])
-        tf.identity(getattr(tf.raw_ops, _PROBE)(x=x), name="result")
-    return optimize.with_fetches(graph.as_graph_def(), ["result"])
 
 
 def change(changes: Mapping[str, Collection[str]]) -> None:
@@ -146,33 +135,28 @@ def kept_out() -> frozenset[str]:
 
 def _write(own: dict[str, str], ops: Mapping[str, str]) -> None:
     with _lock:
+        _set(_undo)
+        _undo.clear()
         own.clear()
         own.update(ops)
         wanted = _kept | _changed
-        if not _environment:
-            _environment.update({name: os.environ.get(name) for name in _variables()})
-        variables = {name: _split(value) - wanted.keys() for name, value in _environment.items()}
-        for op, target in wanted.items():
-            for name, (spelling, *_) in _NAMES.items():
-                verb = "ADD" if name == target else "REMOVE"
-                variables[f"{_PREFIX}{spelling}_{verb}"].add(op)
-        _put({name: ",".join(sorted(values)) or None for name, values in variables.items()})
         if not wanted:
-            _environment.clear()
+            return
+        # TensorFlow reads those with its older names of the lists after the others.
+        variables = {
+            name: {*value.split(",")} - {"", *wanted}
+            for name, value in os.environ.items()
+            if name.startswith(_PREFIX) and name.endswith(("LIST_ADD", "LIST_REMOVE"))
+        }
+        for op, target in wanted.items():
+            for name in _NAMES:
+                verb = "ADD" if name == target else "REMOVE"
+                variables.setdefault(f"{_PREFIX}{name.upper()}LIST_{verb}", set()).add(op)
+        _undo.update(_set({name: ",".join(sorted(each)) for name, each in variables.items()}))
 
 
-def _variables() -> list[str]:
-    spellings = [spelling for each in _NAMES.values() for spelling in each]
-    return [f"{_PREFIX}{spelling}_{verb}" for spelling in spellings for verb in ("ADD", "REMOVE")]
-
-
-def _split(value: str | None) -> set[str]:
-    return set(filter(None, (value or "").split(",")))
-
-
-def _put(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+def _set(variables: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Sets environment variables, or removes them, and returns what they were."""
+    before = {name: os.environ.pop(name, None) for name in variables}
+    os.environ.update({name: value for name, value in variables.items() if value})
+    return before

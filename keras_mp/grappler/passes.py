@@ -57,8 +57,7 @@ def turn_on(dtype: str) -> None:
     with _lock:
         options = _options()
         _before.update({name: options.get(name, False) for name in PASSES.values()})
-        options = {name: each == dtype for each, name in PASSES.items()}
-        tf.config.optimizer.set_experimental_options(options)
+        tf.config.optimizer.set_experimental_options(_only(dtype))
         # A session that comes with a config of its own turns on the pass for float16 by that.
         _rewrite_in_sessions(dtype == "float16")
 
@@ -123,20 +122,20 @@ def config_for_sessions(
         dtype: str, "float16" or "bfloat16"; None for both passes off.
     """
     result = tf.compat.v1.ConfigProto()
-    rewriter = result.graph_options.rewrite_options
     if config is not None:
         result.CopyFrom(config)
-    else:
-        for name, value in _options().items():
-            is_toggle = isinstance(value, bool) and not name.startswith("disable_")
-            setattr(rewriter, name, _toggle(rewriter, value) if is_toggle else value)
-    for each, name in PASSES.items():
-        setattr(rewriter, name, _toggle(rewriter, each == dtype))
+    rewriter = result.graph_options.rewrite_options
+    options = _options() if config is None else {}
+    for name, value in {**options, **_only(dtype)}.items():
+        if isinstance(value, bool) and not name.startswith("disable_"):
+            value = rewriter.ON if value else rewriter.OFF
+        setattr(rewriter, name, value)
     return result
 
 
-def _toggle(rewriter: Any, is_on: bool) -> int:
-    return rewriter.ON if is_on else rewriter.OFF
+def _only(dtype: str | None) -> dict[str, bool]:
+    """Returns the options in which the pass for a dtype is on, and no other."""
+    return {name: each == dtype for each, name in PASSES.items()}
 
 
 def _options() -> dict[str, Any]:

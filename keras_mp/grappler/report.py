@@ -6,7 +6,7 @@ TensorFlow calls it before a function first runs, but nothing runs.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -18,6 +18,9 @@ from keras_mp.support.dtypes import FLOATING
 _SUFFIX = "AutoMixedPrecision"
 _DEVICES = {"float16": "GPU", "bfloat16": "CPU"}
 _FLOATS = {dtype.as_datatype_enum: dtype for dtype in FLOATING}
+
+_Node: TypeAlias = tf.compat.v1.NodeDef
+_Lists: TypeAlias = Mapping[str, frozenset[str]]
 
 # They bring numbers in and out, and compute none.
 _NO_COMPUTATIONS = op_table.ops(
@@ -75,14 +78,12 @@ class RewriteReport(NamedTuple):
 
     def by_dtype(self) -> dict[str, dict[str, int]]:
         """Returns a dict of dtypes and, by type of operation, how many there are."""
-        counts: dict[str, Counter[str]] = {}
-        for operation in self.operations:
-            counts.setdefault(operation.dtype, Counter())[operation.op] += 1
-        return {dtype: dict(counter) for dtype, counter in counts.items()}
+        counts = Counter((each.dtype, each.op) for each in self.operations)
+        dtypes = dict.fromkeys(dtype for dtype, _ in counts)
+        return {each: {op: n for (d, op), n in counts.items() if d == each} for each in dtypes}
 
     def __str__(self) -> str:
-        by_dtype = self.by_dtype()
-        rewritten = by_dtype.get(self.dtype, {})
+        rewritten = self.by_dtype().get(self.dtype, {})
         where = f" on a {self.device}" if self.device else ""
         head = (
             f"Graph rewrite of {self.name}{where}: "
@@ -92,10 +93,9 @@ class RewriteReport(NamedTuple):
         )
         rows = [("operation", self.dtype, "others", "why not")]
         for op in sorted({each.op for each in self.operations}):
-            others = [each for each in self.operations if each.op == op and each.why]
-            whys = Counter(each.why for each in others)
+            whys = Counter(each.why for each in self.operations if each.op == op and each.why)
             why = "; ".join(f"{why} ({n})" if len(whys) > 1 else why for why, n in whys.items())
-            rows.append((op, str(rewritten.get(op, 0)), str(len(others)), why))
+            rows.append((op, str(rewritten.get(op, 0)), str(whys.total()), why))
         return "\n".join([head, "", *columns.aligned(rows, left=(0, 3))])
 
 
@@ -122,18 +122,17 @@ def report(
     of_xla = _functions_for_xla(graph.graph_def)
     bodies = _bodies(without, of_xla)
     before = sum(dtype in each for nodes, _ in bodies for _, each in _computations(nodes))
-    operations: list[RewrittenOperation] = []
-    casts = {dtype: 0, "float32": 0}
+    casts, operations = {dtype: 0, "float32": 0}, []
     lists = op_lists.read(dtype) if op_lists.can_be_read(dtype) else {}
     for nodes, is_of_xla in _bodies(rewritten, of_xla):
         by_name = {node.name: node for node in nodes}
         for node, dtypes in _computations(nodes):
+            computes_in, why = dtypes[0], ""
             if node.op == "Cast" and node.name.endswith(_SUFFIX):
                 casts[tf.as_dtype(node.attr["DstT"].type).name] += 1
                 continue
-            computes_in = dtype if dtype in dtypes else dtypes[0]
             if dtype in dtypes:
-                why = ""
+                computes_in = dtype
             elif compiled or is_of_xla:
                 why = "XLA compiles it"
             else:
@@ -171,10 +170,9 @@ def of_function(function: tf.types.experimental.ConcreteFunction) -> tf.compat.v
         if node.name in inputs:
             # Not those of its operation: a small tensor that is captured is a constant here.
             attributes = {key: node.attr[key] for key in node.attr if key.startswith("_")}
-            argument = tf.compat.v1.NodeDef(name=node.name, op="_Arg", attr=attributes)
-            argument.attr["T"].type = node.attr["dtype"].type
-            argument.attr["index"].i = inputs[node.name]
-            node.CopyFrom(argument)
+            attributes["T"] = node.attr["dtype"]
+            attributes["index"] = tf.compat.v1.AttrValue(i=inputs[node.name])
+            node.CopyFrom(tf.compat.v1.NodeDef(name=node.name, op="_Arg", attr=attributes))
     fetches = [operation.name for operation in graph.control_outputs]
     for i, tensor in enumerate(graph.outputs):
         result = definition.node.add(name=f"keras_mp_result_{i}", op="_Retval", input=[tensor.name])
@@ -206,9 +204,7 @@ def of_fetches(fetches: Sequence[Any]) -> tf.compat.v1.MetaGraphDef:
     return optimize.with_fetches(definition, [operation.name for operation in operations])
 
 
-def _bodies(
-    graph: tf.compat.v1.GraphDef, of_xla: Mapping[str, Any]
-) -> Iterator[tuple[Sequence[tf.compat.v1.NodeDef], bool]]:
+def _bodies(graph: Any, of_xla: Mapping[str, Any]) -> Iterator[tuple[Sequence[_Node], bool]]:
     """Yields the nodes of a graph and of each function, and whether it is in `of_xla`."""
     yield graph.node, False
     for function in graph.library.function:
@@ -225,25 +221,20 @@ def _functions_for_xla(graph: tf.compat.v1.GraphDef) -> dict[str, Any]:
     library = {function.signature.name: function for function in graph.library.function}
     found: dict[str, Any] = {}
     waiting = [name for name, each in library.items() if each.attr["_XlaMustCompile"].b]
-    while waiting:
-        name = waiting.pop()
+    for name in waiting:
         if name in library and name not in found:
             found[name] = library[name]
-            values = [value for node in found[name].node_def for value in node.attr.values()]
-            waiting += [value.func.name for value in values if value.func.name]
+            nodes = library[name].node_def
+            waiting += [value.func.name for node in nodes for value in node.attr.values()]
     return found
 
 
-def _computations(
-    nodes: Sequence[tf.compat.v1.NodeDef],
-) -> Iterator[tuple[tf.compat.v1.NodeDef, list[str]]]:
+def _computations(nodes: Sequence[_Node]) -> Iterator[tuple[_Node, list[str]]]:
     """Yields nodes that compute with floating-point numbers, and the dtypes of these."""
     for node in nodes:
-        if node.op not in _NO_COMPUTATIONS:
-            listed = floating_dtypes(node).values()
-            dtypes = {dtype.name for of_attribute in listed for dtype in of_attribute}
-            if dtypes:
-                yield node, sorted(dtypes)
+        dtypes = {dtype.name for each in floating_dtypes(node).values() for dtype in each}
+        if dtypes and node.op not in _NO_COMPUTATIONS:
+            yield node, sorted(dtypes)
 
 
 def floating_dtypes(node: tf.compat.v1.NodeDef) -> dict[str, list[tf.DType]]:
@@ -262,11 +253,11 @@ def floating_dtypes(node: tf.compat.v1.NodeDef) -> dict[str, list[tf.DType]]:
 
 
 def _why(
-    node: tf.compat.v1.NodeDef,
+    node: _Node,
     dtypes: Sequence[str],
-    nodes: Mapping[str, tf.compat.v1.NodeDef],
+    nodes: Mapping[str, _Node],
     dtype: str,
-    lists: Mapping[str, frozenset[str]],
+    lists: _Lists,
     device: str | None,
 ) -> str:
     """Returns the reason why an operation was left as it is.
@@ -301,24 +292,18 @@ def _why(
     return f"after {denied}" if denied else "not among operations of the allow list"
 
 
-def _denied_before(
-    node: tf.compat.v1.NodeDef,
-    nodes: Mapping[str, tf.compat.v1.NodeDef],
-    lists: Mapping[str, frozenset[str]],
-) -> str | None:
+def _denied_before(node: _Node, nodes: Mapping[str, _Node], lists: _Lists) -> str | None:
     """Returns the operation of the deny list that a node is behind.
 
     There may be operations of other lists in between.
     """
     waiting, visited = [node.name], {node.name}
-    while waiting:
-        for name in nodes[waiting.pop()].input:
-            source = nodes.get(name.split(":")[0])
-            if source is None or source.name in visited:
-                continue
+    for each in waiting:
+        names = [name.split(":")[0] for name in nodes[each].input]
+        for source in (nodes[name] for name in names if name in nodes):
             if source.op in lists["deny"]:
                 return source.op
-            if source.op in lists["infer"] | lists["clear"]:
+            if source.op in lists["infer"] | lists["clear"] and source.name not in visited:
                 visited.add(source.name)
                 waiting.append(source.name)
     return None

@@ -34,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "the fastest here, and which operations keras_mp computes in float32 inside.",
     )
     parser.parse_args(argv)
-    for line in _lines(hardware.speeds(anew=True)):
-        print(line)
+    print(*_lines(hardware.speeds(anew=True)), sep="\n")
     return 0
 
 
@@ -45,13 +44,16 @@ def _lines(speeds: stopwatch.Speeds | None) -> Iterator[str]:
     yield f"16-bit units of the CPU: {units}; used by TensorFlow's oneDNN: {used}"
     yield ""
     if speeds is not None:
-        yield from _table(speeds)
+        header = "GF/s (times float32)", *stopwatch.DTYPES
+        yield from columns.aligned([header, *map(_row, speeds, speeds.values())])
         yield ""
     for dtype in LOW_PRECISION_NAMES:
         yield devices.verdict(dtype)
     name, reason = devices.best_policy()
     yield f"Best policy: {name}, since {reason}"
-    yield from _slow_operations()
+    for dtype in LOW_PRECISION_NAMES:
+        if names := ", ".join(slow.slow_operations(dtype)):
+            yield f"In {dtype} these are computed in float32 inside: {names}"
     yield ""
     yield from _features()
 
@@ -72,28 +74,15 @@ def _features() -> Iterator[str]:
 
 
 def _device() -> str:
-    gpus = devices.gpus()
-    if devices.has_tpu() or gpus:
-        return "TPU" if devices.has_tpu() else ", ".join(map(str, gpus))
+    if devices.has_tpu():
+        return "TPU"
     threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count()
-    return f"{cpu.name()}, {threads} threads"
+    return ", ".join(map(str, devices.gpus())) or f"{cpu.name()}, {threads} threads"
 
 
-def _table(speeds: stopwatch.Speeds) -> Iterator[str]:
-    rows: list[tuple[str, ...]] = [("GF/s (times float32)", *stopwatch.DTYPES)]
-    for operation, by_dtype in speeds.items():
-        of_float32 = by_dtype["float32"]
-        cells = (f"{each / 1e9:,.0f} ({each / of_float32:.2f})" for each in by_dtype.values())
-        rows.append((operation, *cells))
-    return columns.aligned(rows)
-
-
-def _slow_operations() -> Iterator[str]:
-    """Names the operations that are computed in float32 inside."""
-    for dtype in LOW_PRECISION_NAMES:
-        names = ", ".join(slow.slow_operations(dtype))
-        if names:
-            yield f"In {dtype} these are computed in float32 inside: {names}"
+def _row(operation: str, speeds: dict[str, float]) -> list[str]:
+    of_float32 = speeds["float32"]
+    return [operation, *(f"{s / 1e9:,.0f} ({s / of_float32:.2f})" for s in speeds.values())]
 
 
 if __name__ == "__main__":

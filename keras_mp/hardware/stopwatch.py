@@ -57,8 +57,8 @@ def measure(device: str) -> Speeds:
     """
     kernels.install()
     with tf.device(device):
-        growing = {"matrix product": _matrix_products(), "convolution": _convolutions()}
-        return {operation: _speeds(problems) for operation, problems in growing.items()}
+        products = _speeds(_matrix_products())
+        return {"matrix product": products, "convolution": _speeds(_convolutions())}
 
 
 def _matrix_products() -> Iterator[Problem]:
@@ -112,13 +112,11 @@ def _speeds(problems: Iterator[Problem]) -> dict[str, float]:
 
 
 def _take_turns(problem: Problem, count: int) -> dict[str, list[float]]:
-    def step(dtype: str, arguments: list[tf.Tensor]) -> None:
+    arguments = {dtype: [tf.cast(each, dtype) for each in problem.arguments] for dtype in DTYPES}
+
+    def step(dtype: str) -> None:
         # A device may return before it has computed. A number that is read has been computed.
-        for result in _trained(problem, arguments, dtype):
+        for result in _trained(problem, arguments[dtype], dtype):
             result[0, 0].numpy()
 
-    steps = {}
-    for dtype in DTYPES:
-        arguments = [tf.cast(each, dtype) for each in problem.arguments]
-        steps[dtype] = functools.partial(step, dtype, arguments)
-    return turns.take(steps, count)
+    return turns.take({dtype: functools.partial(step, dtype) for dtype in DTYPES}, count)
