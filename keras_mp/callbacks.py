@@ -75,8 +75,7 @@ class LossScaleMonitor(keras_api.BaseCallback):
     def __init__(self, update_freq: str | int = "epoch") -> None:
         super().__init__()
         self.update_freq = epoch_or_integer("update_freq", update_freq)
-        names = ("step", "loss_scale", "steps_skipped")
-        self.history: dict[str, list[float | int]] = {name: [] for name in names}
+        self.history: dict[str, list[float]] = {"step": [], "loss_scale": [], "steps_skipped": []}
         self.overflows: list[Overflow] = []
         self._latest: dict[str, float | int] = {}
         self._next_read = 0
@@ -88,13 +87,9 @@ class LossScaleMonitor(keras_api.BaseCallback):
             logs: not used.
         """
         self._latest = {}
+        what = f"LossScaleMonitor has nothing to show of the model {self.model.name!r}"
         layers = keras_api.flatten_layers(self.model)
-        _warn_if_unscaled(
-            f"LossScaleMonitor has nothing to show: the model {self.model.name!r} is trained "
-            "without a keras_mp.LossScaleOptimizer.",
-            self.model.optimizer,
-            any(layer.compute_dtype == "float16" for layer in layers),
-        )
+        _warn_if_unscaled(what, self.model.optimizer, {layer.compute_dtype for layer in layers})
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads the values at the start of training.
@@ -138,11 +133,9 @@ class LossScaleMonitor(keras_api.BaseCallback):
         optimizer = _scaling(self.model.optimizer)
         if optimizer is None:
             return
-        skipped_before = self._latest.get("steps_skipped")
-        self._latest = {
-            "loss_scale": float(optimizer.loss_scale()),
-            "steps_skipped": int(optimizer.steps_skipped),
-        }
+        scale, skipped = float(optimizer.loss_scale()), int(optimizer.steps_skipped)
+        skipped_before = self._latest.get("steps_skipped", skipped)
+        self._latest = {"loss_scale": scale, "steps_skipped": skipped}
         step = int(_steps(optimizer))
         steps = self.history["step"]
         if steps and step < steps[-1]:
@@ -151,11 +144,10 @@ class LossScaleMonitor(keras_api.BaseCallback):
         if not steps or step > steps[-1]:
             for name, value in {"step": step, **self._latest}.items():
                 self.history[name].append(value)
-        if skipped_before is not None and self._latest["steps_skipped"] > skipped_before:
-            overflow = optimizer.last_overflow
-            if overflow is not None:
-                self.overflows.append(overflow)
-                logging.info("%s", overflow.summary)
+        overflow = optimizer.last_overflow if skipped > skipped_before else None
+        if overflow is not None:
+            self.overflows.append(overflow)
+            logging.info("%s", overflow.summary)
 
 
 def write_loss_scale(
@@ -195,12 +187,8 @@ def write_loss_scale(
             f"Expected an optimizer of `tf.keras`, which is {keras_api.ROOT_PACKAGE} in this "
             f"process. Received: optimizer={optimizer!r} (of type {type(optimizer)})"
         )
-    _warn_if_unscaled(
-        "write_loss_scale has nothing to write: the optimizer is not a "
-        "keras_mp.LossScaleOptimizer.",
-        optimizer,
-        policy.global_policy().compute_dtype == "float16",
-    )
+    dtypes = {policy.global_policy().compute_dtype}
+    _warn_if_unscaled("write_loss_scale has nothing to write", optimizer, dtypes)
     scaling = _scaling(optimizer)
     if scaling is None:
         return
@@ -212,11 +200,12 @@ def write_loss_scale(
     tf.summary.scalar("steps_skipped", scaling.steps_skipped, step=step)
 
 
-def _warn_if_unscaled(problem: str, optimizer: Any, in_float16: bool) -> None:
+def _warn_if_unscaled(what: str, optimizer: Any, dtypes: set[str]) -> None:
     is_kerass_own = isinstance(optimizer, keras_api.KerasLossScaleOptimizer)
-    if _scaling(optimizer) is None and (in_float16 or is_kerass_own):
+    if _scaling(optimizer) is None and ("float16" in dtypes or is_kerass_own):
         messages.warn(
-            f"{problem} float16 needs one: wrap the optimizer in it, as Model.compile does under "
+            f"{what}: the optimizer is not a keras_mp.LossScaleOptimizer, which float16 needs. "
+            "Wrap it in one, as Model.compile does under "
             f'keras_mp.set_global_policy("mixed_float16"). Received: optimizer={optimizer!r}'
         )
 

@@ -2,8 +2,9 @@
 
 import json
 import os
+import pathlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
@@ -12,8 +13,6 @@ from keras_mp.models import low_precision_weights
 from keras_mp.models.layer_paths import layers_by_path
 from keras_mp.policy import policy_scope
 from keras_mp.support.dtypes import FLOATING, LOW_PRECISION_NAMES
-
-_Policy = TypeVar("_Policy")
 
 _FLOATING_NAMES = tuple(dtype.name for dtype in FLOATING)
 # Models and inputs that were loaded may have other policies than the layers that compute.
@@ -74,8 +73,6 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
             f"The model {model.name!r} has no weights yet: build it, or call it, before it is "
             f"converted. Keras said: {error}"
         ) from error
-    layers = keras_api.flatten_layers(model)
-    classes = _by_unique_name(type(layer) for layer in layers if not _is_known(layer))
     policies, dtypes = _read(policy), _FLOATING_NAMES
     if isinstance(policies, Mapping):
         _check_paths(model, policies)
@@ -83,21 +80,19 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
         policies = {"": policies}
         if not compute_dtypes(model).isdisjoint(LOW_PRECISION_NAMES):
             dtypes = LOW_PRECISION_NAMES
+    wanted = {path: _scoped(each) for path, each in policies.items()}
+    names = _names_of_classes(model)
+    classes = {name: cls for cls, name in names.items()}
     with (
         # Layers that a constructor makes, and that have no dtype in a config, follow the model's
         # policy.
-        policy_scope(policies.get("", model.dtype_policy.name)),
+        policy_scope(wanted.get("", model.dtype_policy.name)),
         tf.keras.utils.custom_object_scope(classes),
         keras_api.trusted_scope(),
     ):
         try:
             config = model.get_config()
-            wanted = {path: _scoped(each) for path, each in policies.items()}
-            serialized = {
-                path: tf.keras.utils.serialize_keras_object(each) for path, each in wanted.items()
-            }
             by_path, functions = layers_by_path(model), {}
-            names = {cls: name for name, cls in classes.items()}
             for path, layer_config, serialized_layer in _layer_configs(config):
                 layer: Any = by_path.get(path)
                 if type(layer) in names:
@@ -105,9 +100,9 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
                     serialized_layer.update(registered_name=names[type(layer)])
                 if isinstance(layer, tf.keras.layers.Lambda):
                     functions |= keras_api.name_functions(layer, layer_config)
-                dtype = _nearest(path, serialized)
+                dtype = _nearest(path, wanted)
                 if dtype is not None and _compute_dtype(layer_config["dtype"]) in dtypes:
-                    layer_config["dtype"] = dtype
+                    layer_config["dtype"] = tf.keras.utils.serialize_keras_object(dtype)
                     if isinstance(layer if path else model, tf.keras.Sequential):
                         _read_float32(layer_config)
             # On Keras 3, a scope hides the one around it.
@@ -124,13 +119,12 @@ def convert(model: tf.keras.Model, policy: Any) -> tf.keras.Model:
                 "arguments of the constructor, or build the model yourself under the other policy "
                 f"and use `set_weights`. Received: {type(error).__name__}: {error}"
             ) from error
-    shapes = [tuple(weight.shape) for weight in keras_api.variables(model)]
-    remade_shapes = [tuple(weight.shape) for weight in keras_api.variables(converted)]
-    if shapes != remade_shapes:
+    shapes = [[tuple(v.shape) for v in keras_api.variables(m)] for m in (model, converted)]
+    if shapes[0] != shapes[1]:
         raise ValueError(
             f"The model {model.name!r} cannot be converted: a model created from its config has "
             "other weights. Layers that the constructor does not create must be in the config. "
-            f"Expected shapes {shapes}. Received: {remade_shapes}"
+            f"Expected shapes {shapes[0]}. Received: {shapes[1]}"
         )
     _check_layers(model, converted, wanted)
     converted.set_weights(weights)
@@ -154,13 +148,10 @@ def _read_float32(sequential_config: dict[str, Any]) -> None:
 
 def _read(policy: Any) -> Any:
     """Returns a policy or a dict of policies, read from a result or JSON if need be."""
-    policy = getattr(policy, "policies", policy)
-    if isinstance(policy, str) and policy.lstrip().startswith("{"):
-        text = policy
-    elif isinstance(policy, str | os.PathLike) and os.fspath(policy).endswith(".json"):
-        with open(policy, encoding="utf-8") as file:
-            text = file.read()
-    else:
+    text = policy = getattr(policy, "policies", policy)
+    if isinstance(policy, str | os.PathLike) and os.fspath(policy).endswith(".json"):
+        text = pathlib.Path(policy).read_text(encoding="utf-8")
+    elif not (isinstance(policy, str) and policy.lstrip().startswith("{")):
         return policy
     policies = json.loads(text)
     if isinstance(policies, dict):
@@ -194,17 +185,22 @@ def paths_in_config(model: tf.keras.Model) -> set[str]:
     return {path for path, *_ in _layer_configs(model.get_config())}
 
 
-def _is_known(layer: tf.keras.layers.Layer) -> bool:
-    """Whether Keras finds the class of a layer by its name."""
-    # Some of Keras's applications have their own classes. `Add` is both a layer and an operation.
-    name, module = type(layer).__name__, type(layer).__module__
-    is_public = isinstance(layer, tf.keras.Model) or hasattr(tf.keras.layers, name)
-    return module.partition(".")[0] == keras_api.ROOT_PACKAGE and is_public
+def _names_of_classes(model: tf.keras.Model) -> dict[type, str]:
+    """Returns names for the classes of layers that Keras does not find by their names.
+
+    They are their own names, where no other class has the same.
+    """
+    names: dict[type, str] = {}
+    for cls in dict.fromkeys(map(type, keras_api.flatten_layers(model))):
+        # Some of Keras's applications have their own classes. `Add` is a layer and an operation.
+        is_public = issubclass(cls, tf.keras.Model) or hasattr(tf.keras.layers, cls.__name__)
+        if not is_public or cls.__module__.partition(".")[0] != keras_api.ROOT_PACKAGE:
+            is_taken = cls.__name__ in names.values()
+            names[cls] = f"{cls.__name__} ({len(names)})" if is_taken else cls.__name__
+    return names
 
 
-def _culprit(
-    layer: tf.keras.layers.Layer,
-) -> tuple[tf.keras.layers.Layer, Exception] | None:
+def _culprit(layer: tf.keras.layers.Layer) -> tuple[tf.keras.layers.Layer, Exception] | None:
     """Returns the innermost layer that cannot be made from its config, or None.
 
     It comes with the error.
@@ -216,30 +212,23 @@ def _culprit(
         found = (layer, error)
     # Other layers make the layers inside of them in their constructors, without configs.
     is_model = isinstance(layer, tf.keras.Model) and keras_api.output_layers(layer) is not None
-    if is_model or isinstance(layer, (tf.keras.Sequential, tf.keras.layers.Wrapper)):
-        inside = map(_culprit, keras_api.layers_inside(layer))
-        return next((culprit for culprit in inside if culprit is not None), found)
-    return found
+    has_configs = is_model or isinstance(layer, tf.keras.layers.Wrapper)
+    inside = keras_api.layers_inside(layer) if has_configs else ()
+    return next(filter(None, map(_culprit, inside)), found)
 
 
 def _check_paths(model: tf.keras.Model, paths: Iterable[str]) -> None:
-    layers = {"": model, **layers_by_path(model)}
-    unknown = sorted(set(paths) - set(layers))
+    layers, in_configs = {"": model, **layers_by_path(model)}, paths_in_config(model)
+    # The policy of a model is the policy of its layers.
+    models = {path for path, layer in layers.items() if isinstance(layer, tf.keras.Model)}
+    known = [path for path in layers if path in in_configs | models]
+    unknown = sorted(set(paths) - set(known))
     if unknown:
         raise ValueError(
-            f"The model {model.name!r} has no layers with the paths {unknown}. Expected some of "
-            f"{list(layers)}. Received: {list(paths)}"
-        )
-    in_configs = paths_in_config(model)
-    # The policy of a model is the policy of its layers.
-    in_configs |= {path for path, layer in layers.items() if isinstance(layer, tf.keras.Model)}
-    made_inside = sorted(set(paths) - in_configs)
-    if made_inside:
-        raise ValueError(
-            f"The layers {made_inside} of the model {model.name!r} are created by the layer or "
-            "model that contains them, whose config has no policies for them. Name that layer, or "
-            f"let its class take policies for them. Expected some of {sorted(in_configs)}. "
-            f"Received: {list(paths)}"
+            f"The model {model.name!r} has no layers with the paths {unknown}, or they are created "
+            "by the layer or model that contains them, whose config has no policies for them: then "
+            "name that layer, or let its class take policies for them. Expected some of "
+            f"{known}. Received: {list(paths)}"
         )
 
 
@@ -254,10 +243,9 @@ def _check_layers(
     for (path, old), new in zip(layers_by_path(model).items(), copies, strict=True):
         if new.name != old.name:
             keras_api.rename(new, old.name)
-        policy, is_in_16_bits = _nearest(path, wanted), old.compute_dtype in LOW_PRECISION_NAMES
-        if policy is None or isinstance(old, _NOT_COMPUTING) or not is_in_16_bits:
-            continue
-        if new.compute_dtype != policy.compute_dtype:
+        policy = _nearest(path, wanted)
+        computes = not isinstance(old, _NOT_COMPUTING) and old.compute_dtype in LOW_PRECISION_NAMES
+        if policy is not None and computes and new.compute_dtype != policy.compute_dtype:
             raise ValueError(
                 f"The model {model.name!r} cannot be converted, since its layer {old.name!r} "
                 f"stays in {new.compute_dtype}: let its class {type(old).__name__} pass its "
@@ -266,7 +254,7 @@ def _check_layers(
             )
 
 
-def _nearest(path: str, policies: Mapping[str, _Policy]) -> _Policy | None:
+def _nearest(path: str, policies: Mapping[str, Any]) -> Any:
     """Returns the policy of a layer, or of the innermost layer around it, or None."""
     while path and path not in policies:
         path = path.rpartition("/")[0]
@@ -276,15 +264,6 @@ def _nearest(path: str, policies: Mapping[str, _Policy]) -> _Policy | None:
 def _scoped(policy: Any) -> Any:
     with policy_scope(policy) as scoped:
         return scoped
-
-
-def _by_unique_name(classes: Iterable[type]) -> dict[str, type]:
-    """Returns classes by names: their own names, where no other class has the same."""
-    named: dict[str, type] = {}
-    for cls in dict.fromkeys(classes):
-        name = cls.__name__
-        named[name if name not in named else f"{name} ({len(named)})"] = cls
-    return named
 
 
 def _layer_configs(
@@ -312,8 +291,5 @@ def _layer_configs(
 
 def _compute_dtype(dtype: object) -> str | None:
     """Returns the compute dtype of a `dtype` in a config; None if that is no policy."""
-    if isinstance(dtype, dict):
-        dtype = dtype.get("config", {}).get("name")
-    if not isinstance(dtype, str):
-        return None
-    return dtype.removeprefix("mixed_")
+    name = dtype.get("config", {}).get("name") if isinstance(dtype, dict) else dtype
+    return name.removeprefix("mixed_") if isinstance(name, str) else None

@@ -43,8 +43,6 @@ class _OfKerasMp(observers.Observer):
     def model_is_compiled(self, model: tf.keras.Model) -> None:
         # Variables initialize the devices, perhaps long after the policy was made.
         hardware.warn_if_slow()
-        if passes.enabled_dtype() is None:
-            return
         for layer in keras_api.flatten_layers(model):
             if layer.compute_dtype in LOW_PRECISION_NAMES and layer.variable_dtype == "float32":
                 passes.refuse_policy(
@@ -53,13 +51,10 @@ class _OfKerasMp(observers.Observer):
                 )
 
     def model_was_compiled(self, model: tf.keras.Model) -> None:
-        if model.run_eagerly:
-            passes.warn_if_not_rewritten(f"the model {model.name!r}, which runs eagerly")
-        elif model.jit_compile:
-            passes.warn_if_not_rewritten(
-                f"the model {model.name!r}, which XLA compiles (unless you pass jit_compile=False "
-                "to `compile`)"
-            )
+        how = "which XLA compiles (unless you pass jit_compile=False to `compile`)"
+        if model.run_eagerly or model.jit_compile:
+            how = "which runs eagerly" if model.run_eagerly else how
+            passes.warn_if_not_rewritten(f"the model {model.name!r}, {how}")
 
     def scaler_was_made(self) -> None:
         hardware.warn_if_slow()

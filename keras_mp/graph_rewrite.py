@@ -26,16 +26,9 @@ from keras_mp.wrappers.inner_optimizers import find_loss_scale_optimizer
 
 _Optimizer: TypeAlias = tf.keras.optimizers.Optimizer | tf.compat.v1.train.Optimizer
 
-__all__ = [
-    "RewriteReport",
-    "RewrittenOperation",
-    "change_op_lists",
-    "disable_mixed_precision_graph_rewrite",
-    "enable_mixed_precision_graph_rewrite",
-    "op_lists",
-    "report",
-    "session_config",
-]
+__all__ = ["RewriteReport", "RewrittenOperation", "change_op_lists", "op_lists", "report"]
+__all__ += ["disable_mixed_precision_graph_rewrite", "enable_mixed_precision_graph_rewrite"]
+__all__ += ["session_config"]
 
 
 def enable_mixed_precision_graph_rewrite(
@@ -96,11 +89,7 @@ def enable_mixed_precision_graph_rewrite(
     _warn_if_it_is_in_vain(dtype)
     lists.keep_out(_with_wrong_sums(dtype))
     passes.turn_on(dtype)
-    logging.info(
-        "Graphs are rewritten to %s from now on. Eager code and functions that XLA compiles are "
-        "not.",
-        dtype,
-    )
+    logging.info("Graphs are rewritten to %s, but not eager code or what XLA compiles.", dtype)
     return result
 
 
@@ -129,9 +118,7 @@ def disable_mixed_precision_graph_rewrite() -> None:
     lists.keep_out(())
 
 
-def session_config(
-    config: tf.compat.v1.ConfigProto | None = None,
-) -> tf.compat.v1.ConfigProto:
+def session_config(config: tf.compat.v1.ConfigProto | None = None) -> tf.compat.v1.ConfigProto:
     """Returns a config with which a session rewrites its graphs.
 
     `tf.compat.v1.Session()` follows `enable_mixed_precision_graph_rewrite` by itself. A session

@@ -92,19 +92,15 @@ def policy_not_followed(model: tf.keras.Model, optimizers: Any) -> str | None:
     if not dtypes or dtypes & _DIGITS.keys():
         return None
     if model.compute_dtype in _DIGITS:
-        name = model.dtype_policy.name
-        problem = f"Its own policy is {name!r}, but"
+        name, problem = model.dtype_policy.name, "Its own policy is"
         cure = "pass dtype=self.dtype_policy to the layers that its class makes"
     else:
         saved_under = (optimizer.policy_in_file for optimizer in wrappers_among(optimizers))
-        name = next(filter(None, saved_under), None)
-        if name is None:
-            return None
-        problem = f"It was saved under {name!r}, and now"
+        name, problem = next(filter(None, saved_under), None), "It was saved under"
         cure = "let its class return the dtype in `get_config`"
-    return (
-        f"{problem} none of its layers computes in 16 bits. If it comes from a file, load it under "
-        f'keras_mp.policy_scope("{name}"), or {cure}. (If it was saved in float32, '
+    return name and (
+        f"{problem} {name!r}, and none of its layers computes in 16 bits. If it comes from a file, "
+        f'load it under keras_mp.policy_scope("{name}"), or {cure}. (If it was saved in float32, '
         f'keras_mp.convert(model, "{name}") changes its dtype.)'
     )
 
@@ -112,51 +108,37 @@ def policy_not_followed(model: tf.keras.Model, optimizers: Any) -> str | None:
 def _lines(model: tf.keras.Model) -> Iterator[str]:
     outputs = layer_paths.output_layers(model)
     layers = layer_paths.layers_by_path(model, inputs=True)
-    is_widened = any(
-        id(layer) in outputs
-        and layer.compute_dtype in _DIGITS
-        and model_outputs.returns_float32(model, layer.dtype_policy)
-        for layer in layers.values()
-    )
-    yield (
-        f"Model {model.name!r} ({type(model).__name__}), policy {model.dtype_policy.name}"
-        + (", returns float32" if is_widened else "")
-    )
+    narrow = [layer for layer in layers.values() if layer.compute_dtype in _DIGITS]
+    ends = [layer.dtype_policy for layer in narrow if id(layer) in outputs]
+    is_widened = any(model_outputs.returns_float32(model, each) for each in ends)
+    policy = model.dtype_policy.name + (", returns float32" if is_widened else "")
+    yield f"Model {model.name!r} ({type(model).__name__}), policy {policy}"
     yield ""
     notes: dict[str, int] = {}
-    rows: list[tuple[str, ...]] = [
-        ("Layer", "Compute", "Variables", "Output", "Parameters", "Notes")
-    ]
+    rows = [["Layer", "Compute", "Variables", "Output", "Parameters", "Notes"]]
     for path, layer in layers.items():
         of_layer = _notes(layer, id(layer) in outputs, model)
-        marks = [notes.setdefault(note, len(notes) + 1) for note in of_layer]
+        marks = [f"[{notes.setdefault(note, len(notes) + 1)}]" for note in of_layer]
+        name = f"{'  ' * path.count('/')}{layer.name} ({type(layer).__name__})"
         # An input computes nothing.
         is_input = isinstance(layer, tf.keras.layers.InputLayer)
         dtypes = (None, None) if is_input else (layer.compute_dtype, layer.variable_dtype)
-        rows.append(
-            (
-                f"{'  ' * path.count('/')}{layer.name} ({type(layer).__name__})",
-                *(dtype or _UNKNOWN for dtype in dtypes),
-                _output_dtypes(layer),
-                _parameters(layer),
-                " ".join(f"[{mark}]" for mark in marks),
-            )
-        )
+        cells = *(dtype or _UNKNOWN for dtype in dtypes), _output_dtypes(layer), _parameters(layer)
+        rows.append([name, *cells, " ".join(marks)])
     yield from text_tables.aligned(rows, left=(0, 1, 2, 3, 5))
     yield ""
     yield f"Parameters: {_parameters(model)}, trainable: {_parameters(model, 'trainable_weights')}"
     for line in low_precision_weights.bytes_of_weights(model):
         yield from text_tables.wrapped(line)
     for note, mark in notes.items():
-        start = f"[{mark}] "
-        yield from text_tables.wrapped(start + note, " " * len(start))
+        yield from text_tables.wrapped(f"[{mark}] {note}", " " * len(f"[{mark}] "))
     not_followed = policy_not_followed(model, getattr(model, "optimizer", None))
     if not_followed:
         yield from text_tables.wrapped(not_followed)
-    narrow = {layer.compute_dtype for layer in layers.values()} & _DIGITS.keys()
-    if any(map(hardware.why_slow, narrow)):
+    computed_in = sorted({layer.compute_dtype for layer in narrow})
+    if any(map(hardware.why_slow, computed_in)):
         yield "Where the time goes: print(keras_mp.numerics.profile(model, (x, y)))"
-    for dtype in sorted(narrow):
+    for dtype in computed_in:
         yield from text_tables.wrapped(devices.verdict(dtype))
 
 
@@ -181,48 +163,40 @@ def _count(layer: tf.keras.layers.Layer, which: str = "weights") -> int:
 def _notes(layer: tf.keras.layers.Layer, is_output: bool, model: tf.keras.Model) -> Iterator[str]:
     if isinstance(layer, tf.keras.layers.InputLayer) or not _is_floating(layer.compute_dtype):
         return
-    dtype = layer.compute_dtype
-    is_softmax = (
-        isinstance(layer, tf.keras.layers.Softmax)
-        or getattr(layer, "activation", None) is tf.keras.activations.softmax
-    )
-    is_rounded = is_output and is_softmax and dtype in _DIGITS
+    dtype, is_low = layer.compute_dtype, layer.compute_dtype in _DIGITS
+    activation = getattr(layer, "activation", None)
+    is_softmax = activation is tf.keras.activations.softmax
+    is_softmax |= isinstance(layer, tf.keras.layers.Softmax)
+    is_rounded = is_low and is_output and is_softmax
     if is_rounded and not model_outputs.returns_float32(model, layer.dtype_policy):
         yield (
             f"A softmax output in {dtype}: probabilities have about {_DIGITS[dtype]}. Pass "
             'dtype="float32" to the layer, or give the softmax one of its own: '
             'Activation("softmax", dtype="float32").'
         )
-    if dtype in _DIGITS and _size_costs_time(layer, is_output, model):
-        yield f"{_size(layer)} units or filters: tensor cores are fastest with multiples of 8."
+    if is_low and (size := _slow_size(layer, is_output, model)):
+        yield f"{size} units or filters: tensor cores are fastest with multiples of 8."
     if (dtype, layer.variable_dtype) != (model.compute_dtype, model.variable_dtype):
         note = (
             f"Its policy is {layer.dtype_policy.name}, not the model's: it was given a dtype of "
             "its own, or made under another global policy."
         )
-        if dtype in _DIGITS and model.compute_dtype not in _DIGITS:
-            note += (
-                " Or the model is from a file, in which Keras does not store the policy of a model."
-            )
-        elif is_output and dtype not in _DIGITS and model.compute_dtype in _DIGITS:
+        if is_low and model.compute_dtype not in _DIGITS:
+            note += " Or the model is from a file: Keras does not store the policy of a model."
+        elif is_output and not is_low and model.compute_dtype in _DIGITS:
             note += " That is right for an output."
         yield note
     if dtype != layer.variable_dtype and not keras_api.casts_inputs(layer):
         yield "It does not cast its inputs: it was created with autocast=False."
 
 
-def _size(layer: tf.keras.layers.Layer) -> int | None:
-    return getattr(layer, "units", None) or getattr(layer, "filters", None)
-
-
-def _size_costs_time(layer: tf.keras.layers.Layer, is_output: bool, model: tf.keras.Model) -> bool:
-    """Whether this machine would be faster with another number of units or filters."""
-    size = _size(layer)
+def _slow_size(layer: tf.keras.layers.Layer, is_output: bool, model: tf.keras.Model) -> int | None:
+    """Returns the units or filters of a layer if another number would be faster here."""
+    size = getattr(layer, "units", None) or getattr(layer, "filters", None)
     is_odd = isinstance(size, int) and size % 8 and not keras_api.layers_inside(layer)
     if not is_odd or not hardware.has_tensor_cores(layer.compute_dtype):
-        return False
-    own = _count(layer)
-    return not is_output or 0 < own >= _LARGE_SHARE * _count(model)
+        return None
+    return size if not is_output or 0 < _count(layer) >= _LARGE_SHARE * _count(model) else None
 
 
 def _is_floating(dtype: str | None) -> bool:

@@ -72,19 +72,18 @@ def loss_scale(
     ax.plot(positions, scales, color="tab:blue", marker=marker, label="loss scale")
     marked = [(x, y, n) for x, y, n in zip(positions, scales, skipped) if n > 0]
     if marked:
+        xs, ys, _ = zip(*marked)
         label = "steps skipped since the point before"
-        points = zip(*[(x, y) for x, y, _ in marked])
-        ax.plot(*points, "x", color="tab:red", markersize=8, label=label)
+        ax.plot(xs, ys, "x", color="tab:red", markersize=8, label=label)
     for x, y, count in marked if len(marked) <= _MOST_MARKED else []:
         if count > 1:
             how: Any = {"textcoords": "offset points", "ha": "center", "color": "tab:red"}
             ax.annotate(str(count), (x, y), (0, 6), **how)
     ax.set_yscale("log", base=2)
-    ax.set_ylim(min(scales) / 2, max(scales) * 2)
     ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    ax.set_xlabel(unit)
-    ax.set_ylabel("loss scale (powers of 2)")
-    ax.set_title(f"Loss scale (skipped steps: {sum(skipped)}{attempted})")
+    title = f"Loss scale (skipped steps: {sum(skipped)}{attempted})"
+    limits, label = (min(scales) / 2, max(scales) * 2), "loss scale (powers of 2)"
+    ax.set(ylim=limits, xlabel=unit, ylabel=label, title=title)
     ax.legend()
     ax.grid(alpha=0.3)
     return ax

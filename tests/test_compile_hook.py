@@ -147,8 +147,8 @@ def summary(model):
     return " ".join(lines)
 
 
-OWN = "Its own policy is 'mixed_float16', but none of its layers"
-IN_FILE = "It was saved under 'mixed_float16', and now none of its layers"
+OWN = "Its own policy is 'mixed_float16', and none of its layers"
+IN_FILE = "It was saved under 'mixed_float16', and none of its layers"
 
 
 @pytest.mark.parametrize(("cls", "told"), [(KeepsItsPolicyOnly, OWN), (LosesItsPolicy, IN_FILE)])

@@ -271,6 +271,8 @@ def test_paths_that_no_config_has():
         keras_mp.convert(model, {inside: "mixed_float16"})
     with pytest.raises(ValueError, match=r"has no layers with the paths \['other'\].*'scale'"):
         keras_mp.convert(model, {"other": "mixed_float16"})
+    with pytest.raises(ValueError, match="^Cannot interpret the policy"):
+        keras_mp.convert(model, {"scale": "nonsense"})
 
 
 class PassesOn(K.layers.Layer):

@@ -8,12 +8,14 @@ without one. This module needs TensorFlow only.
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from keras_mp.support import registered_kernels
 from keras_mp.tensorflow_api import grappler
+
+MetaGraph: TypeAlias = tf.compat.v1.MetaGraphDef
 
 _NAME = "/job:localhost/replica:0/task:0/device:{}:0"
 # By library, the name of its version, and what each part counts in CUDA_VERSION, CUDNN_VERSION.
@@ -47,9 +49,7 @@ def compute_capability(device: str) -> str:
 
 
 def graph(
-    config: tf.compat.v1.ConfigProto,
-    meta_graph: tf.compat.v1.MetaGraphDef,
-    device: str | None = None,
+    config: tf.compat.v1.ConfigProto, meta_graph: MetaGraph, device: str | None = None
 ) -> tf.compat.v1.GraphDef:
     """Returns a graph as grappler leaves it, before it runs.
 
@@ -71,11 +71,9 @@ def graph(
         cluster.Shutdown()
 
 
-def with_fetches(
-    definition: tf.compat.v1.GraphDef, fetches: Sequence[str]
-) -> tf.compat.v1.MetaGraphDef:
+def with_fetches(definition: tf.compat.v1.GraphDef, fetches: Sequence[str]) -> MetaGraph:
     """Returns a graph as grappler takes it, with names of the nodes that are fetched."""
-    result = tf.compat.v1.MetaGraphDef(graph_def=definition)
+    result = MetaGraph(graph_def=definition)
     result.collection_def["train_op"].node_list.value.extend(fetches)
     return result
 
@@ -85,12 +83,12 @@ def _device(kind: str, **properties: Any) -> Any:
     return grappler.Device(name=_NAME.format(kind), properties=of_kind)
 
 
-def _placed(graph: tf.compat.v1.MetaGraphDef) -> tf.compat.v1.MetaGraphDef:
+def _placed(graph: MetaGraph) -> MetaGraph:
     """Returns a graph with its operations on the GPU, where there are kernels for it.
 
     TensorFlow places operations before grappler runs. Those that the program has placed stay.
     """
-    result = tf.compat.v1.MetaGraphDef()
+    result = MetaGraph()
     result.CopyFrom(graph)
     functions = result.graph_def.library.function
     for nodes in (result.graph_def.node, *(function.node_def for function in functions)):

@@ -15,16 +15,11 @@ from keras_mp.tensorflow_api import grappler
 from keras_mp.tensorflow_api.features import SESSIONS
 
 # What grappler calls them, and `tf.config.optimizer` as well.
-PASSES = {
-    "float16": "auto_mixed_precision",
-    "bfloat16": "auto_mixed_precision_onednn_bfloat16",
-}
+PASSES = {"float16": "auto_mixed_precision", "bfloat16": "auto_mixed_precision_onednn_bfloat16"}
 
 _lock = threading.Lock()
-
-
-# While a pass is on that was turned on here: the options of both as they were.
-_before: dict[str, bool] = {}
+# The dtype whose pass was turned on here. Both passes were off before.
+_turned_on: set[str] = set()
 
 
 def enabled_dtype() -> str | None:
@@ -33,7 +28,7 @@ def enabled_dtype() -> str | None:
     It is "float16" or "bfloat16".
     """
     # TensorFlow's own functions may have turned it off.
-    options = _options() if _before else {}
+    options = _options() if _turned_on else {}
     return next((dtype for dtype, name in PASSES.items() if options.get(name)), None)
 
 
@@ -55,28 +50,23 @@ def turn_on(dtype: str) -> None:
         dtype: str, "float16" or "bfloat16".
     """
     with _lock:
-        options = _options()
-        _before.update({name: options.get(name, False) for name in PASSES.values()})
+        _turned_on.add(dtype)
         tf.config.optimizer.set_experimental_options(_only(dtype))
         # A session that comes with a config of its own turns on the pass for float16 by that.
-        _rewrite_in_sessions(dtype == "float16")
+        if features.is_on(SESSIONS):
+            grappler.rewrite_in_sessions(dtype == "float16")
 
 
 def turn_off() -> bool:
-    """Sets the passes as they were before `turn_on`, and tells whether one was on."""
+    """Turns off what `turn_on` has turned on, and tells whether it was on."""
     with _lock:
         was_on = enabled_dtype() is not None
         if was_on:
-            tf.config.optimizer.set_experimental_options(_before)
-        if _before:
-            _rewrite_in_sessions(False)
-        _before.clear()
+            tf.config.optimizer.set_experimental_options(_only(None))
+        if _turned_on and features.is_on(SESSIONS):
+            grappler.rewrite_in_sessions(False)
+        _turned_on.clear()
     return was_on
-
-
-def _rewrite_in_sessions(is_on: bool) -> None:
-    if features.is_on(SESSIONS):
-        grappler.rewrite_in_sessions(is_on)
 
 
 def refuse_policy(what: str) -> None:

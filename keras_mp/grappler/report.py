@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import tensorflow as tf
 
 from keras_mp.grappler import op_lists, optimize, passes
+from keras_mp.grappler.optimize import MetaGraph
 from keras_mp.support import columns, op_table, registered_kernels
 from keras_mp.support.dtypes import FLOATING
 
@@ -20,6 +21,7 @@ _DEVICES = {"float16": "GPU", "bfloat16": "CPU"}
 _FLOATS = {dtype.as_datatype_enum: dtype for dtype in FLOATING}
 
 _Node: TypeAlias = tf.compat.v1.NodeDef
+_Nodes: TypeAlias = Mapping[str, _Node]
 _Lists: TypeAlias = Mapping[str, frozenset[str]]
 
 # They bring numbers in and out, and compute none.
@@ -100,11 +102,7 @@ class RewriteReport(NamedTuple):
 
 
 def report(
-    graph: tf.compat.v1.MetaGraphDef,
-    name: str,
-    dtype: str,
-    compiled: bool = False,
-    device: str | None = None,
+    graph: MetaGraph, name: str, dtype: str, compiled: bool = False, device: str | None = None
 ) -> RewriteReport:
     """Rewrites a graph as TensorFlow will, and reports the result.
 
@@ -127,23 +125,18 @@ def report(
     for nodes, is_of_xla in _bodies(rewritten, of_xla):
         by_name = {node.name: node for node in nodes}
         for node, dtypes in _computations(nodes):
-            computes_in, why = dtypes[0], ""
             if node.op == "Cast" and node.name.endswith(_SUFFIX):
                 casts[tf.as_dtype(node.attr["DstT"].type).name] += 1
-                continue
-            if dtype in dtypes:
-                computes_in = dtype
-            elif compiled or is_of_xla:
-                why = "XLA compiles it"
+            elif dtype in dtypes:
+                operations.append(RewrittenOperation(node.name, node.op, dtype, ""))
             else:
-                why = _why(node, dtypes, by_name, dtype, lists, device)
-            operations.append(RewrittenOperation(node.name, node.op, computes_in, why))
+                by_xla = "XLA compiles it" if compiled or is_of_xla else None
+                why = by_xla or _why(node, dtypes, by_name, dtype, lists, device)
+                operations.append(RewrittenOperation(node.name, node.op, dtypes[0], why))
     return RewriteReport(name, dtype, tuple(operations), casts, before, device)
 
 
-def optimized(
-    graph: tf.compat.v1.MetaGraphDef, dtype: str | None, device: str | None = None
-) -> tf.compat.v1.GraphDef:
+def optimized(graph: MetaGraph, dtype: str | None, device: str | None = None) -> Any:
     """Returns what grappler makes of a graph before it runs.
 
     It has the options of this program.
@@ -156,7 +149,7 @@ def optimized(
     return optimize.graph(passes.config_for_sessions(None, dtype), graph, device)
 
 
-def of_function(function: tf.types.experimental.ConcreteFunction) -> tf.compat.v1.MetaGraphDef:
+def of_function(function: tf.types.experimental.ConcreteFunction) -> MetaGraph:
     """Returns the graph of a concrete function as grappler takes it.
 
     Args:
@@ -193,15 +186,14 @@ def is_compiled(function: Any) -> bool:
     return function.function_def.attr["_XlaMustCompile"].b
 
 
-def of_fetches(fetches: Sequence[Any]) -> tf.compat.v1.MetaGraphDef:
+def of_fetches(fetches: Sequence[Any]) -> MetaGraph:
     """Returns the graph that a session runs, as grappler takes it.
 
     Args:
         fetches: sequence of operations and tensors of one `tf.Graph`.
     """
-    operations = [getattr(fetch, "op", fetch) for fetch in fetches]
-    definition = operations[0].graph.as_graph_def()
-    return optimize.with_fetches(definition, [operation.name for operation in operations])
+    names = [getattr(fetch, "op", fetch).name for fetch in fetches]
+    return optimize.with_fetches(fetches[0].graph.as_graph_def(), names)
 
 
 def _bodies(graph: Any, of_xla: Mapping[str, Any]) -> Iterator[tuple[Sequence[_Node], bool]]:
@@ -253,12 +245,7 @@ def floating_dtypes(node: tf.compat.v1.NodeDef) -> dict[str, list[tf.DType]]:
 
 
 def _why(
-    node: _Node,
-    dtypes: Sequence[str],
-    nodes: Mapping[str, _Node],
-    dtype: str,
-    lists: _Lists,
-    device: str | None,
+    node: _Node, dtypes: list[str], nodes: _Nodes, dtype: str, lists: _Lists, device: str | None
 ) -> str:
     """Returns the reason why an operation was left as it is.
 
@@ -292,7 +279,7 @@ def _why(
     return f"after {denied}" if denied else "not among operations of the allow list"
 
 
-def _denied_before(node: _Node, nodes: Mapping[str, _Node], lists: _Lists) -> str | None:
+def _denied_before(node: _Node, nodes: _Nodes, lists: _Lists) -> str | None:
     """Returns the operation of the deny list that a node is behind.
 
     There may be operations of other lists in between.

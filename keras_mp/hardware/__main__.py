@@ -1,6 +1,8 @@
 """Measures this machine's speed in each dtype, and names the policy that suits it.
 
-python -m keras_mp.hardware
+It times a matrix product and a convolution, forward and backward, in float32, bfloat16 and float16
+on the device that TensorFlow computes on, and says which policy is the fastest here, and which
+operations keras_mp computes in float32 inside.
 """
 
 import argparse
@@ -27,13 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status, 0.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m keras_mp.hardware",
-        description="Times a matrix product and a convolution, forward and backward, in float32, "
-        "bfloat16 and float16 on the device that TensorFlow computes on, and says which policy is "
-        "the fastest here, and which operations keras_mp computes in float32 inside.",
-    )
-    parser.parse_args(argv)
+    argparse.ArgumentParser("python -m keras_mp.hardware", description=__doc__).parse_args(argv)
     print(*_lines(hardware.speeds(anew=True)), sep="\n")
     return 0
 

@@ -10,6 +10,11 @@ import tensorflow as tf
 from keras_mp.support import cpu
 
 COMPUTE_CAPABILITY = {"float16": (7, 0), "bfloat16": (8, 0)}
+_NEEDS = {
+    "float16": "an Nvidia GPU of compute capability 7.0 or above",
+    "bfloat16": "a GPU of compute capability 8.0 or above, a TPU or a CPU with bfloat16 units that "
+    "TensorFlow uses",
+}
 
 
 class Gpu(NamedTuple):
@@ -52,19 +57,12 @@ def why_slow(dtype: str) -> str | None:
         dtype: str, "float16" or "bfloat16".
     """
     found = gpus()
-    if dtype == "float16":
-        needs = "float16 needs an Nvidia GPU of compute capability 7.0 or above"
-    elif has_tpu() or (not found and cpu.has_units("bfloat16")):
+    if dtype == "bfloat16" and (has_tpu() or (not found and cpu.has_units(dtype))):
         return None
-    else:
-        needs = (
-            "bfloat16 needs a GPU of compute capability 8.0 or above, a TPU or a CPU with bfloat16 "
-            "units that TensorFlow uses"
-        )
-    if not found:
-        return f"{needs}, and there is none."
     slow = [str(gpu) for gpu in found if (gpu.capability or (0, 0)) < COMPUTE_CAPABILITY[dtype]]
-    return f"{needs}, and there is {', '.join(slow)}." if slow else None
+    if found and not slow:
+        return None
+    return f"{dtype} needs {_NEEDS[dtype]}, and there is {', '.join(slow) or 'none'}."
 
 
 def verdict(dtype: str) -> str:

@@ -1,7 +1,8 @@
 """Paths of the layers and variables of a model: the names on the way down to them."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -38,20 +39,16 @@ def layers_by_path(
     """
     visited = {id(model)}
 
-    def below(
-        layer: tf.keras.layers.Layer, path: str
-    ) -> Iterator[tuple[str, tf.keras.layers.Layer]]:
-        names: dict[str, int] = {}
+    def below(layer: Any, path: str) -> Iterator[tuple[str, tf.keras.layers.Layer]]:
+        names: Counter[str] = Counter()
         for child in _children(layer):
             is_left_out = isinstance(child, tf.keras.layers.InputLayer) and not inputs
-            if is_left_out or id(child) in visited:
-                continue
-            visited.add(id(child))
-            names[child.name] = names.get(child.name, 0) + 1
-            count = f"#{names[child.name]}" if names[child.name] > 1 else ""
-            child_path = f"{path}{child.name}{count}"
-            yield child_path, child
-            yield from below(child, f"{child_path}/")
+            if not is_left_out and id(child) not in visited:
+                visited.add(id(child))
+                names[child.name] += 1
+                count = f"#{names[child.name]}" if names[child.name] > 1 else ""
+                yield f"{path}{child.name}{count}", child
+                yield from below(child, f"{path}{child.name}{count}/")
 
     return dict(below(model, ""))
 
@@ -65,18 +62,13 @@ def output_layers(model: tf.keras.layers.Layer) -> set[int]:
     Args:
         model: A model of `tf.keras`.
     """
-    found: set[int] = set()
-    waiting = [model]
-    while waiting:
-        layer = waiting.pop()
-        outputs: Sequence[tf.keras.layers.Layer] = ()
-        if isinstance(layer, tf.keras.Model):
-            known = keras_api.output_layers(layer)
-            outputs = _children(layer) if known is None else known
-        elif isinstance(layer, tf.keras.layers.Wrapper):
+    found, waiting = set(), [model]
+    for layer in waiting:
+        outputs = keras_api.output_layers(layer) if isinstance(layer, tf.keras.Model) else None
+        if outputs is None and isinstance(layer, (tf.keras.Model, tf.keras.layers.Wrapper)):
             outputs = _children(layer)
-        waiting += [each for each in outputs if id(each) not in found]
-        found.update(map(id, outputs))
+        waiting += [each for each in outputs or () if id(each) not in found]
+        found.update(map(id, outputs or ()))
     return found
 
 
@@ -124,9 +116,9 @@ def variables_inside(model: tf.keras.layers.Layer) -> list[Any]:
         numbers, and each `tf.Variable` that a layer has as an attribute, or in a list, a dict or a
         `tf.Module`.
     """
+    attributes = [list(vars(layer).values()) for layer in keras_api.flatten_layers(model)]
     known = [each for each in model.variables if hasattr(each, "assign")]
-    for layer in keras_api.flatten_layers(model):
-        known += _variables_in(list(vars(layer).values()))
+    known += _variables_in(attributes)
     return list({id(each): each for each in map(native_variable, known)}.values())
 
 
@@ -145,13 +137,12 @@ def _weights_by_path(model: tf.keras.layers.Layer) -> _Weights:
     for path, layer in {"": model, **layers_by_path(model)}.items():
         # The path of a layer that is in several others leads through one of them only.
         inside = {id(weight) for child in _children(layer) for weight in child.weights}
-        for weight in keras_api.variables(layer):
-            if id(weight) not in inside:
-                owners[id(weight)] = path and f"{path}/", layer
+        own = [weight for weight in keras_api.variables(layer) if id(weight) not in inside]
+        owners |= {id(weight): (path, layer) for weight in own}
     found: _Weights = {}
     for weight in keras_api.variables(model):
         path, layer = owners[id(weight)]
-        name, count = path + _name_in(layer, weight), 1
+        name, count = f"{path}/{_name_in(layer, weight)}".lstrip("/"), 1
         while (unique := f"{name}#{count}" if count > 1 else name) in found:
             count += 1
         found[unique] = weight, layer

@@ -21,16 +21,14 @@ from keras_mp.wrappers.inner_optimizers import chain
 _LOST = {"float16": "1/2048", "bfloat16": "1/256"}
 
 
-def _keepers(optimizers: object) -> Iterator[MasterWeightOptimizer]:
-    """Yields every `MasterWeightOptimizer` among optimizers and those they wrap.
+def _keepers(optimizers: object) -> list[MasterWeightOptimizer]:
+    """Returns every `MasterWeightOptimizer` among optimizers and those they wrap.
 
     Args:
         optimizers: An optimizer, None, or a structure of them, as a model is compiled with.
     """
-    for optimizer in tf.nest.flatten(optimizers):
-        for each in chain(optimizer):
-            if isinstance(each, MasterWeightOptimizer):
-                yield each
+    every = [each for optimizer in tf.nest.flatten(optimizers) for each in chain(optimizer)]
+    return [each for each in every if isinstance(each, MasterWeightOptimizer)]
 
 
 def keeps_digits(optimizer: object) -> bool:
@@ -39,7 +37,7 @@ def keeps_digits(optimizer: object) -> bool:
     Args:
         optimizer: An optimizer of `tf.keras`, or None.
     """
-    return next(_keepers(optimizer), None) is not None
+    return bool(_keepers(optimizer))
 
 
 def as_seen(optimizers: object, variables: Sequence[Any]) -> Sequence[Any]:
@@ -89,13 +87,8 @@ def warn_if_updates_are_lost(model: tf.keras.Model) -> None:
     Args:
         model: A model of `tf.keras`.
     """
-    layers = [
-        layer
-        for layer in keras_api.flatten_layers(model)
-        if layer is not model
-        and layer.variable_dtype in LOW_PRECISION_NAMES
-        and _may_have_weights(layer)
-    ]
+    every = filter(_may_have_weights, keras_api.flatten_layers(model))
+    layers = [layer for layer in every if layer.variable_dtype in LOW_PRECISION_NAMES]
     optimizers = tf.nest.flatten(getattr(model, "optimizer", None))
     losing = [each for each in optimizers if each is not None and not keeps_digits(each)]
     if not layers or not losing:
@@ -114,9 +107,8 @@ def warn_if_updates_are_lost(model: tf.keras.Model) -> None:
 
 def _may_have_weights(layer: tf.keras.layers.Layer) -> bool:
     no_weights = (tf.keras.Model, tf.keras.layers.InputLayer, tf.keras.metrics.Metric)
-    if isinstance(layer, no_weights) or not layer.trainable:
-        return False
-    return not layer.built or bool(layer.trainable_weights)
+    is_trained = layer.trainable and not isinstance(layer, no_weights)
+    return is_trained and (not layer.built or bool(layer.trainable_weights))
 
 
 def float32_values(model: tf.keras.Model) -> list[np.ndarray]:
@@ -146,12 +138,10 @@ def bytes_of_weights(model: tf.keras.Model) -> Iterator[str]:
         The method, and the bytes that a trained weight takes, its slots included.
     """
     for keeper in _keepers(getattr(model, "optimizer", None)):
-        size = keeper.bytes_a_weight()
-        yield (
-            f"{type(keeper.inner_optimizer).__name__} sees float32 weights: method "
-            f"{keeper.method!r}, slots in {keeper.slot_dtype}"
-            + ("." if size is None else f", {size:.2f} bytes a weight.")
-        )
+        name, size = type(keeper.inner_optimizer).__name__, keeper.bytes_a_weight()
+        how = f"method {keeper.method!r}, slots in {keeper.slot_dtype}"
+        end = "" if size is None else f", {size:.2f} bytes a weight"
+        yield f"{name} sees float32 weights: {how}{end}."
 
 
 def vanishing_constants(optimizer: Any, dtype: str) -> Iterator[str]:

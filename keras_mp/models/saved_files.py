@@ -31,9 +31,8 @@ def install() -> None:
         def write(*args: Any, **kwargs: Any) -> Any:
             # One of Keras 2's takes the model as its second argument, another calls itself for all
             # that a model has.
-            given = (*args, *kwargs.values())
-            models = [each for each in given if isinstance(each, tf.keras.Model)]
-            with _readable() if models and is_ours(models[0]) else contextlib.nullcontext():
+            models = (x for x in (*args, *kwargs.values()) if isinstance(x, tf.keras.Model))
+            with _readable() if any(map(is_ours, models)) else contextlib.nullcontext():
                 return original(*args, **kwargs)
 
         return write
@@ -48,35 +47,21 @@ def _readable() -> Iterator[None]:
     """Context manager in which this thread writes only what h5py can read."""
     import h5py  # Keras 2 can do without it.
 
-    class Readable(h5py.Dataset):
-        """A dataset of float32 to which values of another dtype are assigned."""
+    def wrap(write: Callable[..., Any]) -> Callable[..., Any]:
+        def written(*args: Any, **kwargs: Any) -> Any:
+            given = {name: _as_readable(value) for name, value in kwargs.items()}
+            return write(*map(_as_readable, args), **given)
 
-        def __setitem__(self, selection: Any, value: Any) -> None:
-            super().__setitem__(selection, np.asarray(value, np.float32))
+        return written
 
-    def wrap(create_dataset: Callable[..., Any]) -> Callable[..., Any]:
-        def create(
-            group: Any,
-            name: Any,
-            shape: Any = None,
-            dtype: Any = None,
-            data: Any = None,
-            **kwargs: Any,
-        ) -> Any:
-            if not _is_unreadable(dtype or getattr(data, "dtype", None)):
-                return create_dataset(group, name, shape, dtype, data, **kwargs)
-            if data is not None:
-                data = np.asarray(data, np.float32)
-            return Readable(create_dataset(group, name, shape, np.float32, data, **kwargs).id)
-
-        return create
-
-    with wrapped.here(h5py.Group, "create_dataset", wrap):
+    create, assign = (h5py.Group, "create_dataset"), (h5py.Dataset, "__setitem__")
+    with wrapped.here(*create, wrap), wrapped.here(*assign, wrap):
         yield
 
 
-def _is_unreadable(dtype: Any) -> bool:
-    """Whether h5py takes a dtype for bytes, though it is not one of bytes."""
-    if not isinstance(dtype, np.dtype):
-        return False
-    return dtype.kind == "V" and dtype.type is not np.void
+def _as_readable(value: Any) -> Any:
+    """Returns float32, or an array of it, for a dtype that h5py would take for bytes."""
+    dtype = value if isinstance(value, np.dtype) else getattr(value, "dtype", None)
+    if not isinstance(dtype, np.dtype) or dtype.kind != "V" or dtype.type is np.void:
+        return value
+    return np.dtype(np.float32) if value is dtype else np.asarray(value, np.float32)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_mp.support.dtypes import LOW_PRECISION
+from keras_mp.support.dtypes import is_low
 
 # A distribution is made of others, and these are made of tensors.
 _DEPTH = 5
@@ -33,30 +33,24 @@ def widened(value: Any, widen: Callable[[Any], Any], depth: int = 0) -> Any:
         return widen(value)
     if depth == _DEPTH or isinstance(value, _NO_OBJECTS):
         return value
-    if type(value) in (list, tuple):
-        items = [widened(each, widen, depth + 1) for each in value]
-        is_same = all(new is old for new, old in zip(items, value))
-        return value if is_same else type(value)(items)
-    parameters: Any = value if type(value) is dict else getattr(value, "parameters", None)
-    is_distribution = isinstance(parameters, Mapping) and callable(getattr(value, "copy", None))
-    if not is_distribution:
+    kind: Any = type(value)
+    parts: Any = getattr(value, "parameters", None)
+    copied: Any = getattr(value, "copy", None)
+    is_distribution = isinstance(parts, Mapping) and callable(copied)
+    if kind in (dict, list, tuple):
+        parts = value if kind is dict else dict(enumerate(value))
+    elif not is_distribution:
         # A layer that an object holds is left as it is.
-        is_module = isinstance(value, tf.Module)
-        parameters = {} if is_module else getattr(value, "__dict__", {})
-    others: dict[Any, Any] = {}
-    for name, old in parameters.items():
-        new = widened(old, widen, depth + 1)
-        if new is not old:
-            others[name] = new
+        parts = {} if isinstance(value, tf.Module) else getattr(value, "__dict__", {})
+    wide = {name: widened(old, widen, depth + 1) for name, old in parts.items()}
+    others = {name: new for name, new in wide.items() if new is not parts[name]}
     if not others:
         return value
-    if type(value) is dict:
-        return {**value, **others}
+    if kind in (dict, list, tuple):
+        return wide if kind is dict else kind(wide.values())
     if is_distribution:
-        return value.copy(**others)
-    for name, old in parameters.items():
-        if isinstance(old, tf.DType) and old in LOW_PRECISION:
-            others[name] = tf.float32
+        return copied(**others)
+    others |= {name: tf.float32 for name, old in parts.items() if is_low(old)}
     result = copy.copy(value)
     for name, new in others.items():
         object.__setattr__(result, name, new)  # a frozen dataclass, too, takes this

@@ -5,6 +5,7 @@ A model has hundreds of layers, too many for a table that one reads. All tools l
 last line says how many are missing.
 """
 
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
@@ -73,24 +74,19 @@ def shortened(
         lambda row: row.cells[name],
         lambda row: (row.alike, *(cell == "" for cell in row.cells)),
     )
-    lines = [tuple(header)]
-    for title, group in groups[:most]:
-        cells = list(group[0].cells)
-        cells[name] = title
-        lines.append(tuple(cells))
-    used = [i for i in range(len(header)) if i == name or any(line[i] for line in lines[1:])]
-    lines = [tuple(line[i] for i in used) for line in lines]
-    left = [used.index(i) for i in left if i in used]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
-        widest = max(left, key=lambda i: widths[i])
+    worst = [(title, group[0].cells) for title, group in groups[:most]]
+    lines = [header, *((*cells[:name], title, *cells[name + 1 :]) for title, cells in worst)]
+    columns = dict(enumerate(zip(*lines, strict=True)))
+    used = {i: column for i, column in columns.items() if i == name or any(column[1:])}
+    widths = {i: max(map(len, column)) for i, column in used.items()}
+    texts = [i for i in left if i in used]
+    while sum(widths.values()) + 2 * (len(widths) - 1) > WIDTH:
+        widest = max(texts, key=lambda i: widths[i])
         if widths[widest] <= _NARROWEST:
             break
         widths[widest] -= 1
-    lines = [
-        [fitted(cell, width) for cell, width in zip(line, widths, strict=True)] for line in lines
-    ]
-    yield from aligned(lines, left)
+    cut = [[fitted(cell, widths[i]) for cell in column] for i, column in used.items()]
+    yield from aligned([*zip(*cut, strict=True)], [[*used].index(i) for i in texts])
     yield from more(sum(len(group) for _, group in groups[most:]))
 
 
@@ -162,11 +158,9 @@ def _common_name(names: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Iterable[str]) -> str:
-    ranges: list[list[int]] = []
-    for number in sorted(set(map(int, numbers))):
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    texts = [f"{low}-{high}" if high > low else f"{low}" for low, high in ranges]
+    ordered = enumerate(sorted(set(map(int, numbers))))
+    # In a run of numbers without gaps, the difference to the index stays the same.
+    runs = itertools.groupby(ordered, lambda pair: pair[1] - pair[0])
+    ends = [(pairs[0][1], pairs[-1][1]) for pairs in (list(run) for _, run in runs)]
+    texts = [f"{low}-{high}" if high > low else f"{low}" for low, high in ends]
     return ",".join(texts if len(texts) <= 3 else [*texts[:2], "...", texts[-1]])
