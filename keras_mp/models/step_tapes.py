@@ -45,62 +45,15 @@ class _Step(scaled_losses.ScaledLosses):
         loss_scale: the model's `LossScale`.
         method: str. The method of the model.
         graph: the graph in which the step began; None in eager.
-        tapes: set of the tapes that were made in it.
-        unscaled: dict from the ids of handles to reasons, for variables whose last gradients nobody
-            has scaled. The reason is empty if a tape has scaled and unscaled them, and the program
-            has not multiplied them by a loss scale.
-        knows_scale: whether the program has asked for a loss scale, by which it may multiply.
         has_counted: whether a tape has counted this step. A loop of the program has many steps.
     """
 
+    has_counted = False
+
     def __init__(self, model: tf.keras.Model, loss_scale: LossScale, method: str) -> None:
+        super().__init__(loss_scale if isinstance(loss_scale, DynamicLossScale) else None)
         self.model, self.loss_scale, self.method = model, loss_scale, method
-        self.moved_scale = loss_scale if isinstance(loss_scale, DynamicLossScale) else None
         self.graph = host.current_graph()
-        self.tapes: weakref.WeakSet[_StepTape] = weakref.WeakSet()
-        self.unscaled: dict[int, str] = {}
-        self.knows_scale = self.has_counted = False
-
-    def note_loss(self, scaled: tf.Tensor) -> None:
-        """Notes a loss that was multiplied by a loss scale.
-
-        It also notes it on the tapes that have recorded it.
-        """
-        super().note_loss(scaled)
-        for tape in self.tapes:
-            if tape._recording:
-                tape._scaled_losses.append(scaled)
-
-    def note_scale(self) -> None:
-        """Notes that the program has asked for a loss scale."""
-        self.knows_scale = True
-
-    def are_by_tape(self, variables: Iterable[Any]) -> bool:
-        """Whether a tape of this step has scaled and unscaled all gradients."""
-        return all(self.unscaled.get(key_of(each)) == "" for each in variables)
-
-    def note_gradients(self, sources: Iterable[Any], why_not: str | None) -> None:
-        """Notes how the gradients of variables were computed.
-
-        Args:
-            sources: iterable of variables and tensors.
-            why_not: str, the reason why nobody has scaled the gradients; empty if a tape has scaled
-                and unscaled them, None if the program has.
-        """
-        for key in map(key_of, sources):
-            self.unscaled.pop(key, None)
-            if why_not or (why_not == "" and not self.knows_scale):
-                self.unscaled[key] = why_not
-
-
-def key_of(source: Any) -> int:
-    """Returns a key for a variable.
-
-    Keras 3 wraps the same variable in objects of its own.
-    """
-    # A view of a weight in 16 bits borrows a variable where it is asked for its own handle.
-    source = getattr(source, "stored", source)
-    return id(getattr(source, "handle", source))
 
 
 @contextlib.contextmanager
@@ -252,19 +205,15 @@ class _StepTape(LossScaleGradientTape):
 
     def jacobian(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes a Jacobian as `tf.GradientTape` does, not scaled."""
-        return self._jacobian(_Tape.jacobian, target, sources, *args, **kwargs)
+        self._step.note_gradients(tf.nest.flatten(sources), "jacobian() scales nothing")
+        with self._asked(), replaced(scaled_losses.thread, "is_differentiating", True):
+            return _Tape.jacobian(self, target, sources, *args, **kwargs)
 
     def batch_jacobian(self, target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes a Jacobian of each example as `tf.GradientTape` does, not scaled."""
-        return self._jacobian(_Tape.batch_jacobian, target, source, *args, **kwargs)
-
-    def _jacobian(
-        self, original: Callable[..., Any], target: Any, sources: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        reason = f"{original.__name__}() scales nothing"
-        self._step.note_gradients(tf.nest.flatten(sources), reason)
+        self._step.note_gradients([source], "batch_jacobian() scales nothing")
         with self._asked(), replaced(scaled_losses.thread, "is_differentiating", True):
-            return original(self, target, sources, *args, **kwargs)
+            return _Tape.batch_jacobian(self, target, source, *args, **kwargs)
 
     def _is_scaled(self, target: Any) -> bool:
         """Whether the program has scaled a target, or what it was computed from."""
@@ -360,12 +309,12 @@ def _warn_if_unscaled(optimizer: Any, variables: list[Any]) -> None:
         _seen.add(optimizer)
         where, name, why, layers = "The optimizer", "optimizer", "", list(scaled_layers)
     else:
-        variables = [each for each in variables if step.unscaled.get(key_of(each))]
+        variables = [each for each in variables if step.unscaled.get(scaled_losses.key_of(each))]
         if not variables:
             return
         name = _name(step.model, optimizer)
         where = f"In the {step.method} of the model {step.model.name!r}, {name}"
-        reason = step.unscaled[key_of(variables[0])]
+        reason = step.unscaled[scaled_losses.key_of(variables[0])]
         why = f"(keras_mp scales by itself, but not here: {reason}.) "
         layers = keras_api.flatten_layers(step.model)
     layer = _float16_layer(layers, variables)
@@ -395,10 +344,10 @@ def _name(model: tf.keras.Model, optimizer: Any) -> str:
 
 def _float16_layer(layers: Iterable[Any], variables: list[Any]) -> str | None:
     """Returns the name of the first layer in float16 that has one of these variables."""
-    keys = {key_of(variable) for variable in variables}
+    keys = {scaled_losses.key_of(variable) for variable in variables}
     for layer in layers:
         if layer.compute_dtype != "float16" or keras_api.layers_inside(layer):
             continue
-        if any(key_of(each) in keys for each in layer.trainable_weights):
+        if any(scaled_losses.key_of(each) in keys for each in layer.trainable_weights):
             return layer.name
     return None

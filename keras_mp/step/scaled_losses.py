@@ -1,12 +1,13 @@
 """Tells a `train_step` which losses are scaled, and asks it who scaled gradients.
 
 What scales a loss notes the result here. An optimizer that is about to apply gradients can then
-tell whether it has to warn of a missing call. `models/step_tapes.py` has what is known in a
-`train_step` that is watched; elsewhere only whether anything was scaled is noted. This module needs
-TensorFlow only.
+tell whether it has to warn of a missing call. Outside of a `train_step` that is watched
+(`models/step_tapes.py`) there are no tapes, and it is only known whether anything was scaled. This
+module needs TensorFlow only.
 """
 
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,28 +15,58 @@ import tensorflow as tf
 
 
 class ScaledLosses:
-    """What is noted of the losses of a step; outside of steps, little.
+    """What is noted of the losses of a step, and of their gradients.
 
     Attributes:
         has_scaled: whether the program has scaled a loss anywhere.
+        knows_scale: whether the program has asked for a loss scale, by which it may multiply.
         moved_scale: the `DynamicLossScale` that the tapes of this step move, or None.
+        tapes: set of the tapes that were made in it.
+        unscaled: dict from the ids of handles to reasons, for variables whose last gradients nobody
+            has scaled. The reason is empty if a tape has scaled and unscaled them, and the program
+            has not multiplied them by a loss scale.
     """
 
-    has_scaled = False
-    moved_scale: Any = None
+    has_scaled = knows_scale = False
+
+    def __init__(self, moved_scale: Any = None) -> None:
+        self.moved_scale = moved_scale
+        self.tapes: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.unscaled: dict[int, str] = {}
 
     def note_loss(self, scaled: tf.Tensor) -> None:
-        """Notes a loss that was multiplied by a loss scale."""
-        del scaled
+        """Notes a loss that was multiplied by a loss scale, here and on tapes that record it."""
         self.has_scaled = True
+        for tape in self.tapes:
+            if tape._recording:
+                tape._scaled_losses.append(scaled)
 
-    def note_scale(self) -> None:
-        """Notes that the program has asked for a loss scale."""
+    def note_gradients(self, sources: Iterable[Any], why_not: str | None) -> None:
+        """Notes how the gradients of variables were computed.
+
+        Args:
+            sources: iterable of variables and tensors.
+            why_not: str, the reason why nobody has scaled the gradients; empty if a tape has scaled
+                and unscaled them, None if the program has.
+        """
+        for key in map(key_of, sources):
+            self.unscaled.pop(key, None)
+            if why_not or (why_not == "" and not self.knows_scale):
+                self.unscaled[key] = why_not
 
     def are_by_tape(self, variables: Iterable[Any]) -> bool:
         """Whether a tape of this step has scaled and unscaled all gradients."""
-        del variables
-        return False
+        return all(self.unscaled.get(key_of(each)) == "" for each in variables)
+
+
+def key_of(source: Any) -> int:
+    """Returns a key for a variable.
+
+    Keras 3 wraps the same variable in objects of its own.
+    """
+    # A view of a weight in 16 bits borrows a variable where it is asked for its own handle.
+    source = getattr(source, "stored", source)
+    return id(getattr(source, "handle", source))
 
 
 class _Thread(threading.local):

@@ -29,7 +29,7 @@ class ScalerProperties:
 
         Without loss scaling it is a `FixedLossScale(1)`.
         """
-        scaled_losses.thread.noted.note_scale()
+        scaled_losses.thread.noted.knows_scale = True
         return self._scaler.loss_scale
 
     @property
