@@ -199,12 +199,7 @@ class GradScaler(ScalerProperties, tf.Module):
         self._check_mode()
         inner_optimizers.refuse_second(optimizer, "GradScaler")
         adapter = inner_optimizers.adapter_of(optimizer, takes_others=True)
-        pairs = gradients.checked_pairs(grads_and_vars)
-        if not pairs:
-            raise ValueError(
-                "GradScaler.step() needs the gradients and variables of the step. Received: "
-                f"grads_and_vars={pairs!r}"
-            )
+        pairs = gradients.checked_pairs(grads_and_vars, may_be_empty=False)
         adapter.build([variable for _, variable in pairs])
         with self._step_calls.applying(optimizer) as state:
             if state is None:

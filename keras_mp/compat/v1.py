@@ -617,7 +617,4 @@ _HOOKS = ("compute_gradients", "apply_gradients")
 
 def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Checks the pairs to apply, and leaves out variables without a gradient."""
-    pairs = [(g, v) for g, v in gradients.checked_pairs(pairs) if g is not None]
-    if not pairs:
-        raise ValueError("No gradients provided for any variable. Received: []")
-    return pairs
+    return [(g, v) for g, v in gradients.checked_pairs(pairs, may_be_empty=False) if g is not None]

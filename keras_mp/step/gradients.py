@@ -124,11 +124,12 @@ def scale(
 unscale = functools.partial(scale, divides=True)
 
 
-def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def checked_pairs(pairs: Iterable[tuple[Any, Any]], may_be_empty: bool = True) -> list[Any]:
     """Checks the pairs that are to be applied, before anything is changed.
 
     Args:
         pairs: iterable of (gradient, variable) pairs.
+        may_be_empty: bool. Whether there may be no pairs at all. Defaults to True.
 
     Returns:
         list of pairs of gradients, as `convert` returns them, and variables.
@@ -151,7 +152,7 @@ def checked_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
                 f"Received: {pair!r}"
             )
     gradients, variables = convert(g for g, _ in pairs), [v for _, v in pairs]
-    if pairs and all(g is None for g in gradients):
+    if all(g is None for g in gradients) and (pairs or not may_be_empty):
         raise ValueError(
             "No gradients provided for any variable. Is the loss computed from them, under the "
             f"tape? Received: None for each of {[v.name for v in variables]}"
