@@ -27,12 +27,6 @@ def scaling(name, loss_scale=SCALE, count=1):
     return optimizer, *variables
 
 
-def concurrently(function):
-    """A function that does the same in a thread of its own, which goes on living."""
-    thread = futures.ThreadPoolExecutor(1)
-    return lambda: thread.submit(function).result()
-
-
 def doubling():
     """A scale that each step moves."""
     return keras_mp.DynamicLossScale(SCALE, increment_period=1)
@@ -280,17 +274,30 @@ def test_a_function_that_is_only_traced_has_no_part_in_a_step_of_eager_code(name
 
 
 @once
-@pytest.mark.parametrize("other", [tf.function, concurrently])
 @pytest.mark.parametrize("calls", [RFC, KERAS_3])
-def test_a_step_in_parts_goes_on_though_another_one_has_begun_since(name, calls, other):
+def test_a_step_in_parts_goes_on_though_another_thread_has_begun_one_since(name, calls):
     optimizer, v, w, of_other = scaling(name, count=3)
     compute, _ = steps.halves(optimizer, lambda: half_of_sum(v, w), [v, w], calls)
     other_calls = RFC if calls == KERAS_3 else KERAS_3
     begin, _ = steps.halves(optimizer, lambda: half_of_sum(of_other), [of_other], other_calls)
-    begin = other(begin)
-    for i in range(2):
-        of_v, of_w = compute()
-        optimizer.apply_gradients([(of_v, v)])
-        begin()
-        optimizer.apply_gradients([(of_w, w)])  # Quietly.
+    with futures.ThreadPoolExecutor(1) as thread:
+        for i in range(2):
+            of_v, of_w = compute()
+            optimizer.apply_gradients([(of_v, v)])
+            thread.submit(begin).result()
+            optimizer.apply_gradients([(of_w, w)])  # Quietly.
+            assert (float(v), float(w)) == (7.5 - 0.5 * i, 7.5 - 0.5 * i)
+
+
+@once
+@pytest.mark.parametrize("calls", [RFC, KERAS_3])
+@pytest.mark.parametrize("calls_of_function", [RFC, KERAS_3])
+def test_a_step_of_eager_code_before_gradients_of_a_function(name, calls, calls_of_function):
+    optimizer, v, w = scaling(name, doubling(), count=2)
+    step = steps.halves(optimizer, lambda: half_of_sum(v), [v], calls)
+    compute, apply = steps.halves(optimizer, lambda: half_of_sum(w), [w], calls_of_function)
+    compute = tf.function(compute)
+    for i in range(3):
+        step[1](step[0]())
+        apply(compute())
         assert (float(v), float(w)) == (7.5 - 0.5 * i, 7.5 - 0.5 * i)
