@@ -1,7 +1,6 @@
-"""Tests whether gradients are finite, and counts what is not in a skipped step.
+"""Tests whether gradients are finite. A skipped step counts what is not (`skip_report`).
 
-RFC 293, "LossScaleOptimizer Overview". A good step only tests its gradients. This module needs
-TensorFlow only.
+RFC 293, "LossScaleOptimizer Overview". This module needs TensorFlow only.
 """
 
 import functools

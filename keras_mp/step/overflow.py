@@ -61,8 +61,8 @@ class OverflowedGradient:
             it is the path that Keras 3 gives a weight, or else the variable's name.
         place: the replica. None if the gradient of each replica was finite, but not their sum, or
             not the sum with gradients that were accumulated before.
-        infs: int. How many values are infinite. None in a step that XLA compiled, which does not
-            count the values that are not finite.
+        infs: int. How many values are infinite. None in a step that XLA compiled, which counts
+            them for scalars only.
         nans: int. How many values are NaN; None in the same case.
         size: int. How many values the variable has; None if that is not known.
     """

@@ -186,9 +186,9 @@ def noted(
     if skipped.steps_made is not None:
         time = tf.cast(skipped.steps_made, COUNTS) + own
     # Several optimizers count a step of all where that ends.
-    header = tf.stack([total, own, in_a_row + int(scaler.is_shared), scale, time])
+    header = tf.stack([total, own, in_a_row + int(scaler.is_shared), scale])
     counts = tf.reshape(skipped.counts, [-1])
-    after = tf.concat([header, before[HEADER : TIMES - 1], counts], 0)
+    after = tf.concat([header, [time], before[HEADER : TIMES - 1], counts], 0)
     noted = [vector.assign(host.chosen(finite, lambda: before, lambda: after), read_value=False)]
     if (scaler.warn_after or scaler.raise_after) and not host.is_compiled_by_xla():
         line = messages.users_line()
