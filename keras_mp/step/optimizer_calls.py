@@ -227,12 +227,12 @@ class OptimizerCalls(Calls):
     def _page_of(self, applied: frozenset[int]) -> Page:
         """Returns the page that gradients of some variables go by.
 
-        A step that was begun here goes on, although another thread has begun one since. Gradients
-        of a function may be of a step that it has begun, whenever it was traced.
+        A step that was begun here goes on, although another thread has begun one since. In eager
+        code, gradients of a function may be of a step that it has begun, whenever it was traced.
         """
         own, found = self.page(), self.current()
         goes_on = own.step.scaled_by is not None and own.step.goes_on_with(applied)
-        return own if goes_on and found.time else found
+        return own if goes_on and (found.time or not own.is_eager) else found
 
     def _unscaled(self, step: _Step, grads: Sequence[Any], how: How) -> list[Any]:
         """Divides gradients of a step, and notes that."""

@@ -63,6 +63,8 @@ class Page:
         is_eager: bool. Whether it is of eager code.
         before_branches: the number of operations that the graph had before the branches of a
             condition made calls, and the step and the time that were known then.
+        inside: set of the pages of functions that the graph calls. It may call them again, without
+            a trace.
         results: weak references to the results of the last call.
     """
 
@@ -72,6 +74,7 @@ class Page:
     def __init__(self, step: Any, time: int = 0) -> None:
         self.step, self.time, self.replica = step, time, replicas.number()
         self.is_eager = host.current_graph() is None
+        self.inside: weakref.WeakSet[Page] = weakref.WeakSet()
 
 
 class Notebook:
@@ -115,13 +118,16 @@ class Notebook:
 
         Returns:
             The page of this graph or of eager code, unless nothing was called here: then that where
-            a step was begun last. If its tensors cannot be used here, it is a new page without
-            them, whose time is 0.
+            a step was begun last. A graph whose step is over goes by the functions that it calls.
+            If the tensors of a page cannot be used here, it is a new page without them, whose time
+            is 0.
         """
         own = self.page()
-        if (own.step.has_begun() and prefers(own.step)) or (own.time and not own.is_eager):
+        if own.step.has_begun() and (prefers(own.step) or not own.is_eager):
             return own
         living = [page for refer in list(self._all) if (page := refer()) is not None]
+        if own.time and not own.is_eager:
+            living = list(own.inside)
         begun = [page for page in living if page.step.has_begun()]
         if own.replica is not None:
             begun = [page for page in begun if page.replica in (own.replica, None)]
@@ -157,6 +163,9 @@ class Notebook:
         if replica not in of_replicas:
             page = of_replicas.setdefault(replica, Page(*self._known_around(owner)))
             self._all.append(weakref.ref(page, self._all.remove))
+            is_called = function_graphs.is_trace(owner)
+            while is_called and (owner := _function_around(owner)) is not None:
+                self._of(owner).inside.add(page)
         return of_replicas[replica]
 
     def _known_around(self, owner: Any) -> tuple[Any, int]:

@@ -79,6 +79,20 @@ def test_the_scale_of_functions_that_are_not_traced_again_is_known_in_eager():
     assert len(scaler._step_calls.current().step.losses) <= 1
 
 
+def test_a_function_that_scales_is_called_twice_in_another_one():
+    scaler, v = keras_mp.GradScaler(4), tf.Variable(8.0)
+    scale = tf.function(lambda: scaler.scale(tf.constant(1.0)))
+
+    @tf.function
+    def steps():
+        for _ in range(2):
+            scaler.step(sgd, [(scale(), v)])
+            scaler.update()
+
+    steps()
+    assert float(v) == 6
+
+
 class Rule:
     def update(self, pairs):
         sgd(pairs)

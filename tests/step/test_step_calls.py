@@ -115,6 +115,39 @@ def test_a_part_of_a_step_that_a_function_has_begun_is_applied_inside_of_it(name
     assert float(v) == float(w) == 7.5
 
 
+@once
+def test_gradients_that_a_function_unscales_at_once_and_applies_in_parts(name):
+    optimizer, v, w = scaling(name, count=2)
+    compute, _ = steps.halves(optimizer, lambda: half_of_sum(v, w), [v, w], RFC[:1])
+    compute = tf.function(compute)
+
+    @tf.function
+    def step():
+        for _ in range(2):
+            of_v, of_w = optimizer.get_unscaled_gradients(compute())
+            optimizer.apply_gradients([(of_v, v)])
+            optimizer.apply_gradients([(of_w, w)])
+
+    step()  # Quietly.
+    assert float(v) == float(w) == 7
+
+
+@once
+@pytest.mark.parametrize("calls", [RFC, KERAS_3])
+def test_a_function_that_begins_a_step_is_called_twice_in_another_one(name, calls):
+    optimizer, v = scaling(name)
+    compute, apply = steps.halves(optimizer, lambda: half_of_sum(v), [v], calls)
+    compute = tf.function(compute)
+
+    @tf.function
+    def step():
+        for _ in range(3):
+            apply(compute())  # The second call traces nothing.
+
+    step()  # Quietly.
+    assert float(v) == 6.5
+
+
 @pytest.mark.parametrize("calls", DIALECTS)
 def test_replicas_that_compute_in_one_function_and_apply_in_another(name, calls):
     strategy = mirrored(2)
