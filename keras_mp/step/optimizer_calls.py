@@ -228,11 +228,13 @@ class OptimizerCalls(Calls):
         """Returns the page that gradients of some variables go by.
 
         A step that was begun here goes on, although another thread has begun one since. In eager
-        code, gradients of a function may be of a step that it has begun, whenever it was traced.
+        code, gradients of a function may be of a step that it has begun, whenever it was traced,
+        unless the program was to unscale them, and has done so here.
         """
         own, found = self.page(), self.current()
         goes_on = own.step.scaled_by is not None and own.step.goes_on_with(applied)
-        return own if goes_on and (found.time or not own.is_eager) else found
+        is_unscaled = own.step.how is How.DONE and found.step.how is How.BY_PROGRAM
+        return own if goes_on and (found.time or is_unscaled or not own.is_eager) else found
 
     def _unscaled(self, step: _Step, grads: Sequence[Any], how: How) -> list[Any]:
         """Divides gradients of a step, and notes that."""

@@ -116,19 +116,19 @@ def test_a_part_of_a_step_that_a_function_has_begun_is_applied_inside_of_it(name
 
 
 @once
-def test_gradients_that_a_function_unscales_at_once_and_applies_in_parts(name):
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_gradients_that_are_unscaled_at_once_and_applied_in_parts(name, mode):
     optimizer, v, w = scaling(name, count=2)
     compute, _ = steps.halves(optimizer, lambda: half_of_sum(v, w), [v, w], RFC[:1])
     compute = tf.function(compute)
 
-    @tf.function
     def step():
         for _ in range(2):
             of_v, of_w = optimizer.get_unscaled_gradients(compute())
             optimizer.apply_gradients([(of_v, v)])
             optimizer.apply_gradients([(of_w, w)])
 
-    step()  # Quietly.
+    placed(mode, step)()  # Quietly.
     assert float(v) == float(w) == 7
 
 
