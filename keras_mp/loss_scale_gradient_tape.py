@@ -230,9 +230,7 @@ def _rare_loop(
 ) -> Any:
     """Is `tf.while_loop` for a loop that mostly ends before its first turn.
 
-    TensorFlow puts the operations of a loop into the graph, and goes through all of them before the
-    first step. Where there is one device, this loop stays one operation. (With several, that would
-    run on one of them, which may have no kernels for its body.)
+    Otherwise TensorFlow would go through all operations of the loop before the first step.
 
     Args:
         goes_on: function of the state, which returns a bool scalar tensor.
@@ -245,17 +243,7 @@ def _rare_loop(
     if host.is_compiled_by_xla():
         # XLA fails where a loop has the same constants as an earlier one, unless it is in a call.
         return host.as_one_operation(lambda: tf.while_loop(goes_on, body, state))()
-    graph = host.current_graph()
-    is_one_device = len(tf.config.list_logical_devices()) == 1
-    if graph is None or not is_one_device or not graphs.set_attribute.is_there():
-        return tf.while_loop(goes_on, body, state)
-    before = len(graph.get_operations())
-    result = tf.while_loop(goes_on, body, state)
-    for op in graph.get_operations()[before:]:
-        if op.type in ("While", "StatelessWhile"):
-            no = tf.compat.v1.AttrValue(b=False)
-            graphs.set_attribute(op, "_lower_using_switch_merge", no)
-    return result
+    return graphs.kept_whole(lambda: tf.while_loop(goes_on, body, state))
 
 
 def _of_shape(known: Any, gradient: Any) -> Any:

@@ -322,7 +322,7 @@ class DynamicLossScale(LossScale):
             LossScaleState of tensors.
         """
         before = self._state()._replace(loss_scale=loss_scale)
-        return self._schedule.after(before, self.history, finite, loss_is_finite)[0]
+        return self._schedule.after(before, self.history(), finite, loss_is_finite)[0]
 
     def _state(self) -> LossScaleState:
         return LossScaleState(self(), self.good_steps, self.bad_steps)
@@ -333,14 +333,14 @@ class DynamicLossScale(LossScale):
             return History()
         return History(*tf.unstack(tf.convert_to_tensor(self._history.variable)))
 
-    def assign(self, state: LossScaleState) -> list[Any]:
+    def assign(self, state: tuple[Any, ...]) -> list[Any]:
         """Assigns the state.
 
         Args:
-            state: LossScaleState of scalars.
+            state: LossScaleState of scalars, or the first two of it.
 
         Returns:
-            The list of the three assignments (operations, where there is a graph).
+            The list of the assignments (operations, where there is a graph).
         """
         variables = (self.current_loss_scale, self.good_steps, self.bad_steps)
         return [v.assign(value, read_value=False) for v, value in zip(variables, state)]
@@ -362,14 +362,25 @@ class DynamicLossScale(LossScale):
         Returns:
             list of assignments.
         """
-        when = bool(when) if tf.executing_eagerly() else when
+        if tf.executing_eagerly():
+            finite, when = bool(finite), bool(when)
         if when is False:
             return []
+        if finite is True and when is True and not host.in_v1_graph():
+            self.bad_steps.assign(0, read_value=False)
+            self.good_steps.assign_add(1, read_value=False)
+            host.rarely(self._schedule.may_grow(self(), self.good_steps), self._grow)
+            return []
         before = self._state()
-        after, history = self._schedule.after(before, self.history, finite, loss_is_finite)
+        after, history = self._schedule.after(before, self.history(), finite, loss_is_finite)
         if when is not True:
             after = LossScaleState(*(tf.where(when, *pair) for pair in zip(after, before)))
         return [*self.assign(after), *self._remember(history, when)]
+
+    def _grow(self) -> None:
+        """Lets the scale grow if it is time, after a good step was counted."""
+        grown = schedule.traced_once(self._schedule, "grown")
+        self.assign(grown(self(), tf.convert_to_tensor(self.good_steps), self.history()))
 
     def fall_to(self, loss_scale: tf.Tensor) -> None:
         """Moves the scale to one at which the gradients of a step became finite.
@@ -377,19 +388,17 @@ class DynamicLossScale(LossScale):
         Args:
             loss_scale: float32 scalar tensor, below the current scale.
         """
-        _, history = self._schedule.after(self._state(), self.history, False, True)
-        assert history is not None
+        _, history = self._schedule.after(self._state(), self.history(), False, True)
         known = {"loss_scale": loss_scale, "fallen_to": loss_scale}
         self.assign(LossScaleState(loss_scale, 0, 0))
         self._remember(history._replace(good_steps=0.0, bad_steps=0.0, **known))
 
-    def _remember(self, history: History | None, when: bool | tf.Tensor = True) -> list[Any]:
-        """Assigns the history, unless it stays the same; returns operations."""
-        if history is None or self._history is None:
+    def _remember(self, history: History, when: bool | tf.Tensor = True) -> list[Any]:
+        """Assigns the history; returns operations."""
+        if (own := self._history) is None:
             return []
-        numbers, variable = tf.stack(history), self._history.variable
-        numbers = chosen(when, lambda: numbers, lambda: variable)
-        return [variable.assign(numbers, read_value=False)]
+        numbers = chosen(when, lambda: tf.stack(history), lambda: own.variable)
+        return [own.variable.assign(numbers, read_value=False)]
 
     def hidden_variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that are not part of checkpoints, by name."""

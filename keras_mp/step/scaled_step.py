@@ -18,6 +18,7 @@ from keras_mp.step.record import GradientState
 from keras_mp.step.scaled_losses import thread
 from keras_mp.step.scaler import Scaler
 from keras_mp.support import attributes, features, host, observers
+from keras_mp.tensorflow_api import graphs
 from keras_mp.tensorflow_api.features import WITHOUT_BRANCHES
 
 Operation = tf.Operation | None
@@ -177,7 +178,8 @@ def make_step(
             # part of a graph of TensorFlow 1.
             count = tf.distribute.get_strategy().num_replicas_in_sync
             may_move = len(steps) == count and not host.in_v1_graph()
-            return tf.cond(finite, make, host.as_one_operation(skip) if may_move else skip)
+            skip_whole = host.as_one_operation(skip) if may_move else skip
+            return graphs.kept_whole(lambda: tf.cond(finite, make, skip_whole))
 
         if finite is None:
             return make()

@@ -53,7 +53,7 @@ class History(NamedTuple):
             to fall.
         loss_scale: The scale after the last bad step.
         good_steps: `num_good_steps` after the last bad step.
-        bad_steps: Bad steps since the scale last moved; counted only if some are tolerated.
+        bad_steps: Bad steps since the scale last moved.
         fallen_to: The scale after it last backed off.
         wait: Good steps after which a scale below 1 grows. It doubles with each growth that failed.
     """
@@ -122,9 +122,7 @@ def next_state(
     Source: RFC 293, "The new LossScale class"; Micikevicius et al., "Mixed Precision Training",
     2018; fairseq's dynamic loss scaler for `tolerance`.
     """
-    return Schedule(**schedule).after(state, lambda: history or History(), finite, loss_is_finite)[
-        0
-    ]
+    return Schedule(**schedule).after(state, history or History(), finite, loss_is_finite)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,50 +148,43 @@ class Schedule:
         return config
 
     def after(
-        self,
-        state: LossScaleState,
-        history: Callable[[], History],
-        finite: Any,
-        loss_is_finite: Any = False,
-    ) -> tuple[LossScaleState, History | None]:
-        """Returns the state and the history after a step.
-
-        The history is None if it stays the same.
+        self, state: LossScaleState, history: History, finite: Any, loss_is_finite: Any = False
+    ) -> tuple[LossScaleState, History]:
+        """Returns the state and the history after a step, all as tensors.
 
         Args:
             state: LossScaleState before the step.
-            history: function that returns the History before the step. Most good steps need none.
+            history: History before the step.
             finite: as in `next_state`.
             loss_is_finite: as in `next_state`.
         """
-        state = state._replace(loss_scale=tf.convert_to_tensor(state.loss_scale, tf.float32))
-        is_known = isinstance(finite, bool) or tf.executing_eagerly()
-        if is_known and finite:
-            return self._good(state, history), None
-        counts = (tf.convert_to_tensor(count, tf.int64) for count in state[1:])
-        state = LossScaleState(state.loss_scale, *counts)
-        before = History(*(tf.cast(number, tf.float32) for number in history()))
-        bad = _operation_of_bad(self)(state, before, tf.convert_to_tensor(loss_is_finite))
-        if is_known:
-            return bad
-        good = self._good(state, lambda: before), before
-        return tf.nest.map_structure(lambda *values: tf.where(finite, *values), good, bad)
+        state = LossScaleState(*map(tf.convert_to_tensor, state, [tf.float32, tf.int64, tf.int64]))
+        history = History(*(tf.cast(number, tf.float32) for number in history))
+        grown = self.grown(state.loss_scale, state.num_good_steps + 1, history)
+        good = LossScaleState(*grown, tf.constant(0, tf.int64)), history
+        if finite is True:
+            return good
+        bad = traced_once(self, "bad")(state, history, tf.convert_to_tensor(loss_is_finite))
+        choose = functools.partial(tf.where, finite)
+        return bad if finite is False else tf.nest.map_structure(choose, good, bad)
 
-    def _good(self, state: LossScaleState, history: Callable[[], History]) -> LossScaleState:
-        scale, zero = state.loss_scale, tf.constant(0, tf.int64)
-        num_good_steps, period = state.num_good_steps + 1, self.increment_period
+    def may_grow(self, scale: tf.Tensor, good_steps: tf.Tensor) -> tf.Tensor:
+        """Whether `grown` may return other values than it is given."""
+        is_due = good_steps >= self.increment_period
+        return is_due | (scale < 1) if self.min_loss_scale < 1 else is_due
+
+    def grown(
+        self, scale: tf.Tensor, good_steps: tf.Tensor, history: History
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the scale, and the number of good steps, after one more was counted."""
+        period = self.increment_period
         if self.min_loss_scale < 1:
-            period = chosen(scale < 1, lambda: self._wait(scale, history()), lambda: period)
-        grows = num_good_steps >= period
-        grown = chosen(
-            grows, lambda: tf.minimum(scale * self.multiplier, self.max_loss_scale), lambda: scale
-        )
-        return LossScaleState(grown, chosen(grows, lambda: zero, lambda: num_good_steps), zero)
-
-    def _wait(self, scale: tf.Tensor, history: History) -> tf.Tensor:
-        wait = self._wait_after_growth(scale, history)
-        longest = min(_LONGEST_WAIT, float(self.increment_period))
-        return tf.cast(tf.minimum(wait, longest), tf.int64)
+            longest = min(_LONGEST_WAIT, float(period))
+            wait = tf.minimum(self._wait_after_growth(scale, history), longest)
+            period = tf.where(scale < 1, tf.cast(wait, tf.int64), period)
+        grows = good_steps >= period
+        grown = tf.minimum(scale * self.multiplier, self.max_loss_scale)
+        return tf.where(grows, grown, scale), tf.where(grows, tf.constant(0, tf.int64), good_steps)
 
     def _wait_after_growth(self, scale: tf.Tensor, history: History) -> tf.Tensor:
         # A growth has not failed if a second one has followed. This is a quotient, since the
@@ -220,17 +211,13 @@ class Schedule:
         floor = tf.where(is_evident & loss_is_finite, lowest, at_1)
         lowered = tf.maximum(scale * self.backoff_multiplier, floor)
         lowered = tf.where(num_bad_steps >= self.hysteresis, lowered, scale)
-        bad_steps = history.bad_steps
+        bad_steps = tf.where(has_moved, 0.0, history.bad_steps) + 1
         if self.tolerance:
-            bad_steps = tf.where(has_moved, 0.0, bad_steps) + 1
             tolerated = self.tolerance * (good_steps + bad_steps)
             lowered = tf.where(bad_steps > tolerated, lowered, scale)
 
         moves = lowered < scale
-        if self.tolerance:
-            starts_again, bad_steps = moves, tf.where(moves, 0.0, bad_steps)
-        else:
-            starts_again = moves | (scale >= 1)
+        starts_again = moves if self.tolerance else moves | (scale >= 1)
         good_steps = tf.where(starts_again, 0.0, good_steps)
         wait = self._wait_after_growth(scale, history)
         after = History(
@@ -238,7 +225,7 @@ class Schedule:
             evidence=tf.where(moves & (lowered < 1), evidence - 1, evidence),
             loss_scale=lowered,
             good_steps=good_steps,
-            bad_steps=bad_steps,
+            bad_steps=tf.where(moves, 0.0, bad_steps),
             fallen_to=tf.where(moves, lowered, history.fallen_to),
             wait=tf.where(moves & has_failed, 2 * wait, wait),
         )
@@ -246,9 +233,9 @@ class Schedule:
 
 
 @functools.cache
-def _operation_of_bad(schedule: Schedule) -> Callable[..., Any]:
-    # It is traced once for all graphs, which seldom run it.
-    return host.shared_operation(schedule.bad)
+def traced_once(schedule: Schedule, method: str) -> Callable[..., Any]:
+    """Returns a method as an operation, traced once for all graphs, which seldom run it."""
+    return host.shared_operation(getattr(schedule, method))
 
 
 def bad_steps_after(before: Any, finite: Any) -> tf.Tensor:

@@ -74,6 +74,24 @@ def _one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
+def rarely(condition: Any, function: Callable[[], None]) -> None:
+    """Calls a function if a condition holds, which seldom does.
+
+    A GPU would wait for the condition. There, and where XLA compiles, the function is called in any
+    case.
+
+    Args:
+        condition: bool scalar tensor.
+        function: function without arguments or results. It changes nothing if the condition does
+            not hold.
+    """
+    if tf.executing_eagerly():
+        return function() if condition else None
+    kinds = {device.device_type for device in tf.config.list_logical_devices()}
+    is_free = kinds == {"CPU"} and not is_compiled_by_xla()
+    return tf.cond(condition, function, lambda: None) if is_free else function()
+
+
 def is_compiled_by_xla() -> bool:
     """Whether XLA compiles the function that is being traced."""
     if not features.is_on(XLA):

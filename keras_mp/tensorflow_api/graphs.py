@@ -1,5 +1,10 @@
 """Graphs, the functions that are made of them, and whether XLA compiles them."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
+import tensorflow as tf
+
 from keras_mp.tensorflow_api.names import Attribute, Name
 
 # Makes each operation of a graph.
@@ -34,3 +39,32 @@ gradient_function = Attribute("tf.Operation._gradient_function")
 # AutoGraph: whether it converts the caller, and how it converts a function.
 autograph_status = Name("tf.__internal__.autograph.control_status_ctx")
 autograph_convert = Name("tf.__internal__.autograph.tf_convert")
+
+T = TypeVar("T")
+_WITH_BODIES = ("If", "StatelessIf", "While", "StatelessWhile")
+
+
+def kept_whole(build: Callable[[], T]) -> T:
+    """Builds conditions and loops, each of which stays one operation where there is one device.
+
+    Elsewhere TensorFlow puts their operations into the graph around them, goes through all of them,
+    and switches each input of a condition. (One operation runs on one device, which may have no
+    kernels for its body.)
+
+    Args:
+        build: function that builds them with `tf.cond` or `tf.while_loop`.
+
+    Returns:
+        The result of the function.
+    """
+    is_one_device = len(tf.config.list_logical_devices()) == 1
+    if tf.executing_eagerly() or not is_one_device or not set_attribute.is_there():
+        return build()
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    result = build()
+    for op in graph.get_operations()[before:]:
+        if op.type in _WITH_BODIES:
+            no = tf.compat.v1.AttrValue(b=False)
+            set_attribute(op, "_lower_using_switch_merge", no)
+    return result

@@ -12,6 +12,7 @@ from keras_mp.step.schedule import History, LossScaleState
 from tests import steps
 from tests.common import MODES, made, mirrored, once, pairs, placed, value
 from tests.models import compiled_model
+from tests.replicas import workers
 
 STEPS = 4000
 
@@ -294,6 +295,63 @@ def test_replicas_have_one_verdict(kind, mode):
     assert value(v) == 0
     run(tf.constant([0.5, 0.25]))
     assert value(v) == -0.75
+
+
+@once
+@pytest.mark.parametrize("mode", MODES)
+def test_a_good_step_moves_the_scale_in_its_branch_as_without_one(mode):
+    one, other = (dynamic(2.0, increment_period=25, max_loss_scale=16.0) for _ in range(2))
+
+    def step(finite):
+        def good():
+            one.move(True)
+
+        def bad():
+            one.move(False, True)
+
+        tf.cond(finite, good, bad)
+        other.move(finite, True)
+
+    step, random = placed(mode, step), np.random.default_rng(0)
+    seen = set()
+    for i in range(200 if mode == "eager" else 800):
+        step(tf.constant(bool(random.random() < (0.3 if i % 100 < 12 else 1.0))))
+        states = [
+            [value(x) for x in (s.loss_scale, *s._state()[1:], *s.history())] for s in (one, other)
+        ]
+        np.testing.assert_array_equal(*states)
+        seen.add(float(one))
+    assert min(seen) < 1 < max(seen)
+
+
+# One device, as most machines have it.
+
+
+def states_of_steps():
+    """Whether conditions are put into the graph around them, and states after each step."""
+    v, scale = tf.Variable(0.0), keras_mp.DynamicLossScale(8.0, increment_period=2)
+    optimizer = keras_mp.LossScaleOptimizer(tf.keras.optimizers.SGD(1.0), scale)
+
+    @tf.function
+    def step(factor):
+        optimizer.minimize(lambda: v * factor, [v])
+
+    states = []
+    for factor in (1.0, 1.0, INF, 1.0, NAN, 1.0, 1.0):
+        step(tf.constant(factor))
+        state = float(v), float(scale), int(scale.num_good_steps), int(scale.num_bad_steps)
+        states.append(state)
+    graph = step.get_concrete_function(tf.constant(1.0)).graph
+    conditions = [op for op in graph.get_operations() if op.type == "If"]
+    return [op.get_attr("_lower_using_switch_merge") for op in conditions], states
+
+
+@once
+def test_a_step_where_there_is_one_device():
+    expected = [(-1, 8, 1, 0), (-2, 16, 0, 0), (-2, 8, 0, 1), (-3, 8, 1, 0)]
+    expected += [(-3, 4, 0, 1), (-4, 4, 1, 0), (-5, 8, 0, 0)]
+    assert workers.in_own_process(states_of_steps) == ([False], expected)
+    assert states_of_steps() == ([True], expected)
 
 
 # Graphs of TensorFlow 1.
