@@ -1,6 +1,7 @@
-"""Tests whether gradients are finite. A skipped step counts what is not (`skip_report`).
+"""Tests whether gradients are finite.
 
-RFC 293, "LossScaleOptimizer Overview". This module needs TensorFlow only.
+A skipped step counts what is not (`skip_report`). RFC 293, "LossScaleOptimizer Overview". This
+module needs TensorFlow only.
 """
 
 import functools

@@ -45,7 +45,7 @@ _WITH_BODIES = ("If", "StatelessIf", "While", "StatelessWhile")
 
 
 def kept_whole(build: Callable[[], T]) -> T:
-    """Builds conditions and loops, each of which stays one operation where there is one device.
+    """Builds conditions and loops that stay operations where there is one device.
 
     Elsewhere TensorFlow puts their operations into the graph around them, goes through all of them,
     and switches each input of a condition. (One operation runs on one device, which may have no
