@@ -35,7 +35,7 @@ class ScaledLosses:
         self.unscaled: dict[int, str] = {}
 
     def note_loss(self, scaled: tf.Tensor) -> None:
-        """Notes a loss that was multiplied by a loss scale, here and on tapes that record it."""
+        """Notes a loss that a loss scale has multiplied, here and on tapes that record it."""
         self.has_scaled = True
         for tape in self.tapes:
             if tape._recording:

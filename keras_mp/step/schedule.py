@@ -234,7 +234,7 @@ class Schedule:
 
 @functools.cache
 def traced_once(schedule: Schedule, method: str) -> Callable[..., Any]:
-    """Returns a method as an operation, traced once for all graphs, which seldom run it."""
+    """Returns a method as an operation that is traced once for all graphs."""
     return host.shared_operation(getattr(schedule, method))
 
 
