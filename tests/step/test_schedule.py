@@ -339,11 +339,9 @@ def states_of_steps():
     states = []
     for factor in (1.0, 1.0, INF, 1.0, NAN, 1.0, 1.0):
         step(tf.constant(factor))
-        state = float(v), float(scale), int(scale.num_good_steps), int(scale.num_bad_steps)
-        states.append(state)
-    graph = step.get_concrete_function(tf.constant(1.0)).graph
-    conditions = [op for op in graph.get_operations() if op.type == "If"]
-    return [op.get_attr("_lower_using_switch_merge") for op in conditions], states
+        states.append(tuple(float(x) for x in (v, scale, *scale._state()[1:])))
+    made = step.get_concrete_function(tf.constant(1.0)).graph.get_operations()
+    return [op.get_attr("_lower_using_switch_merge") for op in made if op.type == "If"], states
 
 
 @once

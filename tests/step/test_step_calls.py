@@ -93,23 +93,23 @@ def test_accumulation_in_a_loop_of_a_function(name, calls, unscale_in_loop, jit_
     assert float(v) == 4
 
 
-IN_A_FUNCTION = {
-    "branch": lambda f: tf.cond(tf.constant(1.0) > 0, f, f),
-    "loop": lambda f: tf.while_loop(lambda i: i < 1, lambda i: (f(), i + 1)[1:], [0]),
-    "function": lambda f: tf.function(f)(),
-}
+IN_A_FUNCTION = [
+    lambda f: tf.cond(tf.constant(1.0) > 0, f, f),
+    lambda f: tf.while_loop(lambda i: i < 1, lambda i: (f(), i + 1)[1:], [0]),
+    lambda f: tf.function(f)(),
+]
 
 
 @once
-@pytest.mark.parametrize("where", IN_A_FUNCTION)
-def test_a_part_of_a_step_that_a_function_has_begun_is_applied_inside_of_it(name, where):
+@pytest.mark.parametrize("call", IN_A_FUNCTION, ids=["branch", "loop", "function"])
+def test_a_part_of_a_step_that_a_function_has_begun_is_applied_inside_of_it(name, call):
     optimizer, v, w = scaling(name, count=2)
 
     @tf.function
     def step():
         scaled = optimizer.scale_loss(half_of_sum(v, w)) * 0 + 0.5 * SCALE
         optimizer.apply_gradients([(scaled, v)])
-        IN_A_FUNCTION[where](lambda: optimizer.apply_gradients([(scaled, w)]) is None)
+        call(lambda: optimizer.apply_gradients([(scaled, w)]) is None)
 
     step()  # Quietly.
     assert float(v) == float(w) == 7.5
