@@ -190,7 +190,7 @@ class OptimizerCalls(Calls):
                 applied = frozenset()
         scaled_by, is_divided = self._scale_of(step), is_part and how in (How.DONE, How.DIVIDED)
         of_loss, moved = (step.losses, step.unclipped), noted.moved_scale if is_by_tape else None
-        yield GradientState(is_scaled, scaled_by, is_divided, *of_loss, None, moved)
+        yield GradientState(is_scaled, scaled_by, is_divided, *of_loss, moved_scale=moved)
         if is_scaled:
             how = How.BY_APPLYING
         else:

@@ -92,7 +92,7 @@ class Notebook:
 
     def __init__(self, new: Any) -> None:
         self._new = new
-        # The last page of a thread, which may be gone when its step goes on.
+        # Keeps the page of the last step alive: its thread may be gone when the step goes on.
         self._last: Page | None = None
         self._all: list[weakref.ref[Page]] = []
         self._times = itertools.count(1)

@@ -204,8 +204,8 @@ class SharedScaler(Scaler):
         worst = tf.convert_to_tensor(self._worst)
         self._worst.assign(_GOOD, read_value=False)
         if has_stepped:
-            is_good, is_finite = tf.equal(worst, _GOOD), tf.equal(worst, _OVERFLOWED)
-            self._moved.move(is_good, is_finite, tf.not_equal(worst, _UNFINISHED))
+            is_good, has_finite_loss = tf.equal(worst, _GOOD), tf.equal(worst, _OVERFLOWED)
+            self._moved.move(is_good, has_finite_loss, tf.not_equal(worst, _UNFINISHED))
         if new_scale is not None and isinstance(self.loss_scale, DynamicLossScale):
             zero = tf.zeros([], tf.int64)
             self.loss_scale.assign(LossScaleState(new_scale, zero, self.skips_in_a_row))

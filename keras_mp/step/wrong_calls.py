@@ -26,14 +26,14 @@ def tell(call: str, stage: str) -> bool:
     return True
 
 
-def tell_missing(has_scaled: bool, has_unscaled: bool) -> None:
+def tell_missing(has_scaled: bool, has_begun: bool) -> None:
     """Warns of calls of a `LossScaleOptimizer` that are missing.
 
     Args:
         has_scaled: bool. Whether the loss was scaled, for `get_unscaled_gradients`.
-        has_unscaled: bool. Otherwise: whether that was called.
+        has_begun: bool. Otherwise: whether that has begun the step.
     """
-    text = _NOT_UNSCALED if has_scaled else _NOT_SCALED if has_unscaled else _NEITHER
+    text = _NOT_UNSCALED if has_scaled else _NOT_SCALED if has_begun else _NEITHER
     messages.warn(f"{text}{_OF_OPTIMIZER}")
 
 
