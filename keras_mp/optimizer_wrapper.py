@@ -137,11 +137,12 @@ class OptimizerWrapper(trackables.DelegatingTrackable, *keras_api.OPTIMIZER_BASE
     def __setattr__(self, name: str, value: Any) -> None:
         inner = vars(self).get("_trackable")
         is_own = name in vars(self) or hasattr(type(self), name)
-        if inner is None or is_own or not hasattr(inner, name):
+        if inner is not None and not is_own and name in self._delegated:
+            # A legacy optimizer that is asked for it makes a variable, which takes no function.
+            setattr(inner, name, value)
+        elif inner is None or is_own or not hasattr(inner, name):
             # Neither Keras nor checkpoints track it.
             object.__setattr__(self, name, value)
-        elif name in self._delegated:
-            setattr(inner, name, value)
         else:
             raise _only_inner(self, name)
 

@@ -52,6 +52,8 @@ def test_nesterov(name, wrap):
             optimizer.nesterov = True
         with pytest.raises(AttributeError, match=re.escape("`optimizer.inner_optimizer.nesterov`")):
             _ = optimizer.nesterov
+        optimizer.momentum = lambda: 0.25  # No variable was made of it.
+        assert optimizer.momentum == 0.25
     else:
         optimizer.nesterov = True
         assert inner.nesterov

@@ -155,7 +155,7 @@ def checked_pairs(pairs: Iterable[tuple[Any, Any]], may_be_empty: bool = True) -
     if all(g is None for g in gradients) and (pairs or not may_be_empty):
         raise ValueError(
             "No gradients provided for any variable. Is the loss computed from them, under the "
-            f"tape? Received: None for each of {[v.name for v in variables]}"
+            f"tape? Received: no gradient of {[v.name for v in variables]}"
         )
     return list(zip(gradients, variables, strict=True))
 

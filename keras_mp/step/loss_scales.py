@@ -333,14 +333,14 @@ class DynamicLossScale(LossScale):
             return History()
         return History(*tf.unstack(tf.convert_to_tensor(self._history.variable)))
 
-    def assign(self, state: tuple[Any, ...]) -> list[Any]:
+    def assign(self, state: LossScaleState) -> list[Any]:
         """Assigns the state.
 
         Args:
-            state: LossScaleState of scalars, or the first two of it.
+            state: LossScaleState of scalars.
 
         Returns:
-            The list of the assignments (operations, where there is a graph).
+            The list of the three assignments (operations, where there is a graph).
         """
         variables = (self.current_loss_scale, self.good_steps, self.bad_steps)
         return [v.assign(value, read_value=False) for v, value in zip(variables, state)]

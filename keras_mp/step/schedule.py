@@ -160,8 +160,7 @@ class Schedule:
         """
         state = LossScaleState(*map(tf.convert_to_tensor, state, [tf.float32, tf.int64, tf.int64]))
         history = History(*(tf.cast(number, tf.float32) for number in history))
-        grown = self.grown(state.loss_scale, state.num_good_steps + 1, history)
-        good = LossScaleState(*grown, tf.constant(0, tf.int64)), history
+        good = self.grown(state.loss_scale, state.num_good_steps + 1, history), history
         if finite is True:
             return good
         bad = traced_once(self, "bad")(state, history, tf.convert_to_tensor(loss_is_finite))
@@ -173,18 +172,18 @@ class Schedule:
         is_due = good_steps >= self.increment_period
         return is_due | (scale < 1) if self.min_loss_scale < 1 else is_due
 
-    def grown(
-        self, scale: tf.Tensor, good_steps: tf.Tensor, history: History
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the scale, and the number of good steps, after one more was counted."""
-        period = self.increment_period
+    def grown(self, scale: tf.Tensor, good_steps: tf.Tensor, history: History) -> LossScaleState:
+        """Returns the state after one more good step was counted."""
+        period, zero = self.increment_period, tf.constant(0, tf.int64)
         if self.min_loss_scale < 1:
             longest = min(_LONGEST_WAIT, float(period))
             wait = tf.minimum(self._wait_after_growth(scale, history), longest)
             period = tf.where(scale < 1, tf.cast(wait, tf.int64), period)
         grows = good_steps >= period
         grown = tf.minimum(scale * self.multiplier, self.max_loss_scale)
-        return tf.where(grows, grown, scale), tf.where(grows, tf.constant(0, tf.int64), good_steps)
+        return LossScaleState(
+            tf.where(grows, grown, scale), tf.where(grows, zero, good_steps), zero
+        )
 
     def _wait_after_growth(self, scale: tf.Tensor, history: History) -> tf.Tensor:
         # A growth has not failed if a second one has followed. This is a quotient, since the
