@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import keras_mp
-from tests.common import once
+from tests.common import once, placed
 
 pytestmark = once
 
@@ -66,31 +66,23 @@ def test_an_update_without_a_step_is_an_error_that_leaves_the_step_as_it_was():
     assert float(v) == 7
 
 
-def test_the_scale_of_functions_that_are_not_traced_again_is_known_in_eager():
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_the_scale_of_functions_that_are_not_traced_again_is_known(mode):
     scale = keras_mp.DynamicLossScale(4, increment_period=1)
     scaler, v = keras_mp.GradScaler(scale), tf.Variable(8.0)
-    scale_it, update = tf.function(lambda: scaler.scale(v / v)), tf.function(scaler.update)
-    for of_function in (True, False, True, False, True):
-        gradient = scale_it() if of_function else scaler.scale(v / v)
-        scaler.step(sgd, [(gradient, v)])
-        update()
+    scale_it = tf.function(lambda: scaler.scale(v / v))
+    update = tf.function(scaler.update) if mode == "eager" else scaler.update
+
+    def steps():
+        for of_function in (True, False, True, True, True):
+            gradient = scale_it() if of_function else scaler.scale(v / v)
+            scaler.step(sgd, [(gradient, v)])
+            update()
+
+    placed(mode, steps)()
     assert float(v) == 3
     assert float(scale()) == 4 * 2.0**5
     assert len(scaler._step_calls.current().step.losses) <= 1
-
-
-def test_a_function_that_scales_is_called_twice_in_another_one():
-    scaler, v = keras_mp.GradScaler(4), tf.Variable(8.0)
-    scale = tf.function(lambda: scaler.scale(tf.constant(1.0)))
-
-    @tf.function
-    def steps():
-        for _ in range(2):
-            scaler.step(sgd, [(scale(), v)])
-            scaler.update()
-
-    steps()
-    assert float(v) == 6
 
 
 class Rule:

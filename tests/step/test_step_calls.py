@@ -119,8 +119,7 @@ def test_a_part_of_a_step_that_a_function_has_begun_is_applied_inside_of_it(name
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_gradients_that_are_unscaled_at_once_and_applied_in_parts(name, mode):
     optimizer, v, w = scaling(name, count=2)
-    compute, _ = steps.halves(optimizer, lambda: half_of_sum(v, w), [v, w], RFC[:1])
-    compute = tf.function(compute)
+    compute = tf.function(steps.halves(optimizer, lambda: half_of_sum(v, w), [v, w], RFC[:1])[0])
 
     def step():
         for _ in range(2):
