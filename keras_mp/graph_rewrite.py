@@ -423,4 +423,10 @@ def _step_of_training(
 
     # The attribute is None by default in models of Keras 2.
     function = tf.function(train_step, autograph=False, jit_compile=model.jit_compile or None)
-    return function, (tuple(batch),)
+
+    def tensor(value: Any) -> Any:
+        if value is None or isinstance(value, tf.TensorSpec):
+            return value
+        return tf.convert_to_tensor(value)
+
+    return function, (tf.nest.map_structure(tensor, tuple(batch)),)
