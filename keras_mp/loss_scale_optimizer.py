@@ -167,11 +167,8 @@ class LossScaleOptimizer(ScalerProperties, OptimizerWrapper, keras_api.KerasLoss
         how: dict[str, Any] = {"warn_after_skips": warn_after_skips}
         how |= {"raise_after_skips": raise_after_skips, "skip_nonfinite": skip_nonfinite}
         how |= {"reduce_dtype": reduce_dtype, "aggregate_in_float16": aggregate_in_float16}
-        self._name, self._skip_nonfinite, self._scaler = (
-            name,
-            skip_nonfinite,
-            Scaler(loss_scale, **how),
-        )
+        self._name, self._skip_nonfinite = name, skip_nonfinite
+        self._scaler = Scaler(loss_scale, **how)
         self._step_calls = OptimizerCalls(loss_scale, scales)
         keras_api.track_variables({**self._own_variables(), **self._hidden_variables()}.values())
         for child_name, child in self._own_children().items():

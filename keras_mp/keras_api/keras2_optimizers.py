@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.keras_api import keras2_names
-from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
+from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, Tape, VarList
 from keras_mp.support import features, new_variables
 from keras_mp.tensorflow_api import saving
 
@@ -53,11 +53,13 @@ class _Keras2Adapter(OptimizerAdapter):
     Attributes:
         base: Keras's own class.
         computing: names of its methods that compute gradients.
+        building: names of its name, and of the method that makes its variables.
     """
 
     is_revived_without_state = True
     base: Any
     computing: tuple[str, ...]
+    building: tuple[str, str]
 
     @property
     def only_differentiates(self) -> bool:
@@ -66,6 +68,11 @@ class _Keras2Adapter(OptimizerAdapter):
     @property
     def overrides_minimize(self) -> bool:
         return not self._is_keras_own("minimize")
+
+    def build(self, variables: Sequence[Any]) -> None:
+        name, make = (getattr(self.optimizer, each) for each in self.building)
+        with tf.name_scope(name), tf.init_scope(), making_at_once(self.optimizer, ()):
+            make(variables)
 
     def _is_keras_own(self, method: str) -> bool:
         bound = getattr(self.optimizer, method)
@@ -77,21 +84,10 @@ class _KerasAdapter(_Keras2Adapter):
 
     base = _Optimizer
     computing = ("compute_gradients",)
-
-    def build(self, variables: Sequence[Any]) -> None:
-        with (
-            tf.name_scope(self.optimizer.name),
-            tf.init_scope(),
-            making_at_once(self.optimizer, ()),
-        ):
-            self.optimizer.build(variables)
+    building = ("name", "build")
 
     def compute_gradients(
-        self,
-        loss: Loss,
-        var_list: VarList,
-        tape: tf.GradientTape | None,
-        grad_loss: tf.Tensor | None,
+        self, loss: Loss, var_list: VarList, tape: Tape, grad_loss: tf.Tensor | None
     ) -> list[tuple[Any, Any]]:
         if grad_loss is not None:
             raise ValueError(
@@ -119,25 +115,14 @@ class _LegacyAdapter(_Keras2Adapter):
 
     base = _LegacyOptimizer
     computing = ("_compute_gradients", "get_gradients")
+    building = ("_name", "_create_all_weights")
     is_saved_by_keras = False
 
     def hyperparameters(self) -> frozenset[str]:
         return frozenset(self.optimizer._hyper) | {"clipnorm", "clipvalue", "global_clipnorm"}
 
-    def build(self, variables: Sequence[Any]) -> None:
-        with (
-            tf.name_scope(self.optimizer._name),
-            tf.init_scope(),
-            making_at_once(self.optimizer, ()),
-        ):
-            self.optimizer._create_all_weights(variables)
-
     def compute_gradients(
-        self,
-        loss: Loss,
-        var_list: VarList,
-        tape: tf.GradientTape | None,
-        grad_loss: tf.Tensor | None,
+        self, loss: Loss, var_list: VarList, tape: Tape, grad_loss: tf.Tensor | None
     ) -> list[tuple[Any, Any]]:
         return self.optimizer._compute_gradients(loss, var_list, grad_loss=grad_loss, tape=tape)
 

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_mp.keras_api import keras3_names
-from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, VarList
+from keras_mp.step.optimizer_adapter import Applied, Loss, OptimizerAdapter, Pairs, Tape, VarList
 from keras_mp.support import new_variables
 from keras_mp.support.attributes import replaced
 from keras_mp.support.native_variables import native_variable as native
@@ -90,11 +90,7 @@ class _KerasAdapter(OptimizerAdapter):
         return keras3_names.trained.of(self.optimizer)
 
     def compute_gradients(
-        self,
-        loss: Loss,
-        var_list: VarList,
-        tape: tf.GradientTape | None,
-        grad_loss: tf.Tensor | None,
+        self, loss: Loss, var_list: VarList, tape: Tape, grad_loss: tf.Tensor | None
     ) -> list[tuple[Any, Any]]:
         if not callable(loss) and tape is None:
             raise ValueError(
